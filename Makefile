@@ -1,0 +1,38 @@
+# One word per intent. Every target makes what it needs by itself and is quick when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
+
+.PHONY: help install demo test lint clean
+
+help:
+	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport inproc --json')"
+	@echo "make test   the tests (TEST='tests/unit -k allocator')"
+	@echo "make lint   ruff, mypy strict, layers"
+	@echo "make clean  remove what the other words made"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once; again when pyproject.toml or the native code changes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/llm-datadist demo $(DEMO)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(TEST)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_layers.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/native/*.so

@@ -1,0 +1,271 @@
+"""Geometry of a cache and the plans made from two of them. Pure: no bytes, no addresses, no peers.
+
+Words (API §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous cache,
+blocks of a blocks cache); *stride* = T // rows; *layer* l = tensors [l x tnpl, (l + 1) x tnpl).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from llm_datadist import native
+from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
+from llm_datadist.native import Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llm_datadist.types import CacheDesc
+
+__all__ = ["CacheKind", "Geometry", "LayerSelection", "plan_blocks", "plan_copy_row", "plan_pieces", "plan_row"]
+
+_MAX_TENSORS = 1 << 20
+_MAX_TENSOR_BYTES = 2**63 - 1
+
+
+class CacheKind(IntEnum):
+    """How a cache is addressed: by batch row, or by block."""
+
+    CACHE = 0
+    BLOCKS = 1
+
+
+class Geometry(msgspec.Struct, frozen=True, array_like=True):
+    """Shape of a cache in bytes, as both ends of a link need it. Travels inside ``Resolved``."""
+
+    kind: CacheKind
+    num_tensors: int
+    rows: int
+    stride: int
+    tensor_bytes: int
+    shape: tuple[int, ...]
+    data_type: int
+    placement: int
+
+    @classmethod
+    def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
+        """Read the geometry off a descriptor (its ``shape[0]`` is the row count, whatever ``batch_dim_index`` says).
+
+        Raises:
+            ParamError: No tensors, or a shape that no tensor has (see ``CacheDesc.size``).
+        """
+        if desc.num_tensors < 1:
+            raise ParamError(f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
+        size = desc.size
+        shape = tuple(desc.shape)
+        return cls(
+            kind=kind,
+            num_tensors=desc.num_tensors,
+            rows=shape[0],
+            stride=size // shape[0],
+            tensor_bytes=size,
+            shape=shape,
+            data_type=desc.data_type.value,
+            placement=int(desc.placement),
+        )
+
+    def verify(self) -> None:
+        """Check a geometry that came from the wire: nothing in it may lead an address computation astray."""
+        sound = (
+            0 < self.num_tensors <= _MAX_TENSORS
+            and self.rows > 0
+            and self.stride > 0
+            and 0 < self.tensor_bytes <= _MAX_TENSOR_BYTES
+            and self.rows * self.stride <= self.tensor_bytes
+        )
+        if not sound:
+            raise ProtocolError(f"peer sent an impossible cache geometry: {self}")
+
+    def require_row(self, name: str, row: int) -> None:
+        """Raise ParamError unless ``row`` is one of this cache's rows; ``name`` is the caller's argument."""
+        if row >= self.rows:
+            raise ParamError(f"{name}={row}: the cache has {self.rows} rows, so at most {self.rows - 1}")
+
+    def require_kind(self, name: str, kind: CacheKind) -> None:
+        """Raise ParamError unless the cache is of ``kind``."""
+        if self.kind is not kind:
+            wanted, got = kind.name.lower(), self.kind.name.lower()
+            raise ParamError(f"{name}: a {wanted} cache is needed here, this is a {got} cache")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSelection:
+    """Which layers take part, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
+
+    src: range | None
+    dst: range | None
+    tensors_per_layer: int
+
+    def check_local(self, name: str, layers: range | None, num_tensors: int) -> None:
+        """Check what can be known from one end alone, before anything is asked of the peer.
+
+        Raises:
+            ParamError: ``num_tensors`` is no multiple of tensor_num_per_layer although a range is given; the range
+                leaves the cache; both ranges are given with unequal lengths.
+        """
+        if self.src is None and self.dst is None:
+            return
+        self._layer_range(name, layers, num_tensors)
+        if self.src is not None and self.dst is not None and len(self.src) != len(self.dst):
+            raise ParamError(
+                f"src_layer_range={self.src} and dst_layer_range={self.dst}: equal lengths are needed, "
+                f"got {len(self.src)} and {len(self.dst)}"
+            )
+
+    def tensors(self, src: Geometry, dst: Geometry) -> tuple[int, int, int]:
+        """Return (first dst tensor, first src tensor, count) between two caches.
+
+        Raises:
+            CacheMismatch: The two ends would not move the same number of tensors.
+            ParamError: A range leaves its cache.
+        """
+        if self.src is None and self.dst is None:
+            if src.num_tensors != dst.num_tensors:
+                raise CacheMismatch(
+                    f"num_tensors differ: source has {src.num_tensors}, destination {dst.num_tensors}; "
+                    "give layer ranges to move a part"
+                )
+            return 0, 0, src.num_tensors
+        source = self._layer_range("src_layer_range", self.src, src.num_tensors)
+        target = self._layer_range("dst_layer_range", self.dst, dst.num_tensors)
+        if len(source) != len(target):
+            raise CacheMismatch(
+                f"layers differ: src_layer_range {source} has {len(source)}, dst_layer_range {target} has {len(target)}"
+            )
+        per_layer = self.tensors_per_layer
+        return target.start * per_layer, source.start * per_layer, len(source) * per_layer
+
+    def _layer_range(self, name: str, layers: range | None, num_tensors: int) -> range:
+        per_layer = self.tensors_per_layer
+        if num_tensors % per_layer:
+            raise ParamError(
+                f"tensor_num_per_layer={per_layer}: must divide the cache's {num_tensors} tensors when a layer range "
+                "is given"
+            )
+        everything = range(num_tensors // per_layer)
+        if layers is None:
+            return everything
+        if layers.stop > everything.stop:
+            raise ParamError(f"{name}={layers}: the cache has {everything.stop} layers of {per_layer} tensors")
+        return layers
+
+
+def plan_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, size: int, layers: LayerSelection) -> Plan:
+    """Plan remote row -> local row (pull_cache) or the reverse (push_cache).
+
+    ``size`` is bytes per tensor; -1 is the destination's stride for a pull (a longer source row is truncated).
+
+    Raises:
+        CacheMismatch: Either end is a blocks cache, or ``size`` exceeds either end's stride.
+        CacheNotFound: ``src_row`` does not exist at the source.
+    """
+    for end, geometry in (("source", src), ("destination", dst)):
+        if geometry.kind is not CacheKind.CACHE:
+            raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
+    _require_remote_row(src, src_row)
+    dst.require_row("batch_index", dst_row)
+    length = dst.stride if size == -1 else size
+    if length > src.stride or length > dst.stride:
+        raise CacheMismatch(
+            f"size={size}: {length} bytes per tensor do not fit, a source row has {src.stride} bytes and a "
+            f"destination row {dst.stride}"
+        )
+    first_dst, first_src, count = layers.tensors(src, dst)
+    runs = native.plan_row(dst_row * dst.stride, src_row * src.stride, length)
+    return Plan(first_dst, first_src, count, runs, ordered=False, nbytes=length * count)
+
+
+def plan_blocks(
+    src: Geometry,
+    dst: Geometry,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    layers: LayerSelection,
+    *,
+    alias: bool = False,
+) -> Plan:
+    """Plan blocks -> blocks: pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+
+    Raises:
+        CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
+        ParamError: Unequal lengths, or an index outside its cache.
+    """
+    for end, geometry in (("source", src), ("destination", dst)):
+        if geometry.kind is not CacheKind.BLOCKS:
+            raise CacheMismatch(f"the {end} is not a blocks cache")
+    if src.stride != dst.stride:
+        raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
+    first_dst, first_src, count = layers.tensors(src, dst)
+    runs, ordered = native.plan_blocks(
+        dst_blocks,
+        src_blocks,
+        block_bytes=src.stride,
+        dst_count=dst.rows,
+        src_count=src.rows,
+        alias=alias,
+    )
+    return Plan(first_dst, first_src, count, runs, ordered=ordered, nbytes=int(runs[:, 2].sum()) * count)
+
+
+def plan_pieces(
+    src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: NDArray[np.int64], layers: LayerSelection
+) -> Plan:
+    """Plan cache -> blocks: piece i of the source row goes to ``dst_blocks[i]``; the last piece may be short.
+
+    Raises:
+        CacheMismatch: The source is a blocks cache, or the destination is not.
+        CacheNotFound: ``src_row`` does not exist at the source.
+        ParamError: More blocks than the row has pieces, or an index outside the cache.
+    """
+    if src.kind is not CacheKind.CACHE or dst.kind is not CacheKind.BLOCKS:
+        raise CacheMismatch(
+            f"a row of a continuous cache goes into blocks here: source is {src.kind.name.lower()}, "
+            f"destination {dst.kind.name.lower()}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
+        )
+    _require_remote_row(src, src_row)
+    first_dst, first_src, count = layers.tensors(src, dst)
+    runs, ordered = native.plan_pieces(
+        dst_blocks,
+        block_bytes=dst.stride,
+        dst_count=dst.rows,
+        src_offset=src_row * src.stride,
+        src_bytes=src.stride,
+    )
+    return Plan(first_dst, first_src, count, runs, ordered=ordered, nbytes=int(runs[:, 2].sum()) * count)
+
+
+def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
+    """Plan copy_cache (R8): bytes [offset, offset + n) of one row to the same offset of another, all tensors.
+
+    Raises:
+        ParamError: ``num_tensors`` or ``data_type`` differ, a row index or the byte range leaves either cache, or with
+            ``size == -1`` the row shapes differ.
+    """
+    if src.num_tensors != dst.num_tensors or src.data_type != dst.data_type:
+        raise CacheMismatch(
+            f"descriptors must match: src has {src.num_tensors} tensors of data type {src.data_type}, "
+            f"dst {dst.num_tensors} of {dst.data_type}"
+        )
+    src.require_row("src_batch_index", src_row)
+    dst.require_row("dst_batch_index", dst_row)
+    if size == -1 and src.shape[1:] != dst.shape[1:]:
+        raise CacheMismatch(
+            f"size=-1 copies whole rows, so row shapes must be equal: src {list(src.shape[1:])}, "
+            f"dst {list(dst.shape[1:])}; give size to copy a part"
+        )
+    length = src.stride - offset if size == -1 else size
+    limit = min(src.stride, dst.stride)
+    if length < 1 or offset + length > limit:
+        raise ParamError(f"offset={offset}, size={size}: the range must lie inside a row of {limit} bytes")
+    runs = native.plan_row(dst_row * dst.stride + offset, src_row * src.stride + offset, length)
+    return Plan(0, 0, src.num_tensors, runs, ordered=False, nbytes=length * src.num_tensors)
+
+
+def _require_remote_row(src: Geometry, row: int) -> None:
+    if row >= src.rows:
+        raise CacheNotFound(f"batch index {row}: the source cache has {src.rows} rows, so at most {src.rows - 1}")

@@ -1,0 +1,315 @@
+"""CacheStore: the caches of one LLMDataDist with their memory: pools, registry, guards and exported regions together.
+
+The registry says who needs what, the pools hold the bytes, the guards tell foreign readers. This is the one place
+where the three meet, and where the registry's effects are carried out, guards first.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist.cache.lifecycle import State
+from llm_datadist.cache.registry import Registry, key_of
+from llm_datadist.errors import ParamError
+from llm_datadist.memory.guards import GuardTable
+from llm_datadist.memory.pool import MemoryPool, create_pool
+from llm_datadist.memory.segment import ExternalSegment
+from llm_datadist.metrics import CacheStatistics, KeyStatistics
+from llm_datadist.native import Tensors
+from llm_datadist.transport.base import PRIVATE, Exports
+from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from llm_datadist.cache.layout import Geometry
+    from llm_datadist.cache.registry import Effects, Entry
+    from llm_datadist.memory.device import Device
+    from llm_datadist.memory.pool import Allocation
+    from llm_datadist.memory.segment import Segment
+    from llm_datadist.options import Options
+
+__all__ = ["CacheStore", "Storage"]
+
+_REGIONS = {Placement.DEVICE: 1, Placement.HOST: 2}
+_OPTION = {
+    Placement.DEVICE: "mem_pool_cfg (llm.MemPoolConfig)",
+    Placement.HOST: "host_mem_pool_cfg (llm.HostMemPoolConfig)",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Where a cache's tensors are, for this process and for a peer.
+
+    Attributes:
+        tensors: Addresses here.
+        regions: uint32 region id per tensor, little-endian: what a Resolved carries.
+        offsets: uint64 offset per tensor (or address, for private memory), little-endian.
+        allocation: The pool memory behind it; None for registered memory.
+        segments: What keeps the memory mapped, one per tensor or one for all: for views.
+    """
+
+    tensors: Tensors
+    regions: bytes
+    offsets: bytes
+    allocation: Allocation | None
+    segments: tuple[Segment, ...]
+
+
+class CacheStore:
+    """All caches of one LLMDataDist. Callers' threads and the control thread; the parts lock for themselves.
+
+    Args:
+        options: Pools and mode.
+        device: What DEVICE placement means here.
+        host: What HOST placement means here.
+        incarnation: Random id of this process incarnation, for the exports.
+    """
+
+    def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
+        self.registry = Registry()
+        self.remote_accessible = options.remote_accessible
+        self._pools: dict[Placement, MemoryPool] = {}
+        self._guards: GuardTable | None = None
+        try:
+            for placement, pool, where in (
+                (Placement.DEVICE, options.mem_pool, device),
+                (Placement.HOST, options.host_mem_pool, host),
+            ):
+                if pool is not None:
+                    self._pools[placement] = create_pool(
+                        placement.name.lower(),
+                        where,
+                        pool.memory_size,
+                        pool.page_shift,
+                        peers_may_write=options.remote_accessible,
+                        prefault=options.pool_prefault,
+                    )
+            self._guards = GuardTable()
+        except BaseException:
+            self._close_memory()
+            raise
+        self.exports = Exports(
+            incarnation=incarnation,
+            regions={_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()},
+            guards=self._guards,
+            writable=options.remote_accessible,
+        )
+
+    # --- making caches ---------------------------------------------------------------------------------------------
+
+    def allocate(self, geometry: Geometry, keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Entry:
+        """Take memory from the pool of the geometry's placement and bind ``(key, row)`` pairs: all of it, or nothing.
+
+        Raises:
+            ParamError: No pool is configured for that placement (R12).
+            KeyInUse: A key is bound already (R3).
+            OutOfMemory: The pool cannot hold the tensors.
+        """
+        pool = self._pools.get(Placement(geometry.placement))
+        if pool is None:
+            raise ParamError(
+                f"cache_desc.placement={Placement(geometry.placement).name}: no pool to allocate from; set "
+                f"{_OPTION[Placement(geometry.placement)]} before init, or register memory of your own"
+            )
+        self.registry.require_free(key for key, _ in _bindable(keys))
+        allocation = pool.allocate_many(geometry.num_tensors, geometry.tensor_bytes)
+        try:
+            addresses = np.array(allocation.addresses, dtype=np.uint64)
+            segments = (pool.segment,)
+            storage = self._storage(geometry, addresses, allocation, segments)
+            return self._add(geometry, storage, keys, owned=True, remote_accessible=True)
+        except BaseException:
+            allocation.free()
+            raise
+
+    def register(
+        self,
+        geometry: Geometry,
+        addrs: Sequence[int],
+        keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]],
+        *,
+        remote_accessible: bool,
+    ) -> Entry:
+        """Enter memory of the user, one address per tensor. The memory is not touched."""
+        addresses = np.array(addrs, dtype=np.uint64)
+        segments = tuple(self._segment_of(address, geometry.tensor_bytes) for address in addrs)
+        storage = self._storage(geometry, addresses, None, segments)
+        return self._add(geometry, storage, keys, owned=False, remote_accessible=remote_accessible)
+
+    def _storage(
+        self,
+        geometry: Geometry,
+        addresses: np.ndarray[Any, np.dtype[np.uint64]],
+        allocation: Allocation | None,
+        segments: tuple[Segment, ...],
+    ) -> Storage:
+        regions, offsets = self._locate(addresses, geometry.tensor_bytes)
+        tensors = Tensors(addresses, geometry.tensor_bytes)
+        return Storage(tensors, regions.astype("<u4").tobytes(), offsets.astype("<u8").tobytes(), allocation, segments)
+
+    def _locate(
+        self, addresses: np.ndarray[Any, np.dtype[np.uint64]], nbytes: int
+    ) -> tuple[np.ndarray[Any, np.dtype[np.uint32]], np.ndarray[Any, np.dtype[np.uint64]]]:
+        """Return each tensor's region and offset. Registered memory inside one of our pools is that pool's."""
+        regions = np.full(addresses.shape, PRIVATE, dtype=np.uint32)
+        offsets = addresses.copy()
+        for placement, pool in self._pools.items():
+            start, end = pool.segment.address, pool.segment.address + pool.segment.nbytes
+            if nbytes <= pool.segment.nbytes:
+                inside = (addresses >= start) & (addresses <= np.uint64(end - nbytes))
+                regions[inside] = _REGIONS[placement]
+                offsets[inside] -= np.uint64(start)
+        return regions, offsets
+
+    def _segment_of(self, address: int, nbytes: int) -> Segment:
+        for pool in self._pools.values():
+            start = pool.segment.address
+            if start <= address and address + nbytes <= start + pool.segment.nbytes:
+                return pool.segment
+        return ExternalSegment(address, nbytes)
+
+    def _add(
+        self,
+        geometry: Geometry,
+        storage: Storage,
+        keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]],
+        *,
+        owned: bool,
+        remote_accessible: bool,
+    ) -> Entry:
+        guards = self._guard_table()
+        guard = guards.allocate()
+        bindings = [(key, row, guards.allocate()) for key, row in _bindable(keys)]
+        try:
+            entry, effects = self.registry.add(
+                geometry, storage, guard, bindings, owned=owned, remote_accessible=remote_accessible
+            )
+        except BaseException:
+            for unused in (guard, *(each for _, _, each in bindings)):
+                guards.release(unused.slot)
+            raise
+        self.apply(effects)
+        return entry
+
+    # --- giving them back ------------------------------------------------------------------------------------------
+
+    def deallocate(self, cache_id: int) -> None:
+        """The owner gives an allocated cache back; anything else is a no-op (API §6.2)."""
+        self.apply(self.registry.drop_owner(cache_id))
+
+    def unregister(self, cache_id: int) -> None:
+        """Drop a registered cache; anything else is a no-op."""
+        self.apply(self.registry.unregister(cache_id))
+
+    def remove_key(self, key: CacheKey) -> None:
+        """Unbind a key; a placeholder or an unknown key is a no-op (R25)."""
+        table_key = key_of(key)
+        if table_key is not None:
+            self.apply(self.registry.remove_key(table_key))
+
+    def apply(self, effects: Effects) -> None:
+        """Do what the registry decided: tell foreign readers first, then let the memory go."""
+        guards = self._guard_table()
+        for guard in effects.advance:
+            guards.advance(guard.slot)
+        for guard in effects.retire:
+            guards.release(guard.slot)
+        for storage in effects.free:
+            if storage.allocation is not None:
+                storage.allocation.free()
+
+    # --- using them here -------------------------------------------------------------------------------------------
+
+    def holding(self, cache_id: int, what: str) -> AbstractContextManager[Entry]:
+        """Keep a cache's memory for the length of one local call.
+
+        Raises:
+            CacheNotFound: No such cache.
+        """
+        return _Hold(self, cache_id, what)
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    def pools(self) -> Iterator[MemoryPool]:
+        """Iterate over the configured pools."""
+        return iter(self._pools.values())
+
+    def cache_statistics(self) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
+        """Return (caches, keys, pins)."""
+        entries, bindings, pins = self.registry.snapshot()
+        states = [entry.life.state for entry in entries]
+        caches = CacheStatistics(
+            live=states.count(State.LIVE),
+            deferred=states.count(State.DEFERRED),
+            draining=states.count(State.DRAINING),
+            allocated=sum(entry.owned for entry in entries),
+            registered=sum(not entry.owned for entry in entries),
+            nbytes=sum(entry.geometry.num_tensors * entry.geometry.tensor_bytes for entry in entries),
+        )
+        now = time.monotonic()
+        keys = tuple(
+            KeyStatistics(
+                key=repr(binding.key),
+                cache_id=binding.entry.cache_id,
+                row=binding.row,
+                age_seconds=now - binding.since,
+                unconsumed_bytes=binding.remaining.bit_count() * binding.entry.geometry.stride,
+            )
+            for binding in bindings
+        )
+        return caches, keys, pins
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when registry, pools or guards contradict themselves or each other."""
+        self.registry.check_integrity()
+        self._guard_table().check_integrity()
+        for pool in self._pools.values():
+            pool.check_integrity()
+
+    def close(self) -> None:
+        """Drop every cache and give the memory back; views that are still alive keep their mapping."""
+        self.apply(self.registry.clear())
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        if self._guards is not None:
+            self._guards.close()
+
+    def _guard_table(self) -> GuardTable:
+        assert self._guards is not None
+        return self._guards
+
+
+class _Hold:
+    """See :meth:`CacheStore.holding`. A class, because this is on the path of every small copy."""
+
+    __slots__ = ("_cache_id", "_entry", "_store", "_what")
+
+    def __init__(self, store: CacheStore, cache_id: int, what: str) -> None:
+        self._store = store
+        self._cache_id = cache_id
+        self._what = what
+
+    def __enter__(self) -> Entry:
+        self._entry = self._store.registry.hold(self._cache_id, self._what)
+        return self._entry
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._store.apply(self._store.registry.let_go(self._entry))
+
+
+def _bindable(keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """Yield (table key, row) of every key that binds: placeholders do not (R4)."""
+    for key, row in keys:
+        table_key = key_of(key)
+        if table_key is not None:
+            yield table_key, row

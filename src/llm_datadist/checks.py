@@ -1,0 +1,162 @@
+"""Argument checks: each names the argument, shows its value and says what is allowed (R1, API §1.3).
+
+Wrong type: ``TypeError``. None where it is not allowed: :class:`NoneArgument`. An integer outside its width, or a rule
+broken by a well-typed value: :class:`ParamError`. ``bool`` and what has ``__index__`` (``np.int64``) count as int.
+"""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+
+from llm_datadist.errors import NoneArgument, ParamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "INVALID_ID",
+    "check_dict",
+    "check_int",
+    "check_int32",
+    "check_int64",
+    "check_list",
+    "check_range",
+    "check_rule",
+    "check_type",
+    "check_uint8",
+    "check_uint16",
+    "check_uint32",
+    "check_uint64",
+    "check_uint64_list",
+    "is_digits",
+]
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+
+INVALID_ID: Final = 2**64 - 1
+"""The largest uint64: "no id" wherever the interface has an id (request, prefix)."""
+
+_MAX_DIGITS: Final = 20
+
+_ONLY: Final = "only support"
+_INNER: Final = "inner type only support"
+
+
+def _type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = _ONLY) -> TypeError:
+    """Build the error for ``value`` of a wrong type; None has its own class."""
+    allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
+    if value is None:
+        return NoneArgument(f"{name} {rule} [{allowed}] but got None")
+    return TypeError(f"{name} {rule} [{allowed}] but got {type(value).__name__}: {reprlib.repr(value)}")
+
+
+@overload
+def check_type(name: str, value: object, types: type[T]) -> T: ...
+@overload
+def check_type(name: str, value: object, types: tuple[type[T], type[U]]) -> T | U: ...
+@overload
+def check_type(name: str, value: object, types: tuple[type[T], type[U], type[V]]) -> T | U | V: ...
+def check_type(name: str, value: object, types: type | tuple[type, ...]) -> Any:
+    """Return ``value`` if it is an instance of ``types``. Raises TypeError, or NoneArgument for None."""
+    if isinstance(value, types):
+        return value
+    raise _type_error(name, value, types)
+
+
+def check_int(name: str, value: object) -> int:
+    """Return ``value`` as an int of any width. Raises TypeError, or NoneArgument for None."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is the case handled below
+    except TypeError:
+        raise _type_error(name, value, int) from None
+
+
+def _integer_check(kind: str, low: int, high: int) -> Callable[[str, object], int]:
+    def check(name: str, value: object) -> int:
+        if type(value) is int and low <= value <= high:
+            return value
+        number = check_int(name, value)
+        if not low <= number <= high:
+            raise ParamError(f"{name}: {number} is outside [{low}, {high}] ({kind})")
+        return number
+
+    check.__name__ = check.__qualname__ = f"check_{kind}"
+    check.__doc__ = f"Return ``value`` as an int in [{low}, {high}]. Raises TypeError, NoneArgument or ParamError."
+    return check
+
+
+check_uint64 = _integer_check("uint64", 0, 2**64 - 1)
+check_uint32 = _integer_check("uint32", 0, 2**32 - 1)
+check_uint16 = _integer_check("uint16", 0, 2**16 - 1)
+check_uint8 = _integer_check("uint8", 0, 2**8 - 1)
+check_int64 = _integer_check("int64", -(2**63), 2**63 - 1)
+check_int32 = _integer_check("int32", -(2**31), 2**31 - 1)
+
+
+def _check_container(name: str, value: object, tuple_ok: bool) -> list[Any] | tuple[Any, ...]:
+    if isinstance(value, list) or (tuple_ok and isinstance(value, tuple)):
+        return value
+    raise _type_error(name, value, (list, tuple) if tuple_ok else list)
+
+
+def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = False) -> list[T] | tuple[T, ...]:
+    """Return ``value``, a list (or a tuple with ``tuple_ok``) of ``inner`` instances.
+
+    Raises TypeError naming the argument, or ``name[i]`` for an element; NoneArgument where it is None.
+    """
+    items = _check_container(name, value, tuple_ok)
+    for i, item in enumerate(items):
+        if not isinstance(item, inner):
+            raise _type_error(f"{name}[{i}]", item, inner, _INNER)
+    return items
+
+
+def check_uint64_list(name: str, value: object, *, tuple_ok: bool = True) -> list[int]:
+    """Return the elements of ``value`` as a new list of ints in [0, 2**64). Errors name ``name[i]``."""
+    items = _check_container(name, value, tuple_ok)
+    # The name of an element is only put together when there is something to say about it.
+    return [
+        x if type(x) is int and 0 <= x <= INVALID_ID else check_uint64(f"{name}[{i}]", x) for i, x in enumerate(items)
+    ]
+
+
+def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T, U]:
+    """Return ``value``, a dict from ``key`` to ``inner`` instances. Errors name the argument or ``name[key]``."""
+    if not isinstance(value, dict):
+        raise _type_error(name, value, dict)
+    for k, v in value.items():
+        if not isinstance(k, key):
+            raise _type_error(f"key of {name}", k, key, _INNER)
+        if not isinstance(v, inner):
+            raise _type_error(f"{name}[{k!r}]", v, inner, _INNER)
+    return value
+
+
+def check_range(name: str, value: object, *, empty_ok: bool = True) -> range:
+    """Return ``value``, a layer range: a ``range`` with step 1 and start >= 0 (API §6.10).
+
+    An empty range means "not given" in the pulls; with ``empty_ok=False`` (pushes, transfer configs) it is an error.
+    """
+    layers = check_type(name, value, range)
+    if layers.step != 1:
+        raise ParamError(f"{name}: {layers} has step {layers.step}, only 1 is allowed")
+    if layers.start < 0:
+        raise ParamError(f"{name}: {layers} starts at {layers.start}, below layer 0")
+    if not empty_ok and not layers:
+        raise ParamError(f"{name}: {layers} is empty, start must be below stop")
+    return layers
+
+
+def is_digits(text: str) -> bool:
+    """Return True for one to twenty ASCII digits: every number that fits an integer of the interface."""
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
+def check_rule(condition: object, text: str) -> None:
+    """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
+    if not condition:
+        raise ParamError(text)

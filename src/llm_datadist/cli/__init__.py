@@ -1,0 +1,23 @@
+"""The command ``llm-datadist``. Needs the extra ``[cli]``: typer and rich."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+__all__ = ["main"]
+
+_USAGE_ERROR: Final = 2
+_EXTRA: Final = {"typer", "rich"}
+
+
+def main() -> int:
+    """Run the command line; return the exit status (2: wrong usage, or the extra is not installed)."""
+    try:
+        from llm_datadist.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        print(f"llm-datadist needs {error.name}: pip install 'open-datadist[cli]'", file=sys.stderr)
+        return _USAGE_ERROR
+    return run()

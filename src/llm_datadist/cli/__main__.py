@@ -1,0 +1,10 @@
+"""``python -m llm_datadist.cli`` is ``llm-datadist``."""
+
+from __future__ import annotations
+
+import sys
+
+from llm_datadist.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

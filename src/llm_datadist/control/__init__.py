@@ -1,0 +1,1 @@
+"""Layer 5: who is linked to whom, and the small messages between them. Never a KV byte."""

@@ -1,0 +1,88 @@
+"""The control thread: one asyncio loop per LLMDataDist, for sockets and timers and nothing that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from llm_datadist.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+__all__ = ["ControlLoop"]
+
+T = TypeVar("T")
+
+
+class ControlLoop:
+    """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
+        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def inside(self) -> bool:
+        """Return True on the control thread itself."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
+        """Run ``function`` on the control thread and return its result; for short work only."""
+        if self.inside():
+            return function(*args)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 (carried to the caller, whatever it is)
+                done.set_exception(error)
+
+        self.post(run)
+        return done.result()
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
+        """Run ``function`` on the control thread soon.
+
+        Raises:
+            StateError: The loop has stopped.
+        """
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:
+            raise StateError("the control thread has stopped") from error
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the control thread, which must be the caller's. Unfinished ones end with the loop."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self) -> None:
+        """Cancel what runs, stop the loop, join the thread. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+        self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        # Transports close their sockets in callbacks: one more turn lets those run.
+        self.loop.run_until_complete(asyncio.sleep(0))

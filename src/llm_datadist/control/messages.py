@@ -1,0 +1,242 @@
+"""What goes over the control connection: one frozen struct per message, schema-checked, never pickle.
+
+Wire format: a 12-byte preamble once per connection (magic, protocol version, purpose), then frames of a 4-byte
+big-endian length and a msgpack array whose first element is the message's tag. A frame above 1 MiB, an unknown tag or
+a field of the wrong type is a ProtocolError and costs the connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final
+
+import msgspec
+
+from llm_datadist.errors import ProtocolError
+
+__all__ = [
+    "CONTROL_PREAMBLE",
+    "FRAME_HEADER",
+    "FRAME_LIMIT",
+    "PREAMBLE_BYTES",
+    "PROTOCOL_VERSION",
+    "Beat",
+    "Consumed",
+    "Failed",
+    "Farewell",
+    "Goodbye",
+    "Guarded",
+    "Hello",
+    "Linked",
+    "Message",
+    "Met",
+    "Refused",
+    "Release",
+    "Resolve",
+    "Resolved",
+    "Welcome",
+    "decode",
+    "encode",
+    "frame",
+]
+
+PROTOCOL_VERSION: Final = 1
+FRAME_LIMIT: Final = 1 << 20
+FRAME_HEADER: Final = struct.Struct(">I")
+_MAGIC: Final = b"ODATDIST"
+CONTROL_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 0)
+PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
+
+#: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
+U64 = Annotated[int, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of everything on the control connection."""
+
+
+class Hello(Message, frozen=True, array_like=True, tag="hello"):
+    """Initiator -> target, first frame: who I am and what I want.
+
+    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``token`` opens the same-host
+    rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page.
+    """
+
+    version: int
+    cluster_id: U64
+    incarnation: Identity16
+    sequence: Id
+    remote_accessible: bool
+    pid: Id
+    host: Text
+    wanted: U64 | None
+    token: Identity16
+    cookie: Identity16
+
+
+class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
+    """Target -> initiator: who answers, and where its same-host rendezvous listens."""
+
+    version: int
+    cluster_id: U64
+    incarnation: Identity16
+    remote_accessible: bool
+    pid: Id
+    host: Text
+    rendezvous: Text
+    cookie: Identity16
+
+
+class Refused(Message, frozen=True, array_like=True, tag="refused"):
+    """Target -> initiator: no link, with the status code and the reason in one line."""
+
+    code: int
+    text: Text
+
+
+class Met(Message, frozen=True, array_like=True, tag="met"):
+    """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why."""
+
+    transport: Text
+    reason: Text
+
+
+class Linked(Message, frozen=True, array_like=True, tag="linked"):
+    """Target -> initiator: the link is ready on this side too. The last frame of the handshake."""
+
+
+class Beat(Message, frozen=True, array_like=True, tag="beat"):
+    """Either way, every second: I am alive."""
+
+    count: Id
+
+
+class Goodbye(Message, frozen=True, array_like=True, tag="goodbye"):
+    """Either way: unlink. Answered by :class:`Farewell`."""
+
+    id: Id
+
+
+class Farewell(Message, frozen=True, array_like=True, tag="farewell"):
+    """Answer to :class:`Goodbye`: this side has dropped the link too."""
+
+    id: Id
+
+
+class Resolve(Message, frozen=True, array_like=True, tag="resolve"):
+    """Initiator -> target: where is this cache?
+
+    Exactly one way of naming it: ``key`` (namespace, id, model id), or ``cache_id`` and ``row``. ``budget_ms`` is what
+    is left of the caller's deadline: a pin does not outlive it by much.
+    """
+
+    id: Id
+    push: bool
+    key: tuple[int, U64, U64] | None
+    cache_id: int
+    row: Id
+    budget_ms: Id
+
+
+class Guarded(Message, frozen=True, array_like=True):
+    """A guard slot of the target and the generation that makes the answer valid."""
+
+    slot: Id
+    generation: U64
+
+
+class Resolved(Message, frozen=True, array_like=True, tag="resolved"):
+    """Target -> initiator: the cache's geometry, where its tensors are, and what proves it is still the same.
+
+    ``geometry`` is passed through undecoded: this layer does not know what a cache is.
+    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor. ``pin`` 0: nothing to release, and
+    the answer may be kept for as long as the guards hold.
+    """
+
+    id: Id
+    cache_id: int
+    geometry: msgspec.Raw
+    row: Id
+    regions: bytes
+    offsets: bytes
+    guards: list[Guarded]
+    pin: Id
+
+
+class Failed(Message, frozen=True, array_like=True, tag="failed"):
+    """Target -> initiator: the request ``id`` ended with this status; the link is fine."""
+
+    id: Id
+    code: int
+    text: Text
+
+
+class Release(Message, frozen=True, array_like=True, tag="release"):
+    """Initiator -> target: done with the pin; ``count`` tensors from ``first`` on arrived (0: none did)."""
+
+    pin: Id
+    first: Id
+    count: Id
+
+
+class Consumed(Message, frozen=True, array_like=True, tag="consumed"):
+    """Initiator -> target: these tensors of this row have been pushed (R5)."""
+
+    cache_id: int
+    row: Id
+    first: Id
+    count: Id
+
+
+_ANY = (
+    Hello
+    | Welcome
+    | Refused
+    | Met
+    | Linked
+    | Beat
+    | Goodbye
+    | Farewell
+    | Resolve
+    | Resolved
+    | Failed
+    | Release
+    | Consumed
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_ANY)
+
+
+def encode(message: Message) -> bytes:
+    """Return the payload of a frame."""
+    return _encoder.encode(message)
+
+
+def frame(message: Message) -> bytes:
+    """Return a whole frame, header included.
+
+    Raises:
+        ProtocolError: The message is larger than a frame may be.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > FRAME_LIMIT:
+        raise ProtocolError(f"{type(message).__name__} of {len(payload)} bytes: a frame has at most {FRAME_LIMIT}")
+    return FRAME_HEADER.pack(len(payload)) + payload
+
+
+def decode(payload: bytes | bytearray | memoryview) -> Message:
+    """Return the message in a payload.
+
+    Raises:
+        ProtocolError: Not a message of this protocol.
+    """
+    try:
+        message: Message = _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
+    except (UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"peer sent a broken message: {error}") from error
+    return message

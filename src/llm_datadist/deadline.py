@@ -1,0 +1,69 @@
+"""The deadline of one public call: built once at the public method, passed down, never renewed."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from llm_datadist.errors import DeadlineExceeded
+
+__all__ = ["Deadline"]
+
+_NS_PER_MS: Final = 1_000_000
+
+
+class Deadline:
+    """A point on the monotonic clock, with the budget it came from.
+
+    Attributes:
+        budget_ms: Milliseconds the call was given.
+        expires_ns: ``time.monotonic_ns()`` at which it is over; what native loops compare with.
+    """
+
+    __slots__ = ("_started_ns", "budget_ms", "expires_ns")
+
+    def __init__(self, budget_ms: int) -> None:
+        self.budget_ms = budget_ms
+        self._started_ns = time.monotonic_ns()
+        self.expires_ns = self._started_ns + budget_ms * _NS_PER_MS
+
+    @classmethod
+    def after_ms(cls, budget_ms: int) -> Deadline:
+        """Return the deadline ``budget_ms`` milliseconds from now."""
+        return cls(budget_ms)
+
+    def remaining(self) -> float:
+        """Return the seconds left, never below zero: what a wait may take."""
+        return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
+
+    def remaining_ms(self) -> int:
+        """Return the whole milliseconds left, rounded up, never below zero."""
+        return -(-max(0, self.expires_ns - time.monotonic_ns()) // _NS_PER_MS)
+
+    def elapsed_ms(self) -> float:
+        """Return the milliseconds since the call began."""
+        return (time.monotonic_ns() - self._started_ns) / _NS_PER_MS
+
+    def expired(self) -> bool:
+        """Return True when no time is left."""
+        return time.monotonic_ns() >= self.expires_ns
+
+    def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
+        """Build the error that says ``what`` ran out of time in which ``phase``."""
+        elapsed = self.elapsed_ms()
+        return DeadlineExceeded(
+            f"{what}: no answer within {self.budget_ms} ms (phase {phase}, {elapsed:.0f} ms elapsed); "
+            "raise sync_kv_timeout or the call's timeout if the work is that large",
+            phase=phase,
+            budget_ms=self.budget_ms,
+            elapsed_ms=elapsed,
+            peer=peer,
+        )
+
+    def check(self, what: str, phase: str, peer: int | None = None) -> None:
+        """Raise :class:`DeadlineExceeded` when no time is left."""
+        if self.expired():
+            raise self.error(what, phase, peer)
+
+    def __repr__(self) -> str:
+        return f"<Deadline {self.budget_ms} ms, {self.remaining() * 1e3:.0f} ms left>"

@@ -1,0 +1,123 @@
+"""One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT``.
+
+Started by :mod:`llm_datadist.demo.runner`, which reads events from its standard output and writes orders to its
+standard input. When that input ends the runner is gone, and the process exits at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import queue
+import sys
+import threading
+from typing import Final, TypeVar
+
+import msgspec
+
+from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Order, Said
+from llm_datadist.demo.model import Llama
+from llm_datadist.demo.roles import DecoderSide, Emit, PromptSide, run_reference
+from llm_datadist.demo.workload import Transport, Workload
+
+_ORPHANED: Final = 3
+# The runner's own bound is shorter and its end is noticed at once; this one only excludes waiting for ever.
+_ORDER_TIMEOUT_S: Final = 600.0
+
+_Order = TypeVar("_Order", Offer, Finish)
+
+
+class _Orders:
+    """Orders from standard input, read by the thread ``demo-orders``, which ends the process when the input ends."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="demo-orders", daemon=True).start()
+
+    def wait(self, kind: type[_Order]) -> _Order:
+        """Return the next order, which has to be a ``kind``."""
+        order = self._queue.get(timeout=_ORDER_TIMEOUT_S)
+        if not isinstance(order, kind):
+            raise TypeError(f"order: got {order}, expected a {kind.__name__}")
+        return order
+
+    def _read(self) -> None:
+        # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+        with io.FileIO(0, closefd=False) as stdin:
+            while line := stdin.readline():
+                self._queue.put(msgspec.json.decode(line, type=Order))
+        os._exit(_ORPHANED)
+
+
+def _prompt(workload: Workload, transport: Transport, emit: Emit, orders: _Orders) -> None:
+    prompt = PromptSide(workload, transport)
+    try:
+        emit(Said(f"listens on port {prompt.datadist.listen_port}"))
+        emit(prompt.publish(Llama(workload.model), emit))
+        orders.wait(Finish)
+    finally:
+        prompt.close()
+
+
+def _decoder(workload: Workload, transport: Transport, emit: Emit, orders: _Orders) -> None:
+    decoder = DecoderSide(workload, transport)
+    try:
+        model = Llama(workload.model)
+        emit(Said("ready"))
+        emit(decoder.run(orders.wait(Offer), model, emit))
+    finally:
+        decoder.close()
+
+
+def _both(workload: Workload, transport: Transport, emit: Emit) -> None:
+    model = Llama(workload.model)
+    prompt = PromptSide(workload, transport)
+    try:
+        decoder = DecoderSide(workload, transport)
+        try:
+            offer = prompt.publish(model, emit)
+            emit(offer)
+            emit(decoder.run(offer, model, emit))
+        finally:
+            decoder.close()
+    finally:
+        prompt.close()
+
+
+def _run(role: str, transport: Transport, emit: Emit) -> None:
+    workload, orders = Workload(), _Orders()
+    if role == "reference":
+        emit(run_reference(workload, emit))
+    elif role == "prompt":
+        _prompt(workload, transport, emit, orders)
+    elif role == "decoder":
+        _decoder(workload, transport, emit, orders)
+    else:
+        _both(workload, transport, emit)
+
+
+def main() -> int:
+    """Play the role named on the command line; 0 when it was played to its end."""
+    parser = argparse.ArgumentParser(prog="python -m llm_datadist.demo", description="One process of the demo.")
+    parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
+    parser.add_argument("transport", choices=list(Transport), type=Transport)
+    arguments = parser.parse_args()
+    events = sys.stdout
+    # Whatever else prints must not get between the events.
+    sys.stdout = sys.stderr
+
+    def emit(event: Event) -> None:
+        events.write(msgspec.json.encode(event).decode() + "\n")
+        events.flush()
+
+    try:
+        _run(arguments.role, arguments.transport, emit)
+    except Exception as error:  # noqa: BLE001  the runner shows it, whatever it is
+        emit(Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The demo's processes as the runner sees them: started, listened to, and certainly ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Final
+
+import msgspec
+
+from llm_datadist.demo.messages import Event, Order, Said
+
+if TYPE_CHECKING:
+    from llm_datadist.demo.workload import Transport
+
+__all__ = ["Child", "Exited", "Inbox"]
+
+# One thread each: sums in the same order everywhere, so that equal inputs give equal bits, and two processes share a
+# small machine. MKL_CBWR makes MKL's results independent of how its arrays happen to be aligned.
+_ENVIRONMENT: Final = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+    "MKL_CBWR": "AUTO",
+}
+_KILL_WAIT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process has ended.
+
+    Attributes:
+        returncode: Exit status, or minus the signal's number.
+    """
+
+    returncode: int
+
+
+Inbox = queue.SimpleQueue[tuple[str, Event | Exited]]
+"""(role, what happened) of all children, in the order of arrival."""
+
+
+class Child:
+    """One process of the demo.
+
+    Threads ``demo-<role>`` and ``demo-<role>-log`` move its output to the inbox; everything else is for the runner's.
+    """
+
+    def __init__(self, role: str, transport: Transport, inbox: Inbox) -> None:
+        self.role = role
+        self._inbox = inbox
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llm_datadist.demo", role, transport.value],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | _ENVIRONMENT,
+            # Ctrl-C goes to the runner alone, which ends the others in order.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] = self._process.stdout
+        self._stderr: IO[bytes] = self._process.stderr
+        self._log = threading.Thread(target=self._read_log, name=f"demo-{role}-log")
+        self._events = threading.Thread(target=self._read_events, name=f"demo-{role}")
+        self._log.start()
+        self._events.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, order: Order) -> None:
+        """Give it an order. When it is gone, nothing happens here: the inbox tells."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(msgspec.json.encode(order) + b"\n")
+            self._stdin.flush()
+
+    def stop(self) -> None:
+        """Kill it if it lives, and take back process, threads and pipes. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(_KILL_WAIT_S)
+        self._events.join(_KILL_WAIT_S)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._stdout.close()
+        self._stderr.close()
+
+    def _read_events(self) -> None:
+        for line in self._stdout:
+            try:
+                event = msgspec.json.decode(line, type=Event)
+            except msgspec.MsgspecError:
+                event = Said(line.decode(errors="replace").rstrip())
+            self._inbox.put((self.role, event))
+        self._log.join()
+        self._inbox.put((self.role, Exited(self._process.wait())))
+
+    def _read_log(self) -> None:
+        for line in self._stderr:
+            self._inbox.put((self.role, Said(line.decode(errors="replace").rstrip())))

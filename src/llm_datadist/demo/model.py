@@ -1,0 +1,193 @@
+"""A small Llama-style transformer in NumPy, with seeded weights: what the demo computes.
+
+RMSNorm, rotary positions, grouped-query attention over a paged KV cache, SwiGLU, greedy sampling. Keys and values are
+written to and read from the cache's blocks only, so a wrong or missing block changes the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.demo.paged import PagedKV
+
+__all__ = ["Array", "Llama", "ModelConfig", "attend", "rms_norm", "rotate"]
+
+Array = NDArray[np.float32]
+
+_NORM_EPSILON: Final = np.float32(1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of the model.
+
+    Attributes:
+        layers: Transformer layers; the cache has two tensors (K, V) for each.
+        hidden: Width of the residual stream.
+        heads: Query heads; ``hidden / heads`` is the head size.
+        kv_heads: Key and value heads, each shared by ``heads / kv_heads`` query heads.
+        ffn: Width of the feed-forward layer.
+        vocab: Number of tokens.
+        rope_base: Base of the rotary frequencies.
+        seed: Seed of the weights.
+    """
+
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    ffn: int = 1408
+    vocab: int = 4096
+    rope_base: float = 10000.0
+    seed: int = 2
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.hidden // self.heads
+
+
+class _Layer(NamedTuple):
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    gate: Array
+    up: Array
+    down: Array
+
+
+class Llama:
+    """The model: weights made from the seed, and one forward step over a paged cache."""
+
+    # Random weights alone attend to everything equally, and an average over a thousand tokens tells nothing about any
+    # of them. Sharper scores make the output depend on single blocks, which is what the demo wants to show.
+    _SHARPNESS: Final = 2.0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        rng = np.random.default_rng(config.seed)
+        kv_width = config.kv_heads * config.head_dim
+
+        def weight(rows: int, columns: int, gain: float = 1.0) -> Array:
+            values = rng.standard_normal((rows, columns), dtype=np.float32)
+            return values * np.float32(gain / np.sqrt(rows))
+
+        self._embedding = rng.standard_normal((config.vocab, config.hidden), dtype=np.float32)
+        self._layers = [
+            _Layer(
+                query=weight(config.hidden, config.hidden, self._SHARPNESS),
+                key=weight(config.hidden, kv_width, self._SHARPNESS),
+                value=weight(config.hidden, kv_width),
+                output=weight(config.hidden, config.hidden),
+                gate=weight(config.hidden, config.ffn),
+                up=weight(config.hidden, config.ffn),
+                down=weight(config.ffn, config.hidden),
+            )
+            for _ in range(config.layers)
+        ]
+        self._head = weight(config.hidden, config.vocab)
+
+    def forward(self, tokens: NDArray[np.int64], kv: PagedKV) -> int:
+        """Append ``tokens`` (shape (T,)) to the sequence in ``kv`` and return the most likely next token."""
+        start = kv.length
+        positions = np.arange(start, start + len(tokens))
+        x = self._embedding[tokens]
+        for index, layer in enumerate(self._layers):
+            x = x + self._attention(index, layer, rms_norm(x), positions, kv)
+            x = x + _feed_forward(layer, rms_norm(x))
+        kv.advance(len(tokens))
+        logits = rms_norm(x[-1:]) @ self._head
+        return int(np.argmax(logits))
+
+    def prefill(
+        self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token.
+
+        ``progress(done, total)`` is called after each chunk.
+        """
+        token = -1
+        for start in range(0, len(prompt), chunk):
+            token = self.forward(prompt[start : start + chunk], kv)
+            if progress is not None:
+                progress(min(start + chunk, len(prompt)), len(prompt))
+        return token
+
+    def generate(
+        self, token: int, count: int, kv: PagedKV, progress: Callable[[int, int], None] | None = None
+    ) -> list[int]:
+        """Feed ``token`` and return the ``count`` tokens that follow it, each the most likely one."""
+        tokens: list[int] = []
+        for done in range(1, count + 1):
+            token = self.forward(np.array([token]), kv)
+            tokens.append(token)
+            if progress is not None:
+                progress(done, count)
+        return tokens
+
+    def _attention(self, index: int, layer: _Layer, h: Array, positions: NDArray[np.int64], kv: PagedKV) -> Array:
+        config = self.config
+        count = len(h)
+        query = (h @ layer.query).reshape(count, config.heads, config.head_dim)
+        key = (h @ layer.key).reshape(count, config.kv_heads, config.head_dim)
+        value = (h @ layer.value).reshape(count, config.kv_heads, config.head_dim)
+        kv.write(index, rotate(key, positions, config.rope_base), value)
+        keys, values = kv.read(index, int(positions[-1]) + 1)
+        attended = attend(rotate(query, positions, config.rope_base), keys, values, positions)
+        return attended.reshape(count, config.hidden) @ layer.output
+
+
+def rms_norm(x: Array) -> Array:
+    """Scale each row of ``x`` (shape (T, hidden)) to a root mean square of one."""
+    mean: Array = np.mean(x * x, axis=-1, keepdims=True)
+    result: Array = x / np.sqrt(mean + _NORM_EPSILON)
+    return result
+
+
+def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
+    """Rotate the two halves of each head of ``x`` (shape (T, heads, head_dim)) by the angles of ``positions``."""
+    half = x.shape[-1] // 2
+    frequencies = base ** (-np.arange(half) / half)
+    angles = positions[:, None, None] * frequencies
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+
+
+def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
+    """Causal grouped-query attention.
+
+    Args:
+        query: Shape (T, heads, head_dim).
+        keys: Shape (N, kv_heads, head_dim): those of positions 0 to N - 1.
+        values: Shape (N, kv_heads, head_dim).
+        positions: Shape (T,): where each query stands; it sees the keys up to and with its own position.
+
+    Returns:
+        Shape (T, heads, head_dim).
+    """
+    count, heads, head_dim = query.shape
+    length, kv_heads, _ = keys.shape
+    grouped = query.reshape(count, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
+    scores = grouped.reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2, 0)
+    scores = (scores * np.float32(head_dim**-0.5)).reshape(kv_heads, -1, count, length)
+    scores = np.where(np.arange(length) > positions[:, None], np.float32(-np.inf), scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed = weights.reshape(kv_heads, -1, length) @ values.transpose(1, 0, 2)
+    result: Array = mixed.reshape(kv_heads, -1, count, head_dim).transpose(2, 0, 1, 3).reshape(query.shape)
+    return result
+
+
+def _feed_forward(layer: _Layer, h: Array) -> Array:
+    gate: Array = h @ layer.gate
+    result: Array = (gate / (np.float32(1) + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+    return result

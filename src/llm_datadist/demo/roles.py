@@ -1,0 +1,171 @@
+"""The two ends of the demo, written as a user of the library would write them, and the run they are compared with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+)
+from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
+from llm_datadist.demo.model import Llama
+from llm_datadist.demo.paged import PagedKV
+from llm_datadist.views import tensor_views
+
+if TYPE_CHECKING:
+    from llm_datadist.demo.workload import Transport, Workload
+
+__all__ = ["DecoderSide", "Emit", "PromptSide", "run_reference"]
+
+Emit = Callable[[Event], None]
+"""Where a role puts what it has to say."""
+
+_PROMPT_ID: Final = 0
+_DECODER_ID: Final = 1
+_HOST: Final = "127.0.0.1"
+_PAGE_SHIFT: Final = 16
+_LINK_TIMEOUT_MS: Final = 5_000
+# Far above what the pull takes: a loaded machine must not fail the demo.
+_PULL_TIMEOUT_MS: Final = 10_000
+
+
+def run_reference(workload: Workload, emit: Emit) -> Reference:
+    """Run prompt and generation in this process on plain NumPy memory, without the library."""
+    model = Llama(workload.model)
+    tensors = [np.zeros(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
+    kv = PagedKV(tensors, range(workload.pool_blocks))
+    started = time.perf_counter()
+    first_token = model.prefill(workload.prompt(), kv, workload.chunk, _progress(emit, "prefill"))
+    digest = kv.digest()
+    tokens = model.generate(first_token, workload.generate, kv, _progress(emit, "generate"))
+    return Reference(first_token, tokens, digest, time.perf_counter() - started)
+
+
+class PromptSide:
+    """The prompt (prefill) end: computes the KV cache of the prompt and publishes it.
+
+    Attributes:
+        datadist: Its ``LLMDataDist``; ``close`` finalizes it.
+    """
+
+    def __init__(self, workload: Workload, transport: Transport) -> None:
+        self._workload = workload
+        config = _config(workload)
+        # Port 0 picks a free one; datadist.listen_port tells which.
+        config.listen_ip_info = f"{_HOST}:0"
+        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, config, transport)
+
+    def publish(self, model: Llama, emit: Emit) -> Offer:
+        """Run the prompt into a blocks cache that peers may pull from; return what they need to know."""
+        workload = self._workload
+        cache = self.datadist.cache_manager.allocate_blocks_cache(_describe(workload), BlocksCacheKey(_PROMPT_ID, 0))
+        tensors = tensor_views(cache)
+        for tensor in tensors:
+            tensor.fill(0)
+        kv = PagedKV(tensors, workload.source_blocks())
+        first_token = model.prefill(workload.prompt(), kv, workload.chunk, _progress(emit, "prefill"))
+        blocks = kv.used_blocks().tolist()
+        emit(Said(f"published cache {cache.cache_id}: {len(blocks)} blocks in {workload.num_tensors} tensors"))
+        return Offer(self.datadist.listen_port, blocks, kv.length, first_token, kv.digest())
+
+    def close(self) -> None:
+        """Give back the cache and the port."""
+        self.datadist.finalize()
+
+
+class DecoderSide:
+    """The decoder end: links to the prompt side, pulls its blocks and generates from them.
+
+    Attributes:
+        datadist: Its ``LLMDataDist``; ``close`` finalizes it.
+    """
+
+    def __init__(self, workload: Workload, transport: Transport) -> None:
+        self._workload = workload
+        config = _config(workload)
+        config.sync_kv_timeout = _PULL_TIMEOUT_MS
+        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, config, transport)
+        self._cache = self.datadist.cache_manager.allocate_blocks_cache(_describe(workload))
+        for tensor in tensor_views(self._cache):
+            # What does not arrive stays NaN, so that no token can be right by accident.
+            tensor.fill(np.nan)
+
+    def run(self, offer: Offer, model: Llama, emit: Emit) -> Outcome:
+        """Link, pull what ``offer`` names into other block numbers, unlink and generate."""
+        cluster = _cluster(offer.port)
+        _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
+        choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
+        emit(Said(f"linked over {choice.transport}"))
+        blocks = self._workload.destination_blocks()
+        seconds = self._pull(offer, blocks)
+        kv = PagedKV(tensor_views(self._cache), blocks, offer.length)
+        digest = kv.digest()
+        nbytes = len(offer.blocks) * self._workload.block_bytes * self._workload.num_tensors
+        emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
+        _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
+        tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
+        return Outcome(tokens, digest, choice.transport, choice.reason, len(offer.blocks), nbytes, seconds)
+
+    def close(self) -> None:
+        """Give back the cache."""
+        self.datadist.finalize()
+
+    def _pull(self, offer: Offer, blocks: list[int]) -> float:
+        manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
+        destination = blocks[: len(offer.blocks)]
+        started = time.perf_counter()
+        manager.pull_blocks(key, self._cache, src_blocks=offer.blocks, dst_blocks=destination)
+        return time.perf_counter() - started
+
+
+def _config(workload: Workload) -> LLMConfig:
+    page = 1 << _PAGE_SHIFT
+    tensor_pages = -(-workload.tensor_bytes // page)
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = json.dumps(
+        {"memory_size": tensor_pages * page * workload.num_tensors, "page_shift": _PAGE_SHIFT}
+    )
+    return config
+
+
+def _start(role: LLMRole, cluster_id: int, config: LLMConfig, transport: Transport) -> LLMDataDist:
+    options = config.generate_options()
+    options["llm.Transport"] = transport.value
+    datadist = LLMDataDist(role, cluster_id)
+    datadist.init(options)
+    return datadist
+
+
+def _describe(workload: Workload) -> CacheDesc:
+    return CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
+
+
+def _cluster(port: int) -> LLMClusterInfo:
+    cluster = LLMClusterInfo()
+    cluster.remote_cluster_id = _PROMPT_ID
+    cluster.append_local_ip_info(_HOST, 0)
+    cluster.append_remote_ip_info(_HOST, port)
+    return cluster
+
+
+def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
+    if status != LLMStatusCode.LLM_SUCCESS:
+        raise RuntimeError(f"{what} to cluster {_PROMPT_ID} failed: {status} ({', '.join(map(str, each))})")
+
+
+def _progress(emit: Emit, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: emit(Progress(what, done, total))

@@ -1,0 +1,258 @@
+"""The demo from start to end: starts the roles, hands messages between them, compares, prints."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+from llm_datadist.deadline import Deadline
+from llm_datadist.demo.children import Child, Exited, Inbox
+from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
+from llm_datadist.demo.report import Reporter, make_reporter
+from llm_datadist.demo.workload import Transport, Workload
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["DemoError", "DemoResult", "run_demo"]
+
+# The whole demo takes a few seconds; a machine ten times slower still passes.
+_BUDGET_MS: Final = 180_000
+_INTERRUPTED: Final = 130
+_PARTS: Final = {
+    "reference": "the single-process run to compare with",
+    "prompt": "LLMDataDist in role PROMPT, cluster 0",
+    "decoder": "LLMDataDist in role DECODER, cluster 1",
+    "both": "PROMPT and DECODER as two LLMDataDist in this one process",
+}
+
+_Message = TypeVar("_Message", Reference, Offer, Outcome)
+
+
+class DemoError(RuntimeError):
+    """The demo could not be played to its end; the text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What ``--json`` prints.
+
+    Attributes:
+        ok: Tokens and bytes are equal: the exit status is 0.
+        transport: Transport that moved the bytes.
+        reason: Why that one.
+        tokens_equal: The generated tokens are those of the single-process run.
+        blocks: Blocks moved.
+        bytes: Bytes moved, over all tensors.
+        seconds: Seconds of the one ``pull_blocks`` call.
+        gb_per_s: ``bytes / seconds / 1e9``.
+        kv_equal: The keys and values arrived as they were at the prompt side.
+        tokens: The tokens that the decoder generated.
+        processes: 2, or 1 when both roles ran in one process.
+        error: Why there is no result, or None.
+    """
+
+    ok: bool
+    transport: str | None = None
+    reason: str | None = None
+    tokens_equal: bool | None = None
+    blocks: int | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+    gb_per_s: float | None = None
+    kv_equal: bool | None = None
+    tokens: list[int] | None = None
+    processes: int | None = None
+    error: str | None = None
+
+
+def run_demo(transport: Transport, *, as_json: bool) -> int:
+    """Run the demo and print it; return the exit status: 0 only when the tokens are equal.
+
+    With ``as_json`` the progress goes to standard error and the last line of standard output is the result.
+    """
+    reporter = make_reporter(sys.stderr if as_json else sys.stdout)
+    try:
+        with _Demo(transport, reporter) as demo:
+            result = demo.run()
+    except DemoError as error:
+        result = DemoResult(ok=False, error=str(error))
+    except KeyboardInterrupt:
+        result = DemoResult(ok=False, error="interrupted")
+    finally:
+        reporter.close()
+    if result.error is not None:
+        print(f"demo failed: {result.error}", file=sys.stderr, flush=True)
+    if as_json:
+        print(json.dumps(asdict(result)), flush=True)
+    if result.error == "interrupted":
+        return _INTERRUPTED
+    return 0 if result.ok else 1
+
+
+class _Demo:
+    """One run. Leaving the context ends every process it started."""
+
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
+        self._transport = transport
+        self._reporter = reporter
+        self._workload = Workload()
+        self._deadline = Deadline.after_ms(_BUDGET_MS)
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._children:
+            child.stop()
+
+    def run(self) -> DemoResult:
+        """Play all roles, show the result and return it."""
+        reference = self._run_reference()
+        together = self._transport is Transport.INPROC
+        offer, outcome = self._run_together() if together else self._run_apart()
+        if self._transport not in (Transport.AUTO, outcome.transport):
+            raise DemoError(f"transport: asked for {self._transport}, but the link used {outcome.transport}")
+        tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
+        # Keys carry their positions, so two blocks that swapped places leave the tokens alone; the digest sees it.
+        kv_equal = outcome.digest == offer.digest
+        result = DemoResult(
+            ok=tokens_equal and kv_equal,
+            transport=outcome.transport,
+            reason=outcome.reason,
+            tokens_equal=tokens_equal,
+            blocks=outcome.blocks,
+            bytes=outcome.nbytes,
+            seconds=outcome.seconds,
+            gb_per_s=outcome.nbytes / outcome.seconds / 1e9,
+            kv_equal=kv_equal,
+            tokens=outcome.tokens,
+            processes=1 if together else 2,
+        )
+        self._show(result, reference, offer)
+        return result
+
+    def _run_reference(self) -> Reference:
+        child = self._start("reference")
+        reference = self._expect(child, Reference)
+        self._finish(child)
+        self._reporter.say("reference", f"done: {reference.seconds:.1f} s of forward passes, without the library")
+        return reference
+
+    def _run_apart(self) -> tuple[Offer, Outcome]:
+        prompt, decoder = self._start("prompt"), self._start("decoder")
+        offer = self._expect(prompt, Offer)
+        decoder.send(offer)
+        outcome = self._expect(decoder, Outcome)
+        self._finish(decoder)
+        prompt.send(Finish())
+        self._finish(prompt)
+        return offer, outcome
+
+    def _run_together(self) -> tuple[Offer, Outcome]:
+        child = self._start("both")
+        offer = self._expect(child, Offer)
+        outcome = self._expect(child, Outcome)
+        self._finish(child)
+        return offer, outcome
+
+    def _start(self, role: str) -> Child:
+        try:
+            child = Child(role, self._transport, self._inbox)
+        except OSError as error:
+            raise DemoError(f"{role}: cannot start its process: {error}") from error
+        self._children.append(child)
+        self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
+        return child
+
+    def _expect(self, child: Child, kind: type[_Message]) -> _Message:
+        """Show what the children say until ``child`` sends a ``kind``."""
+        while True:
+            role, event = self._next(f"{child.role}: no {kind.__name__.lower()}")
+            if isinstance(event, kind) and role == child.role:
+                return event
+            if isinstance(event, Exited) and role == child.role:
+                raise DemoError(
+                    f"{role}: the process ended with status {event.returncode} before its {kind.__name__.lower()}"
+                )
+            self._handle(role, event)
+
+    def _finish(self, child: Child) -> None:
+        """Show what the children say until ``child`` has ended well."""
+        while True:
+            role, event = self._next(f"{child.role}: still running after its work")
+            self._handle(role, event)
+            if isinstance(event, Exited) and role == child.role:
+                return
+
+    def _next(self, what: str) -> tuple[str, Event | Exited]:
+        try:
+            return self._inbox.get(timeout=self._deadline.remaining())
+        except queue.Empty:
+            raise DemoError(f"{what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
+
+    def _handle(self, role: str, event: Event | Exited) -> None:
+        match event:
+            case Said(text):
+                self._reporter.say(role, text)
+            case Progress(what, done, total):
+                self._reporter.progress(role, what, done, total)
+            case Failed(error):
+                raise DemoError(f"{role}: {error}")
+            case Exited(returncode):
+                if returncode != 0:
+                    raise DemoError(f"{role}: the process ended with status {returncode}")
+            case _:
+                raise DemoError(f"{role}: unexpected message {type(event).__name__}")
+
+    def _show(self, result: DemoResult, reference: Reference, offer: Offer) -> None:
+        title = "Tokens equal." if result.ok else "NOT equal."
+        rows = [
+            ("tokens", _describe_tokens(result, reference)),
+            ("KV bytes", _describe_bytes(result, reference, offer)),
+            ("moved", self._describe_move(result)),
+            ("transport", f"{result.transport}: {result.reason}"),
+            (
+                "pull_blocks",
+                f"{(result.seconds or 0) * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)",
+            ),
+            ("processes", _describe_processes(result)),
+        ]
+        self._reporter.show(title, rows)
+
+    def _describe_move(self, result: DemoResult) -> str:
+        return (
+            f"{result.blocks} blocks of {self._workload.block_tokens} tokens in {self._workload.num_tensors} tensors, "
+            f"{(result.bytes or 0) / 1e6:.2f} MB, all to other block numbers"
+        )
+
+
+def _describe_tokens(result: DemoResult, reference: Reference) -> str:
+    tokens = result.tokens or []
+    if result.tokens_equal:
+        return f"all {len(tokens)} equal to the single-process run: {' '.join(map(str, tokens[:8]))} ..."
+    pairs = zip(tokens, reference.tokens, strict=True)
+    position = next((i for i, (got, wanted) in enumerate(pairs) if got != wanted), None)
+    where = "in the token that the prompt side computed" if position is None else f"first at position {position}"
+    return f"different from the single-process run, {where}"
+
+
+def _describe_bytes(result: DemoResult, reference: Reference, offer: Offer) -> str:
+    if not result.kv_equal:
+        return "what arrived differs from what the prompt side published"
+    if offer.digest != reference.digest:
+        return "arrived as published; but the prompt side computed other values than the single-process run"
+    return f"equal at both ends and in the single-process run (sha256 {offer.digest[:16]}...)"
+
+
+def _describe_processes(result: DemoResult) -> str:
+    if result.processes == 1:
+        return "1: both roles as two LLMDataDist in one process"
+    return "2: prompt and decoder, each with its own LLMDataDist"

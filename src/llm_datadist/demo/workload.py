@@ -1,0 +1,93 @@
+"""What the demo computes: prompt, block numbers and shapes, the same in every process because all come from seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist.demo.model import ModelConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Transport", "Workload"]
+
+_FLOAT_BYTES: Final = 4
+
+
+class Transport(StrEnum):
+    """What ``--transport`` accepts."""
+
+    AUTO = "auto"
+    """The library chooses, between two processes."""
+    SHM = "shm"
+    """Shared memory, between two processes."""
+    INPROC = "inproc"
+    """Both roles as two ``LLMDataDist`` in one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of the demo.
+
+    Attributes:
+        model: The model.
+        prompt_tokens: Length of the prompt.
+        chunk: Tokens of the prompt per forward step.
+        generate: Tokens that the decoder generates.
+        block_tokens: Tokens of one KV block.
+        pool_blocks: Blocks of each cache, used or not.
+        seed: Seed of prompt and block numbers.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prompt_tokens: int = 1000
+    chunk: int = 125
+    generate: int = 32
+    block_tokens: int = 16
+    pool_blocks: int = 96
+    seed: int = 5
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of the cache: K and V of each layer."""
+        return 2 * self.model.layers
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of one tensor of the cache."""
+        return (self.pool_blocks, self.block_tokens, self.model.kv_heads, self.model.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one tensor."""
+        return self.tensor_bytes // self.pool_blocks
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one tensor of the cache."""
+        return int(np.prod(self.shape)) * _FLOAT_BYTES
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks that the prompt fills: those that move."""
+        return -(-self.prompt_tokens // self.block_tokens)
+
+    def prompt(self) -> NDArray[np.int64]:
+        """Return the tokens of the prompt."""
+        return np.random.default_rng(self.seed).integers(0, self.model.vocab, self.prompt_tokens)
+
+    def source_blocks(self) -> list[int]:
+        """Return the scattered block numbers that the prompt side gives its sequence."""
+        return [int(block) for block in np.random.default_rng(self.seed).permutation(self.pool_blocks)]
+
+    def destination_blocks(self) -> list[int]:
+        """Return the decoder's block numbers for the same sequence: scattered too, and none equal to the source's."""
+        rng = np.random.default_rng(self.seed + 1)
+        while True:
+            blocks = [int(block) for block in rng.permutation(self.pool_blocks)]
+            if all(a != b for a, b in zip(blocks, self.source_blocks(), strict=True)):
+                return blocks

@@ -1,0 +1,141 @@
+"""Engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
+
+``LLMDataDist`` is the composition root and makes one of these per ``init``; a manager keeps the engine it was made
+for, so a manager of an earlier ``init`` is recognised as stale (R21).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from llm_datadist import native
+from llm_datadist.caches import CacheStore
+from llm_datadist.control.handshake import Identity
+from llm_datadist.control.links import LinkManager
+from llm_datadist.control.listener import bind
+from llm_datadist.control.loop import ControlLoop
+from llm_datadist.local import LocalCopies
+from llm_datadist.log import logger
+from llm_datadist.memory.device import HostDevice
+from llm_datadist.metrics import Meters, Statistics
+from llm_datadist.swap import SwapEngine
+from llm_datadist.transfer import Initiator, Target
+from llm_datadist.transport import inproc
+
+if TYPE_CHECKING:
+    from llm_datadist.control.link import Link
+    from llm_datadist.memory.device import Device
+    from llm_datadist.options import Options
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Everything between ``init`` and ``finalize``.
+
+    Attributes:
+        options: What init was given, parsed.
+        store: Caches and their memory.
+        links: Peers.
+        initiator: Pulls and pushes.
+        local: Copies inside the process.
+        meters: Counts.
+        alive: False once finalised.
+    """
+
+    def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
+        self.cluster_id = cluster_id
+        self.options = options
+        self.meters = Meters()
+        self.alive = True
+        # The port first: a busy one must cost nothing else.
+        listening = bind(options.listen) if options.listen is not None else None
+        try:
+            self._build(device or HostDevice(), listening)
+        except BaseException:
+            if listening is not None:
+                listening.close()
+            raise
+
+    def _build(self, device: Device, listening: socket.socket | None) -> None:
+        options = self.options
+        incarnation = secrets.token_bytes(16)
+        self.store = CacheStore(options, device, HostDevice(), incarnation)
+        threads = options.copy_threads or native.usable_cpus()
+        self._copy_pool = native.CopyPool(threads) if threads > 1 else None
+        self._swap = SwapEngine(device)
+        self.local = LocalCopies(self.store, self._swap, self._copy_pool)
+        self._control = ControlLoop()
+        target = Target(self.store)
+        self._target = target
+        identity = Identity(
+            cluster_id=self.cluster_id,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            remote_accessible=options.remote_accessible,
+            transport=None if options.transport == "auto" else options.transport,
+        )
+        self.links = LinkManager(
+            self._control,
+            identity,
+            self.store.exports,
+            socket_dir=options.shm_socket_dir,
+            peer_timeout=options.peer_timeout,
+            handlers=target.handlers(),
+            on_end=self._on_link_end,
+            on_tick=target.expire,
+        )
+        self.initiator = Initiator(self.links, self._copy_pool)
+        inproc.register(self.store.exports)
+        self._control.start()
+        self.links.start(listening)
+        _warn_if_open(self.links.listen_address)
+
+    def close(self) -> None:
+        """Take everything down, in reverse order of dependence; peers are not told (API §3.2). Idempotent."""
+        if not self.alive:
+            return
+        self.alive = False
+        inproc.unregister(self.store.exports.incarnation)
+        self.links.stop("finalized")
+        self._control.stop()
+        self._swap.close()
+        if self._copy_pool is not None:
+            self._copy_pool.close()
+        self.store.close()
+
+    def _on_link_end(self, link: Link) -> None:
+        self._target.drop_peer(link)
+
+    def statistics(self) -> Statistics:
+        """Return everything that is counted."""
+        caches, keys, pins = self.store.cache_statistics()
+        return Statistics(
+            pools=tuple(pool.statistics() for pool in self.store.pools()),
+            caches=caches,
+            keys=keys,
+            pins=pins,
+            unknown_releases=self.store.registry.unknown_releases,
+            quarantined_bytes=0,
+            swap=self._swap.statistics(),
+            links=self.links.statistics(),
+            operations=self.meters.totals(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any part contradicts itself."""
+        self.store.check_integrity()
+        for link in self.links.all():
+            link.check_integrity()
+
+
+def _warn_if_open(address: tuple[str, int] | None) -> None:
+    if address is not None and not address[0].startswith("127."):
+        logger.warning(
+            "listening on %s:%d without authentication: whoever reaches this port can read the caches published here",
+            *address,
+        )

@@ -1,0 +1,238 @@
+"""The argument rules of API §6 that are more than one type check. Each raises before anything has happened."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from llm_datadist.cache.layout import LayerSelection
+from llm_datadist.cache.registry import key_of
+from llm_datadist.checks import (
+    INVALID_ID,
+    check_dict,
+    check_int64,
+    check_list,
+    check_range,
+    check_rule,
+    check_type,
+    check_uint32,
+    check_uint64,
+    check_uint64_list,
+)
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.transfer import RemoteName
+from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llm_datadist.cache.layout import Geometry
+
+__all__ = [
+    "accessible",
+    "addresses",
+    "blocks_keys",
+    "check_addresses",
+    "check_blocks",
+    "check_copy",
+    "check_copy_block_info",
+    "check_key_count",
+    "check_mem_infos",
+    "check_pull_blocks",
+    "check_pull_cache",
+    "check_push_blocks",
+    "check_single_id",
+    "check_size",
+    "layer_selection",
+    "naming_request",
+    "remote_name",
+    "require_rca",
+]
+
+
+# --- making caches -----------------------------------------------------------------------------------------------------
+
+
+def check_key_count(keys: Sequence[CacheKey], rows: int) -> None:
+    """At most one key per batch row."""
+    check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
+
+
+def blocks_keys(key: object) -> list[tuple[CacheKey | BlocksCacheKey, int]]:
+    """Return the (key, row) pairs of a blocks cache: none or one."""
+    if key is None:
+        return []
+    return [(check_type("blocks_cache_key", key, BlocksCacheKey), 0)]
+
+
+def addresses(addrs: object) -> list[int]:
+    """Return ``addrs`` checked: a list (no tuple, API §6.6) of integers in uint64."""
+    return check_uint64_list("addrs", addrs, tuple_ok=False)
+
+
+def check_addresses(addrs: list[int], geometry: Geometry) -> None:
+    """One non-zero address per tensor, and every tensor inside the address space."""
+    check_rule(addrs, "addrs is empty: one address per tensor is needed")
+    check_rule(
+        len(addrs) == geometry.num_tensors,
+        f"addrs has {len(addrs)} addresses: one per tensor is needed, and num_tensors is {geometry.num_tensors}",
+    )
+    check_rule(all(addrs), f"addrs[{addrs.index(0) if 0 in addrs else 0}]=0: an address cannot be zero")
+    end = max(addrs) + geometry.tensor_bytes
+    check_rule(end <= INVALID_ID, f"addrs: {max(addrs)} + {geometry.tensor_bytes} bytes is beyond the address space")
+
+
+def accessible(remote_accessible: object) -> bool:
+    """None means True, for both placements (R16)."""
+    return True if remote_accessible is None else check_type("remote_accessible", remote_accessible, bool)
+
+
+def check_mem_infos(mem_infos: object) -> None:
+    """API §6.15: MemInfo, or a list of them that is not empty; device memory, address and size not zero."""
+    infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
+    check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
+    for i, info in enumerate(infos):
+        if not isinstance(info, MemInfo):
+            raise ParamError(f"mem_infos[{i}] is {type(info).__name__}: must be MemInfo")
+        check_rule(info.mem_type is Memtype.MEM_TYPE_DEVICE, f"mem_infos[{i}].mem_type={info.mem_type}: only device")
+        check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
+
+
+# --- copies ------------------------------------------------------------------------------------------------------------
+
+
+def check_copy(
+    dst: object,
+    src: object,
+    dst_batch_index: object,
+    src_batch_index: object,
+    offset: object,
+    size: object,
+    req_id: object,
+) -> None:
+    """The checks of copy_cache in their documented order (API §6.5)."""
+    target = check_type("dst", dst, Cache)
+    source = check_type("src", src, Cache)
+    check_uint32("dst_batch_index", dst_batch_index)
+    check_uint32("src_batch_index", src_batch_index)
+    check_uint64("offset", offset)
+    wanted = check_int64("size", size)
+    check_rule(not source.is_blocks_cache, "src: a blocks cache; use copy_blocks")
+    check_rule(not target.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
+    check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
+    if req_id is not None:
+        check_uint64("req_id", req_id)
+
+
+def check_copy_block_info(info: object) -> None:
+    """A dict of int to list of int (API §6.8)."""
+    for source, targets in check_dict("copy_block_info", info, int, list).items():
+        check_list(f"copy_block_info[{source}]", targets, int)
+
+
+@contextmanager
+def naming_request(req_id: int | None) -> Iterator[None]:
+    """Put ``req_id=N`` into the text of every error of the block (R9)."""
+    try:
+        yield
+    except LLMException as error:
+        if req_id is not None and f"req_id={req_id}" not in str(error):
+            error.args = (f"{error} (req_id={req_id})", *error.args[1:])
+        raise
+
+
+# --- transfers ---------------------------------------------------------------------------------------------------------
+
+
+def require_rca(remote_accessible: bool, call: str) -> None:
+    """Pushes need remote cache access (R16)."""
+    check_rule(
+        remote_accessible, f"{call} needs enable_remote_cache_accessible=True (llm.EnableRemoteCacheAccessible=1)"
+    )
+
+
+def layer_selection(
+    src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
+) -> LayerSelection:
+    """Return the layers of a call. An empty range means "not given" in pulls and is an error in pushes."""
+    per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
+    check_rule(per_layer > 0, "tensor_num_per_layer=0: at least one tensor makes a layer")
+    ranges = [
+        None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
+        for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
+    ]
+    return LayerSelection(ranges[0], ranges[1], per_layer)
+
+
+def check_single_id(key: object) -> None:
+    """Exactly one of a CacheKey's ids must be set (API §6.0); other kinds of keys pass."""
+    if isinstance(key, CacheKey):
+        given = (key.req_id != INVALID_ID) + (key.prefix_id != INVALID_ID)
+        check_rule(
+            given == 1,
+            f"cache_key req_id={key.req_id}, prefix_id={key.prefix_id}: exactly one must be below 2**64 - 1",
+        )
+
+
+def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
+    """Return how the peer is asked for ``key``. Pulling from oneself is refused; pass None for a push (R28)."""
+    cluster = key.cluster_id
+    check_rule(cluster != own_cluster_id, f"cluster_id={cluster} of the key is our own: copy instead of pulling")
+    if isinstance(key, CacheKeyByIdAndIndex):
+        return RemoteName(cluster, cache_id=key.cache_id, row=key.batch_index)
+    return RemoteName(cluster, key=key_of(key))
+
+
+def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: object, size: object) -> None:
+    """The checks of pull_cache in their documented order (API §6.10)."""
+    if rca:
+        check_type("cache_key", cache_key, CacheKeyByIdAndIndex)
+    else:
+        check_type("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
+    local = check_type("cache", cache, Cache)
+    check_uint32("batch_index", batch_index)
+    wanted = check_int64("size", size)
+    check_rule(not local.is_blocks_cache, "cache: a blocks cache; use pull_blocks")
+    check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
+
+
+def check_size(name: str, size: int, geometry: Geometry) -> None:
+    """``size`` bytes must fit a row of the local cache."""
+    check_rule(size <= geometry.stride, f"{name}={size}: a row of the local cache has {geometry.stride} bytes")
+
+
+def check_blocks(name: str, blocks: NDArray[np.int64], geometry: Geometry) -> None:
+    """Every index must be one of the local cache's blocks."""
+    if blocks.size and int(blocks.max()) >= geometry.rows:
+        at = int(blocks.argmax())
+        raise ParamError(f"{name}[{at}]={int(blocks[at])}: the local cache has {geometry.rows} blocks")
+
+
+def check_pull_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+    """Which lists go with which key (API §6.11)."""
+    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
+    if isinstance(key, BlocksCacheKey):
+        check_rule(src_blocks.size, "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
+        _equal_lengths(src_blocks, dst_blocks)
+        return
+    check_rule(not src_blocks.size, f"src_blocks has {src_blocks.size} entries: only a BlocksCacheKey addresses blocks")
+    check_single_id(key)
+
+
+def check_push_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+    """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
+    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
+    check_rule(src_blocks.size, "src_blocks is empty: at least one block is needed")
+    _equal_lengths(src_blocks, dst_blocks)
+    if isinstance(key, CacheKeyByIdAndIndex):
+        check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
+
+
+def _equal_lengths(src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+    check_rule(
+        src_blocks.size == dst_blocks.size,
+        f"src_blocks has {src_blocks.size} entries and dst_blocks {dst_blocks.size}: equal lengths are needed",
+    )

@@ -1,0 +1,162 @@
+"""Arithmetic on byte offsets: which ranges of a pool are taken. Knows no bytes, no lock and no device."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+__all__ = ["PageAllocator", "format_mib"]
+
+
+def format_mib(nbytes: int) -> str:
+    """Return a size in bytes as text in MiB with one decimal, ``12.5 MiB``."""
+    return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+class PageAllocator:
+    """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges what comes back with its neighbours.
+
+    Used by one thread at a time: the pool that owns it holds a lock around every call.
+
+    Args:
+        capacity: Bytes to manage; rounded down to whole pages.
+        page_shift: Base-2 logarithm of the page size, at least 0.
+
+    Raises:
+        ValueError: ``capacity`` holds no whole page, or ``page_shift`` is negative.
+    """
+
+    __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "_used", "capacity")
+
+    def __init__(self, capacity: int, page_shift: int) -> None:
+        if page_shift < 0:
+            raise ValueError(f"page_shift is {page_shift}: must not be negative")
+        self.capacity = capacity >> page_shift << page_shift
+        if self.capacity <= 0:
+            raise ValueError(f"capacity is {capacity} bytes: must hold at least one page of {1 << page_shift} bytes")
+        self._page_shift = page_shift
+        self._used = 0
+        self._live: dict[int, int] = {}  # offset -> bytes
+        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted: best fit by bisection
+        self._hole_at: dict[int, int] = {}  # start -> bytes of every hole
+        self._hole_before: dict[int, int] = {}  # end -> start of every hole: finds the left neighbour
+        self._add_hole(0, self.capacity)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return 1 << self._page_shift
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out, whole pages."""
+        return self._used
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not handed out, over all holes."""
+        return self.capacity - self._used
+
+    @property
+    def largest_hole(self) -> int:
+        """Bytes of the largest contiguous free range; 0 when full."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def live(self) -> int:
+        """Number of ranges handed out."""
+        return len(self._live)
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the bytes of the whole pages that ``nbytes`` bytes need."""
+        return -(-nbytes >> self._page_shift) << self._page_shift
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Take ``nbytes`` bytes, rounded up to pages, from the smallest hole that fits (the lowest of equal ones).
+
+        Returns:
+            The offset in bytes, or None when no hole fits (then nothing has changed).
+
+        Raises:
+            ValueError: ``nbytes`` is not positive.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"nbytes is {nbytes}: must be positive")
+        need = self.rounded(nbytes)
+        position = bisect_left(self._by_size, (need, 0))
+        if position == len(self._by_size):
+            return None
+        size, offset = self._by_size[position]
+        self._remove_hole(offset, size)
+        if size > need:
+            self._add_hole(offset + need, size - need)
+        self._live[offset] = need
+        self._used += need
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the range that :meth:`allocate` returned as ``offset``.
+
+        Raises:
+            ValueError: No live range starts there: never allocated, or freed already (then nothing has changed).
+        """
+        size = self._live.pop(offset, None)
+        if size is None:
+            raise ValueError(f"offset {offset} is not allocated: unknown or freed twice")
+        self._used -= size
+        start, end = offset, offset + size
+        left = self._hole_before.get(start)
+        if left is not None:
+            self._remove_hole(left, start - left)
+            start = left
+        right = self._hole_at.get(end)
+        if right is not None:
+            self._remove_hole(end, right)
+            end += right
+        self._add_hole(start, end - start)
+
+    def check_integrity(self) -> None:
+        """Check every invariant: live ranges and holes tile the capacity, holes are merged, indexes and totals agree.
+
+        Raises:
+            AssertionError: One does not hold; the text names it.
+        """
+        self._check_tiling()
+        holes = sorted((size, offset) for offset, size in self._hole_at.items())
+        _require(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
+        ends = {offset + size: offset for offset, size in self._hole_at.items()}
+        _require(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
+        _require(self._used == sum(self._live.values()), f"used {self._used} is not the sum of the live ranges")
+
+    def _check_tiling(self) -> None:
+        ranges = sorted(
+            [(o, n, "live") for o, n in self._live.items()] + [(o, n, "hole") for o, n in self._hole_at.items()]
+        )
+        at, before = 0, ""
+        for offset, size, kind in ranges:
+            _require(offset == at, f"{kind} range at {offset} should start at {at}: gap or overlap")
+            _require(size > 0 and size % self.page_bytes == 0, f"{kind} range at {offset} has {size} bytes")
+            _require((before, kind) != ("hole", "hole"), f"holes meet unmerged at {offset}")
+            at, before = offset + size, kind
+        _require(at == self.capacity, f"ranges end at {at}, the capacity is {self.capacity}")
+
+    def _add_hole(self, offset: int, size: int) -> None:
+        insort(self._by_size, (size, offset))
+        self._hole_at[offset] = size
+        self._hole_before[offset + size] = offset
+
+    def _remove_hole(self, offset: int, size: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, offset))]
+        del self._hole_at[offset]
+        del self._hole_before[offset + size]
+
+    def __repr__(self) -> str:
+        return (
+            f"<PageAllocator {format_mib(self.capacity)} in pages of {self.page_bytes} bytes: {self.live} live, "
+            f"{format_mib(self._used)} used, largest hole {format_mib(self.largest_hole)}>"
+        )
+
+
+def _require(holds: bool, text: str) -> None:
+    # Not an assert statement: the check stays under python -O.
+    if not holds:
+        raise AssertionError(text)

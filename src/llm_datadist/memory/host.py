@@ -1,0 +1,102 @@
+"""How much memory this process may use at most: the host's, or less where a cgroup says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["host_memory_limit"]
+
+_PROC: Final = Path("/proc")
+_LIMIT_FILES: Final = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
+
+
+def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
+    """Return the smaller of the host's memory and every cgroup limit this process is under.
+
+    Looks at cgroup v2 (``memory.max``) and v1 (``memory.limit_in_bytes``), at our own group and all its ancestors
+    that are mounted here.
+
+    Args:
+        proc: Where procfs is; a test puts its own files there.
+
+    Returns:
+        The limit in bytes, and what sets it: ``host memory`` or ``cgroup limit <file>``.
+
+    Raises:
+        OSError: ``<proc>/meminfo`` cannot be read or has no MemTotal.
+    """
+    limits = [(_host_bytes(proc), "host memory")]
+    limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in _cgroup_limits(proc)]
+    return min(limits, key=lambda limit: limit[0])
+
+
+def _host_bytes(proc: Path) -> int:
+    path = proc / "meminfo"
+    match = re.search(r"^MemTotal:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    if match is None:
+        raise OSError(f"{path} has no MemTotal line")
+    return int(match[1]) * 1024
+
+
+def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
+    """Yield every limit file above us that holds a number, with that number."""
+    groups = _own_groups(proc)
+    for kind, root, mountpoint in _memory_mounts(proc):
+        if kind not in groups:
+            continue
+        for folder in _folders(groups[kind], root, mountpoint):
+            path = folder / _LIMIT_FILES[kind]
+            text = _read(path).strip()
+            if text.isdecimal():  # v2 says "max" where nothing is set
+                yield path, int(text)
+
+
+def _own_groups(proc: Path) -> dict[str, str]:
+    """Return our group's path in the v2 hierarchy and in v1's memory hierarchy, those that exist."""
+    groups = {}
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            groups["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = path
+    return groups
+
+
+def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
+    """Yield (filesystem kind, root inside the hierarchy, mount point) of the hierarchies that may limit memory."""
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        kind, _, options = filesystem.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            _, _, _, root, mountpoint, *_ = mount.split(" ")
+            yield kind, _unescape(root), Path(_unescape(mountpoint))
+
+
+def _folders(group: str, root: str, mountpoint: Path) -> Iterator[Path]:
+    """Yield the folder of ``group`` and of each ancestor, up to the mount point."""
+    path = PurePosixPath(group)
+    # Outside of its root, as in some containers, a mount shows at least the limit at its own top.
+    inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
+    yield mountpoint / inside
+    for ancestor in inside.parents:
+        yield mountpoint / ancestor
+
+
+def _unescape(text: str) -> str:
+    """Undo the octal escapes of mountinfo: ``\\040`` is a space."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _read(path: Path) -> str:
+    """Return a file's text; nothing where it is missing or closed to us, as the root group's limit is."""
+    try:
+        # A mount point may have any bytes in its name.
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""

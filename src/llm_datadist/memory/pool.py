@@ -1,0 +1,241 @@
+"""Pools: one segment, an allocator over it, and the lock that lets many threads take from it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.errors import OutOfMemory, ParamError, StateError
+from llm_datadist.memory.allocator import PageAllocator, format_mib
+from llm_datadist.memory.host import host_memory_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.memory.device import Device
+    from llm_datadist.memory.segment import Segment
+
+__all__ = ["Allocation", "MemoryPool", "PoolStatistics", "create_pool"]
+
+_MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A pool at one moment. Sizes in bytes, whole pages."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    live_allocations: int
+    page_bytes: int
+    peak_used_bytes: int
+
+
+class Allocation:
+    """Equal tensors in a pool, allocated together and freed together. Any thread may use and free it.
+
+    Whoever got it from :meth:`MemoryPool.allocate_many` owns it. Dropped without :meth:`free` its memory stays taken.
+
+    Attributes:
+        pool: Where the tensors are.
+        offsets: Byte offset of each tensor in the pool's segment, shape (count,).
+        addresses: Address of each tensor in this process, shape (count,); valid until freed or the pool is closed.
+        nbytes: Bytes asked for per tensor.
+    """
+
+    __slots__ = ("_freed", "addresses", "nbytes", "offsets", "pool")
+
+    def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
+        self.pool = pool
+        self.offsets = offsets
+        self.addresses = tuple([base + offset for offset in offsets])
+        self.nbytes = nbytes
+        self._freed = False
+
+    @property
+    def freed(self) -> bool:
+        """True after :meth:`free`."""
+        return self._freed
+
+    def free(self) -> None:
+        """Give all tensors back to the pool. Idempotent; also after the pool is closed."""
+        self.pool._free(self)
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "live"
+        return f"<Allocation {len(self.offsets)} x {self.nbytes} bytes in pool {self.pool.name}: {state}>"
+
+
+class MemoryPool:
+    """Owns a segment and says which bytes of it are taken.
+
+    Touched by callers (allocate, free), by the control thread (free after the last pin is gone) and by whoever reads
+    statistics; one lock guards the allocator, and nothing else happens under it.
+
+    Args:
+        name: For messages, ``device`` or ``host``.
+        segment: The memory; owned and closed by the pool.
+        page_shift: Base-2 logarithm of the page size.
+
+    Raises:
+        ParamError: The segment holds no whole page, or ``page_shift`` is out of range.
+    """
+
+    def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
+        _check_page(name, segment.nbytes, page_shift)
+        self.name = name
+        self.segment = segment
+        self._base = segment.address
+        self._lock = threading.Lock()  # guards the three below, and Allocation._freed
+        self._allocator = PageAllocator(segment.nbytes, page_shift)
+        self._peak_used = 0
+        self._closed = False
+
+    def allocate_many(self, count: int, nbytes: int) -> Allocation:
+        """Take ``count`` tensors of ``nbytes`` bytes each: all of them, or none.
+
+        Raises:
+            ParamError: ``count`` or ``nbytes`` is not positive.
+            OutOfMemory: Not all of them fit now; nothing has changed. The text has every figure.
+            StateError: The pool is closed.
+        """
+        if count <= 0 or nbytes <= 0:
+            raise ParamError(f"pool {self.name}: count {count} and nbytes {nbytes} must both be positive")
+        with self._lock:
+            if self._closed:
+                raise StateError(f"pool {self.name} is closed: nothing can be allocated")
+            offsets = self._take(count, nbytes)
+            if offsets is None:
+                free, hole = self._allocator.free_bytes, self._allocator.largest_hole
+            else:
+                self._peak_used = max(self._peak_used, self._allocator.used_bytes)
+        if offsets is None:
+            raise self._shortage(count, nbytes, free, hole)
+        return Allocation(self, offsets, self._base, nbytes)
+
+    def statistics(self) -> PoolStatistics:
+        """Return the pool's figures at this moment."""
+        with self._lock:
+            allocator = self._allocator
+            return PoolStatistics(
+                name=self.name,
+                capacity_bytes=allocator.capacity,
+                used_bytes=allocator.used_bytes,
+                free_bytes=allocator.free_bytes,
+                largest_hole_bytes=allocator.largest_hole,
+                live_allocations=allocator.live,
+                page_bytes=allocator.page_bytes,
+                peak_used_bytes=self._peak_used,
+            )
+
+    def check_integrity(self) -> None:
+        """Check the allocator's invariants and the peak.
+
+        Raises:
+            AssertionError: One does not hold; the text names it.
+        """
+        with self._lock:
+            self._allocator.check_integrity()
+            if self._peak_used < self._allocator.used_bytes:
+                raise AssertionError(f"peak {self._peak_used} is below the used {self._allocator.used_bytes} bytes")
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close the segment, live allocations or not: the caller has made sure that nobody uses them. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.segment.close()
+
+    def _take(self, count: int, nbytes: int) -> tuple[int, ...] | None:
+        """Allocate all or, after giving back what was taken, none (None). The lock is held."""
+        taken: list[int] = []
+        for _ in range(count):
+            offset = self._allocator.allocate(nbytes)
+            if offset is None:
+                for each in taken:
+                    self._allocator.free(each)
+                return None
+            taken.append(offset)
+        return tuple(taken)
+
+    def _free(self, allocation: Allocation) -> None:
+        with self._lock:
+            if allocation._freed:
+                return
+            allocation._freed = True
+            for offset in allocation.offsets:
+                self._allocator.free(offset)
+
+    def _shortage(self, count: int, nbytes: int, free: int, hole: int) -> OutOfMemory:
+        requested = count * self._allocator.rounded(nbytes)
+        return OutOfMemory(
+            f"pool {self.name} cannot hold {count} x {nbytes} bytes: requested {requested} bytes in whole pages of "
+            f"{self._allocator.page_bytes}, free {free}, largest hole {hole}, capacity {self._allocator.capacity}; "
+            "free caches or enlarge the pool",
+            pool=self.name,
+            requested=requested,
+            free=free,
+            largest_hole=hole,
+        )
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        state = ", closed" if self._closed else ""
+        return (
+            f"<MemoryPool {self.name} {format_mib(now.capacity_bytes)}: {now.live_allocations} live, "
+            f"{format_mib(now.used_bytes)} used, largest hole {format_mib(now.largest_hole_bytes)}{state}>"
+        )
+
+
+def create_pool(
+    name: str,
+    device: Device,
+    nbytes: int,
+    page_shift: int,
+    *,
+    peers_may_write: bool,
+    prefault: bool,
+    limit: Callable[[], tuple[int, str]] = host_memory_limit,
+) -> MemoryPool:
+    """Create a pool of ``nbytes`` bytes on ``device``, after holding its size against the memory there is (R11).
+
+    Args:
+        name: For messages, ``device`` or ``host``.
+        device: Provides the memory.
+        nbytes: Size in bytes; the pool uses whole pages of it.
+        page_shift: Base-2 logarithm of the page size.
+        peers_may_write: Whether linked peers may map it for writing.
+        prefault: Take all the memory now instead of at first use.
+        limit: Gives the most bytes this process may use, and what sets that limit.
+
+    Raises:
+        ParamError: The pool is smaller than one page.
+        OutOfMemory: The pool is larger than the host or its cgroup, both figures in the text; or the device refuses.
+    """
+    _check_page(name, nbytes, page_shift)
+    most, source = limit()
+    if nbytes > most:
+        raise OutOfMemory(
+            f"pool {name}: memory_size is {nbytes} bytes, larger than the {most} bytes of {source}",
+            pool=name,
+            requested=nbytes,
+            free=most,
+            largest_hole=most,
+        )
+    segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
+    return MemoryPool(name, segment, page_shift)
+
+
+def _check_page(name: str, nbytes: int, page_shift: int) -> None:
+    if not 0 <= page_shift <= _MAX_PAGE_SHIFT:
+        raise ParamError(f"pool {name}: page_shift is {page_shift}, must be in [0, {_MAX_PAGE_SHIFT}]")
+    if nbytes < 1 << page_shift:
+        raise ParamError(f"pool {name}: memory_size is {nbytes} bytes, must hold a page of {1 << page_shift} bytes")

@@ -1,0 +1,166 @@
+"""Native code behind a checking wrapper: parse block lists, plan copies, execute them, read and advance generations.
+
+Everything here works on numbers, offsets and addresses; what they mean is known above.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.native import _native
+from llm_datadist.native._native import CopyPool, advance_generation, load_generation, plan_row
+from llm_datadist.native.cpus import usable_cpus
+from llm_datadist.native.plan import Plan, Tensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "NO_DEADLINE",
+    "CopyPool",
+    "Plan",
+    "Tensors",
+    "advance_generation",
+    "execute",
+    "load_generation",
+    "parse_indices",
+    "plan_blocks",
+    "plan_pieces",
+    "plan_row",
+    "usable_cpus",
+]
+
+NO_DEADLINE: Final = 2**63 - 1
+"""A ``deadline_ns`` that never passes."""
+
+
+def parse_indices(name: str, values: object) -> NDArray[np.int64]:
+    """Return a caller's list of block numbers as a new int64 array.
+
+    Args:
+        name: What the caller calls the list; errors begin with it.
+        values: A list or tuple of ints (anything with ``__index__``), or a 1-D integer array.
+
+    Raises:
+        NoneArgument: ``values`` is None.
+        TypeError: It is another container, or an element is no integer.
+        ParamError: An element is negative or does not fit int64.
+    """
+    if isinstance(values, list | tuple):
+        return _native.parse_indices(name, values)
+    if isinstance(values, np.ndarray):
+        return _parse_array(name, values)
+    if values is None:
+        raise NoneArgument(f"{name} is None: must be a list of block numbers")
+    raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+
+
+def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
+    parsed = values.astype(np.int64)  # uint64 beyond int64 turns negative here
+    if parsed.size and parsed.min() < 0:
+        at = int(np.argmax(parsed < 0))
+        raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
+    return parsed
+
+
+def plan_blocks(
+    dst: NDArray[np.int64],
+    src: NDArray[np.int64],
+    *,
+    block_bytes: int,
+    dst_count: int,
+    src_count: int,
+    alias: bool,
+    dst_name: str = "dst_blocks",
+    src_name: str = "src_blocks",
+) -> tuple[NDArray[np.uint64], bool]:
+    """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
+
+    Args:
+        dst: Destination blocks, shape ``(N,)``.
+        src: Source blocks, shape ``(N,)``.
+        block_bytes: Bytes of a block, the same at both ends.
+        dst_count: Blocks of a destination tensor.
+        src_count: Blocks of a source tensor.
+        alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
+        dst_name: What errors call ``dst``.
+        src_name: What errors call ``src``.
+
+    Returns:
+        ``(runs, ordered)``: read-only runs of shape ``(R, 3)`` as in :class:`Plan`, neighbours merged; ``ordered`` is
+        True, and nothing merged, when merging or doing pairs at once could be seen: a destination occurs twice, or a
+        block of aliased tensors is the source of one pair and the destination of another (R26).
+
+    Raises:
+        ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
+    """
+    return _native.plan_blocks(dst, src, block_bytes, dst_count, src_count, alias, dst_name, src_name)
+
+
+def plan_pieces(
+    dst: NDArray[np.int64],
+    *,
+    block_bytes: int,
+    dst_count: int,
+    src_offset: int,
+    src_bytes: int,
+    dst_name: str = "dst_blocks",
+) -> tuple[NDArray[np.uint64], bool]:
+    """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
+
+    Args:
+        dst: Destination blocks, shape ``(N,)``.
+        block_bytes: Bytes of a block and of a piece.
+        dst_count: Blocks of a destination tensor.
+        src_offset: Where the row begins in a source tensor, in bytes.
+        src_bytes: Bytes of the row.
+        dst_name: What errors call ``dst``.
+
+    Returns:
+        ``(runs, ordered)`` as :func:`plan_blocks`; ``ordered`` is True when a destination block occurs twice.
+
+    Raises:
+        ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
+    """
+    return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, dst_name)
+
+
+def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int) -> int:
+    """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
+
+    The interpreter lock is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered.
+    A run whose two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
+
+    Args:
+        plan: What to move.
+        dst: Memory of the destination.
+        src: Memory of the source.
+        pool: Threads to help, or None.
+        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+
+    Returns:
+        Bytes done: fewer than ``plan.nbytes`` only when the deadline passed, which is looked at about every 4 MiB.
+
+    Raises:
+        ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
+            nothing is written.
+    """
+    return _native.execute(
+        dst.bases,
+        dst.extent,
+        plan.dst_first,
+        src.bases,
+        src.extent,
+        plan.src_first,
+        plan.count,
+        plan.runs,
+        plan.ordered,
+        plan.nbytes,
+        pool,
+        min(deadline_ns, NO_DEADLINE),
+    )

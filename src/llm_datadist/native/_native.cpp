@@ -1,0 +1,134 @@
+// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "copy.hpp"
+#include "guard.hpp"
+#include "parse.hpp"
+#include "plan.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace datadist {
+namespace {
+
+// Below this letting other Python threads run costs more than it gives them.
+constexpr std::int64_t release_gil_above_bytes = 256 << 10;
+
+using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Runs = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using OwnedIndices = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+using OwnedRuns = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;
+
+// Hands a vector to NumPy without copying it.
+template <typename Array, typename T, typename... Columns>
+Array give(std::vector<T>&& vector, Columns... columns) {
+    auto* owned = new std::vector<T>(std::move(vector));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    using Item = typename Array::Scalar;
+    return Array(reinterpret_cast<Item*>(owned->data()), {owned->size(), columns...}, owner);
+}
+
+OwnedRuns give_runs(std::vector<Run>&& runs) {
+    runs.shrink_to_fit();  // plans are kept in caches
+    return give<OwnedRuns>(std::move(runs), std::size_t{3});
+}
+
+OwnedIndices py_parse_indices(const char* name, nb::handle values) {
+    if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) throw nb::type_error("values must be a list or a tuple");
+    try {
+        return give<OwnedIndices>(parse_indices(values.ptr(), name));
+    } catch (const PythonError&) {
+        throw nb::python_error();
+    }
+}
+
+Blocks blocks_of(const Indices& indices, std::int64_t count, const char* name) {
+    return {indices.data(), indices.size(), count, name};
+}
+
+std::pair<OwnedRuns, bool> py_plan_blocks(const Indices& dst, const Indices& src, std::int64_t block_bytes,
+                                          std::int64_t dst_count, std::int64_t src_count, bool alias, const char* dst_name,
+                                          const char* src_name) {
+    RunList plan = plan_blocks(blocks_of(dst, dst_count, dst_name), blocks_of(src, src_count, src_name), block_bytes, alias);
+    return {give_runs(std::move(plan.runs)), plan.ordered};
+}
+
+std::pair<OwnedRuns, bool> py_plan_pieces(const Indices& dst, std::int64_t block_bytes, std::int64_t dst_count,
+                                          std::int64_t src_offset, std::int64_t src_bytes, const char* dst_name) {
+    RunList plan = plan_pieces(blocks_of(dst, dst_count, dst_name), {src_offset, src_bytes}, block_bytes);
+    return {give_runs(std::move(plan.runs)), plan.ordered};
+}
+
+OwnedRuns py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int64_t length) {
+    return give_runs(plan_row(dst_offset, src_offset, length).runs);
+}
+
+std::uint64_t py_execute(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
+                         const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first, std::int64_t count,
+                         const Runs& runs, bool ordered, std::int64_t nbytes, CopyPool* pool, std::int64_t deadline_ns) {
+    const Copy copy{{dst_bases.data(), dst_bases.size(), dst_extent, dst_first, "dst"},
+                    {src_bases.data(), src_bases.size(), src_extent, src_first, "src"},
+                    static_cast<std::size_t>(count),
+                    reinterpret_cast<const Run*>(runs.data()),
+                    runs.shape(0),
+                    ordered};
+    const std::uint64_t per_pair = check(copy, count, nbytes);
+    std::optional<nb::gil_scoped_release> released;
+    if (nbytes > release_gil_above_bytes) released.emplace();
+    return execute(copy, per_pair, pool, deadline_ns);
+}
+
+std::string py_repr(const CopyPool& pool) { return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">"); }
+
+void raise_rule_errors_as_param_errors() {
+    static PyObject* param_error = nb::object(nb::module_::import_("llm_datadist.errors").attr("ParamError")).release().ptr();
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const RuleError& error) {
+            PyErr_SetString(param_error, error.what());
+        }
+    });
+}
+
+}  // namespace
+}  // namespace datadist
+
+NB_MODULE(_native, m) {
+    using namespace datadist;
+    nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
+    raise_rule_errors_as_param_errors();
+    watch_forks();
+
+    m.def("parse_indices", &py_parse_indices, "name"_a, "values"_a);
+    m.def("plan_blocks", &py_plan_blocks, "dst"_a.noconvert(), "src"_a.noconvert(), "block_bytes"_a, "dst_count"_a,
+          "src_count"_a, "alias"_a, "dst_name"_a, "src_name"_a);
+    m.def("plan_pieces", &py_plan_pieces, "dst"_a.noconvert(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
+          "src_bytes"_a, "dst_name"_a);
+    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a);
+    m.def("execute", &py_execute, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a, "src_bases"_a.noconvert(),
+          "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a, "nbytes"_a, "pool"_a.none(),
+          "deadline_ns"_a);
+    m.def("load_generation", &load_generation, "address"_a);
+    m.def("advance_generation", &advance_generation, "address"_a);
+
+    nb::class_<CopyPool>(m, "CopyPool",
+                         "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the caller's own\n"
+                         "among them. Several callers may use one pool at a time. A closed pool, or one in a forked child,\n"
+                         "leaves the caller to copy alone.")
+        .def(nb::init<int>(), "threads"_a)
+        .def_prop_ro("threads", &CopyPool::threads, "Threads that copy at once in one call, the caller's included.")
+        .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")
+        .def("close", &CopyPool::close, nb::call_guard<nb::gil_scoped_release>(), "Join the threads. Idempotent.")
+        .def("__repr__", &py_repr);
+}

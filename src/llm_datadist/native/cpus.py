@@ -1,0 +1,63 @@
+"""How many processors this process may use: affinity and the cgroup's quota."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["usable_cpus"]
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cpus() -> int:
+    """Return the processors this process may keep busy: its affinity, or its cgroup's CPU quota rounded up if lower."""
+    affinity = len(os.sched_getaffinity(0))
+    quota = cpu_quota(_CGROUP_ROOT, _MEMBERSHIP)
+    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
+
+
+def cpu_quota(root: Path, membership: Path) -> float | None:
+    """Return the lowest quota on the way from our cgroup to the root, in processors, or None without one.
+
+    Args:
+        root: Where cgroup file systems are mounted.
+        membership: The list of our cgroups, in the format of ``/proc/self/cgroup``.
+    """
+    quotas = [quota for folder in _folders(root, membership) if (quota := _quota_of(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _folders(root: Path, membership: Path) -> list[Path]:
+    """Our cgroup's folder and its parents, version 2 (``0::/path``) and version 1 (``n:cpu,cpuacct:/path``)."""
+    folders: list[Path] = []
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" or "cpu" in controllers.split(","):
+            mount = root / controllers
+            own = mount / path.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if parent == mount or mount in parent.parents)]
+    return folders
+
+
+def _quota_of(folder: Path) -> float | None:
+    v2 = _text(folder / "cpu.max").split()
+    v1 = [_text(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period")]
+    for fields in (v2, v1):
+        try:
+            quota, period = (int(field) for field in fields)
+        except ValueError:  # "max", or no such file: no quota here
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,42 @@
+// Generations: 64-bit counters in shared pages that say whether bytes just read still mean what they meant.
+#pragma once
+
+#include <cstdint>
+
+#include "error.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace datadist {
+
+inline std::uint64_t* generation_at(std::uint64_t address) {
+    if (address == 0 || address % alignof(std::uint64_t) != 0)
+        refuse("address is ", address, ": a generation needs a non-null address divisible by 8");
+    return reinterpret_cast<std::uint64_t*>(address);
+}
+
+// Loads before the fence (the copied bytes) stay before the load of the generation.
+inline std::uint64_t load_generation(std::uint64_t address) {
+    const std::uint64_t* generation = generation_at(address);
+#if defined(__x86_64__)
+    _mm_lfence();  // the manuals order ordinary loads, but are silent about those of string copies
+#endif
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(generation, __ATOMIC_ACQUIRE);
+}
+
+inline std::uint64_t advance_generation(std::uint64_t address) {
+    return __atomic_add_fetch(generation_at(address), 1, __ATOMIC_SEQ_CST);
+}
+
+// Stores before this are visible to every other core before any store after it; streaming stores too.
+inline void store_fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+}  // namespace datadist

@@ -1,0 +1,97 @@
+// From a Python list or tuple of integers to int64 values, quickly where they are plain ints.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "error.hpp"
+
+namespace datadist {
+
+// A Python exception is set; the caller returns to the interpreter.
+struct PythonError {};
+
+inline std::string repr_of(PyObject* object) {
+    PyObject* shown = PyObject_Repr(object);
+    if (shown == nullptr) throw PythonError{};
+    const char* utf8 = PyUnicode_AsUTF8(shown);
+    const std::string result = utf8 != nullptr ? utf8 : "?";
+    if (utf8 == nullptr) PyErr_Clear();
+    Py_DECREF(shown);
+    return result;
+}
+
+[[noreturn]] inline void refuse_type(const char* name, Py_ssize_t at, PyObject* item) {
+    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R: must be an int, not %s", name, at, item, Py_TYPE(item)->tp_name);
+    throw PythonError{};
+}
+
+[[noreturn]] inline void refuse_value(const char* name, Py_ssize_t at, PyObject* item) {
+    refuse(name, "[", at, "] is ", repr_of(item), ": must be in [0, 2**63)");
+}
+
+// The value of an int or a subclass of it (bool): runs no Python code.
+inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    if (overflow != 0 || value < 0) refuse_value(name, at, item);
+    return value;
+}
+
+// The value of anything with __index__, which is Python code and may do as it likes.
+inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at) {
+    if (!PyIndex_Check(item)) refuse_type(name, at, item);
+    PyObject* number = PyNumber_Index(item);
+    if (number == nullptr) throw PythonError{};
+    std::int64_t value = 0;
+    try {
+        value = int_value(number, name, at);
+    } catch (...) {
+        Py_DECREF(number);
+        throw;
+    }
+    Py_DECREF(number);
+    return value;
+}
+
+// The items from `values.size()` on. A tuple keeps its items alive whatever their __index__ does.
+inline void parse_rest(PyObject* tuple, const char* name, std::vector<std::int64_t>& values) {
+    const Py_ssize_t size = PyTuple_GET_SIZE(tuple);
+    for (auto at = static_cast<Py_ssize_t>(values.size()); at < size; ++at) {
+        PyObject* item = PyTuple_GET_ITEM(tuple, at);
+        values.push_back(PyLong_Check(item) ? int_value(item, name, at) : index_value(item, name, at));
+    }
+}
+
+inline void parse_slowly(PyObject* sequence, const char* name, std::vector<std::int64_t>& values) {
+    PyObject* tuple = PySequence_Tuple(sequence);
+    if (tuple == nullptr) throw PythonError{};
+    try {
+        parse_rest(tuple, name, values);
+    } catch (...) {
+        Py_DECREF(tuple);
+        throw;
+    }
+    Py_DECREF(tuple);
+}
+
+// `sequence` is a list or a tuple.
+inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* name) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
+    PyObject** items = PySequence_Fast_ITEMS(sequence);
+    std::vector<std::int64_t> values;
+    values.reserve(static_cast<std::size_t>(size));
+    for (Py_ssize_t at = 0; at < size; ++at) {
+        if (!PyLong_Check(items[at])) {
+            parse_slowly(sequence, name, values);
+            break;
+        }
+        values.push_back(int_value(items[at], name, at));
+    }
+    return values;
+}
+
+}  // namespace datadist

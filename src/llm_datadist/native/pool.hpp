@@ -1,0 +1,176 @@
+// A few threads that help callers with large copies. Knows nothing about copying.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "error.hpp"
+
+namespace datadist {
+
+// Work that several threads can share: each of them calls run() once, which takes pieces until none are left.
+class Task {
+public:
+    virtual void run() noexcept = 0;
+    virtual bool exhausted() const noexcept = 0;  // no piece is left to take (some may still be worked on)
+
+protected:
+    ~Task() = default;
+};
+
+// Raised by one in each forked child: threads made before are not there.
+inline std::atomic<unsigned> fork_epoch{0};
+
+inline void watch_forks() {
+    pthread_atfork(nullptr, nullptr, [] { fork_epoch.fetch_add(1, std::memory_order_relaxed); });
+}
+
+class CopyPool {
+public:
+    static constexpr int max_threads = 1024;
+
+    // `threads` copy at once in one call, the caller's own among them: the pool starts one less.
+    explicit CopyPool(int threads) : threads_(threads) {
+        if (threads < 1 || threads > max_threads)
+            refuse("threads is ", threads, ": a CopyPool has 1 to ", max_threads, " threads");
+        try {
+            start();
+        } catch (...) {
+            close();
+            throw;
+        }
+    }
+
+    ~CopyPool() {
+        close();
+        if (forked()) static_cast<void>(state_.release());  // its locks and threads are of another process
+    }
+
+    CopyPool(const CopyPool&) = delete;
+    CopyPool& operator=(const CopyPool&) = delete;
+
+    int threads() const { return threads_; }
+
+    bool closed() const { return closed_.load(std::memory_order_relaxed); }
+
+    // Runs the task in this thread and in every worker that comes free meanwhile; returns when none touches it any more.
+    // Callers never wait for each other's tasks. Closed, or in a forked child, the caller works alone.
+    void share(Task& task) {
+        if (forked() || threads_ == 1) return task.run();
+        Offer offer{&task};
+        if (!post(offer)) return task.run();
+        task.run();
+        withdraw(offer);
+    }
+
+    // Joins the workers, once; each finishes the task it has in hand.
+    void close() {
+        closed_.store(true, std::memory_order_relaxed);
+        if (forked()) return;
+        std::lock_guard<std::mutex> joining(state_->join_mutex);
+        {
+            std::lock_guard<std::mutex> lock(state_->mutex);
+            state_->stopping = true;
+        }
+        state_->wake.notify_all();
+        for (std::thread& worker : state_->workers) worker.join();
+        state_->workers.clear();
+    }
+
+private:
+    struct Offer {
+        Task* task;
+        int helpers = 0;               // workers inside task->run(); under the mutex
+        std::condition_variable idle;  // helpers became 0
+
+        explicit Offer(Task* offered) : task(offered) {}
+    };
+
+    // On the heap, so that a forked child can leave it alone.
+    struct State {
+        std::mutex mutex;
+        std::condition_variable wake;
+        std::vector<Offer*> offers;
+        bool stopping = false;
+        std::mutex join_mutex;
+        std::vector<std::thread> workers;
+    };
+
+    bool forked() const { return epoch_ != fork_epoch.load(std::memory_order_relaxed); }
+
+    // Workers take no signals: those belong to the interpreter's threads.
+    void start() {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (int n = 0; n < threads_ - 1; ++n) {
+                state_->workers.emplace_back(&CopyPool::serve, state_.get());
+                const std::string name = text("lldd-copy-", n);
+                pthread_setname_np(state_->workers.back().native_handle(), name.c_str());
+            }
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    bool post(Offer& offer) {
+        {
+            std::lock_guard<std::mutex> lock(state_->mutex);
+            if (state_->stopping) return false;
+            state_->offers.push_back(&offer);
+        }
+        state_->wake.notify_all();
+        return true;
+    }
+
+    void withdraw(Offer& offer) {
+        std::unique_lock<std::mutex> lock(state_->mutex);
+        auto& offers = state_->offers;
+        offers.erase(std::find(offers.begin(), offers.end(), &offer));
+        offer.idle.wait(lock, [&] { return offer.helpers == 0; });
+    }
+
+    // The offer with work left and the fewest helpers, or null.
+    static Offer* pick(const State& state) {
+        Offer* best = nullptr;
+        for (Offer* offer : state.offers)
+            if (!offer->task->exhausted() && (best == nullptr || offer->helpers < best->helpers)) best = offer;
+        return best;
+    }
+
+    static void serve(State* state) {
+        std::unique_lock<std::mutex> lock(state->mutex);
+        while (!state->stopping) {
+            Offer* offer = pick(*state);
+            if (offer == nullptr) {
+                state->wake.wait(lock);
+                continue;
+            }
+            ++offer->helpers;
+            lock.unlock();
+            offer->task->run();
+            lock.lock();
+            // Notified under the lock: the offer lives on its caller's stack, which goes on as soon as the lock is free.
+            if (--offer->helpers == 0) offer->idle.notify_all();
+        }
+    }
+
+    int threads_;
+    std::atomic<bool> closed_{false};
+    unsigned epoch_ = fork_epoch.load(std::memory_order_relaxed);
+    std::unique_ptr<State> state_ = std::make_unique<State>();
+};
+
+}  // namespace datadist

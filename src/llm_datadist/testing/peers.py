@@ -1,0 +1,292 @@
+"""Peers for the conformance suite: memory with an owner who can look at it without the transport under test.
+
+:class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child that listens for a same-host rendezvous and
+obeys commands over a pipe. Run as a module (``python -m llm_datadist.testing.peers <fd>``) this file is that child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from llm_datadist.deadline import Deadline
+from llm_datadist.memory import GuardTable, SharedSegment
+from llm_datadist.transport import PRIVATE, Connection, Exports, PeerMemory, SameHostListener, inproc, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+__all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
+
+REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
+"""Sizes in bytes of the regions that every peer here exports."""
+PRIVATE_BYTES: Final = 1 << 20
+"""Bytes of private memory of every peer here."""
+_SLOTS: Final = 64
+
+T = TypeVar("T")
+
+
+class Peer(ABC):
+    """The far end of a connection under test, seen from both sides.
+
+    ``poke``, ``peek``, ``guard`` and ``advance`` are done by the owner of the memory, past the transport; only
+    :meth:`connect` uses the transport. Region :data:`PRIVATE` is addressed from the start of the peer's private memory.
+    Used by one thread.
+    """
+
+    @abstractmethod
+    def connect(self) -> Connection:
+        """Return a new connection to the peer; the caller closes it."""
+
+    @abstractmethod
+    def poke(self, region: int, data: NDArray[np.uint8]) -> None:
+        """Overwrite the beginning of a region with bytes, shape (n,)."""
+
+    @abstractmethod
+    def peek(self, region: int) -> NDArray[np.uint8]:
+        """Return a copy of a region's bytes, shape (nbytes,)."""
+
+    @abstractmethod
+    def private_address(self) -> int:
+        """Return the address of the peer's private memory in its own process."""
+
+    @abstractmethod
+    def guard(self) -> tuple[int, int]:
+        """Allocate a guard and return its slot and generation."""
+
+    @abstractmethod
+    def advance(self, slot: int) -> int:
+        """Advance a guard and return its new generation."""
+
+
+class LocalPeer(Peer):
+    """A peer in this process, registered for the inproc transport until :meth:`close`. Owns its memory."""
+
+    def __init__(self, *, writable: bool) -> None:
+        self.exports = new_exports(writable=writable)
+        self._private = np.zeros(PRIVATE_BYTES, np.uint8)
+        inproc.register(self.exports)
+
+    def connect(self) -> Connection:
+        """Return an inproc connection to this peer."""
+        return inproc.connect(self.exports.incarnation)
+
+    def poke(self, region: int, data: NDArray[np.uint8]) -> None:
+        """Overwrite the beginning of a region."""
+        self._bytes(region)[: data.size] = data
+
+    def peek(self, region: int) -> NDArray[np.uint8]:
+        """Return a copy of a region's bytes."""
+        return self._bytes(region).copy()
+
+    def private_address(self) -> int:
+        """Return the address of the private memory."""
+        return self._private.ctypes.data
+
+    def guard(self) -> tuple[int, int]:
+        """Allocate a guard."""
+        guard = self.exports.guards.allocate()
+        return guard.slot, guard.generation
+
+    def advance(self, slot: int) -> int:
+        """Advance a guard."""
+        return self.exports.guards.advance(slot)
+
+    def close(self) -> None:
+        """Take the peer out of the process-wide table and free its memory. Idempotent."""
+        inproc.unregister(self.exports.incarnation)
+        close_exports(self.exports)
+
+    def _bytes(self, region: int) -> NDArray[np.uint8]:
+        return self._private if region == PRIVATE else self.exports.regions[region].view()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class PeerProcess(Peer):
+    """A peer in a child process of its own. Owns the child until :meth:`close`; used by one thread.
+
+    Args:
+        open_connection: Makes the connection under test of what the rendezvous yielded, and owns that.
+    """
+
+    def __init__(self, open_connection: Callable[[PeerMemory], Connection]) -> None:
+        self._open_connection = open_connection
+        self._exports = new_exports(writable=False)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._pipe = Pipe(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._child.pid
+
+    @contextmanager
+    def serving(self, *, writable: bool) -> Iterator[Self]:
+        """Let the child export fresh, zeroed memory for the length of the block."""
+        self._tell("serve", writable)
+        try:
+            yield self
+        finally:
+            if self._child.poll() is None:
+                self._tell("stop")
+
+    def connect(self) -> Connection:
+        """Meet the child and return the connection under test."""
+        token = secrets.token_bytes(16)
+        name = self._ask(str, "expect", token)
+        return self._open_connection(meet(name, token, self._exports, Deadline.after_ms(10_000)))
+
+    def poke(self, region: int, data: NDArray[np.uint8]) -> None:
+        """Overwrite the beginning of a region."""
+        self._tell("poke", region, data.tobytes())
+
+    def peek(self, region: int) -> NDArray[np.uint8]:
+        """Return a copy of a region's bytes."""
+        return np.frombuffer(self._ask(bytes, "peek", region), np.uint8)
+
+    def private_address(self) -> int:
+        """Return the address of the private memory in the child."""
+        return self._ask(int, "private_address")
+
+    def guard(self) -> tuple[int, int]:
+        """Allocate a guard."""
+        slot, generation = self._ask(list[int], "guard")
+        return slot, generation
+
+    def advance(self, slot: int) -> int:
+        """Advance a guard."""
+        return self._ask(int, "advance", slot)
+
+    def kill(self) -> None:
+        """Kill the child, as ``kill -9`` does, and return when it has ended."""
+        self._child.kill()
+        self._child.wait()
+
+    def close(self) -> None:
+        """End the child and free our own side. Idempotent."""
+        self._pipe.close()
+        self._child.wait()
+        close_exports(self._exports)
+
+    def _tell(self, verb: str, *arguments: object) -> None:
+        self._ask(type(None), verb, *arguments)
+
+    def _ask(self, answer: type[T], verb: str, *arguments: object) -> T:
+        self._pipe.send_bytes(msgspec.msgpack.encode([verb, *arguments]))
+        return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Child:
+    """The child's side: the main thread obeys commands, a second one runs the listener's loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._peer: LocalPeer
+        self._listener: SameHostListener
+        self._met: list[PeerMemory] = []
+
+    def obey(self, verb: str, arguments: list[Any]) -> object:
+        """Return the answer to one command."""
+        own: dict[str, Callable[..., object]] = {
+            "serve": self._serve,
+            "stop": self._stop,
+            "expect": self._expect,
+            "poke": self._poke,
+            "peek": self._peek,
+        }
+        handler: Callable[..., object] = own[verb] if verb in own else getattr(self._peer, verb)
+        return handler(*arguments)
+
+    def _peek(self, region: int) -> bytes:
+        return self._peer.peek(region).tobytes()
+
+    def _poke(self, region: int, data: bytes) -> None:
+        self._peer.poke(region, np.frombuffer(data, np.uint8))
+
+    def _serve(self, writable: bool) -> None:
+        self._peer = LocalPeer(writable=writable)
+        self._listener = SameHostListener(self._peer.exports, None)
+        self._loop.call_soon_threadsafe(self._listener.start, self._loop)
+
+    def _stop(self) -> None:
+        self._listener.close()
+        self._peer.close()
+        while self._met:
+            self._met.pop().close()
+
+    def _expect(self, token: bytes) -> str:
+        self._listener.expect(token, lambda peer: self._met.append(peer) if isinstance(peer, PeerMemory) else None)
+        return self._listener.name
+
+
+def new_exports(*, writable: bool) -> Exports:
+    """Return exports with zeroed regions of :data:`REGION_BYTES`; to be freed with :func:`close_exports`."""
+    regions = {
+        region: SharedSegment.create(f"pool-{region}", nbytes, peers_may_write=writable)
+        for region, nbytes in REGION_BYTES.items()
+    }
+    return Exports(secrets.token_bytes(16), regions, GuardTable(_SLOTS), writable)
+
+
+def close_exports(exports: Exports) -> None:
+    """Close everything that :func:`new_exports` made."""
+    exports.guards.close()
+    for segment in exports.regions.values():
+        segment.close()
+
+
+@contextmanager
+def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """Run an event loop in a thread for the length of the block."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="lldd-test-loop")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def _main(fd: int) -> None:
+    with Pipe(fd) as pipe, loop_thread() as loop:
+        child = _Child(loop)
+        while True:
+            try:
+                verb, *arguments = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[Any])
+            except EOFError:
+                return
+            pipe.send_bytes(msgspec.msgpack.encode(child.obey(verb, arguments)))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""A device for tests of staging on any host (R10): host memory that says it cannot be reached block by block."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from llm_datadist.errors import OutOfMemory
+from llm_datadist.memory.device import HostDevice
+
+if TYPE_CHECKING:
+    from llm_datadist.memory.segment import Segment
+
+__all__ = ["CopyCount", "Direction", "StagedDevice"]
+
+Direction = Literal["to_device", "from_device", "on_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCount:
+    """Copies in one direction so far: how many, of how many bytes in all, by threads of which names."""
+
+    copies: int = 0
+    nbytes: int = 0
+    threads: frozenset[str] = frozenset()
+
+
+class StagedDevice:
+    """Host memory that declares staging, counts what is copied, and can be told to run out of memory.
+
+    Any thread may use it; one lock guards counters and allocation, none is held during a copy. It does not own
+    the segments it hands out: a segment counts as allocated until its owner closes it.
+
+    Args:
+        name: For messages and statistics.
+        refuse_after_bytes: Allocations that would take more than this are refused; None refuses none.
+    """
+
+    needs_staging = True
+
+    def __init__(self, name: str = "staged", *, refuse_after_bytes: int | None = None) -> None:
+        self.name = name
+        self._host = HostDevice()
+        self._lock = threading.Lock()
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._counts: dict[Direction, CopyCount] = {}
+        self._refuse_after_bytes = refuse_after_bytes
+
+    def refuse_after(self, nbytes: int | None) -> None:
+        """Refuse from now on what would take more than ``nbytes`` bytes at one time; None refuses nothing."""
+        with self._lock:
+            self._refuse_after_bytes = nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all segments that were handed out and are not closed."""
+        with self._lock:
+            return self._allocated()
+
+    def count(self, direction: Direction) -> CopyCount:
+        """Return what was copied in one direction so far."""
+        with self._lock:
+            return self._counts.get(direction, CopyCount())
+
+    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+        """Return a new shared segment, owned by the caller.
+
+        Raises:
+            OutOfMemory: It goes beyond what this device was told to give.
+        """
+        # One lock over check and allocation: two threads must not both pass the check.
+        with self._lock:
+            self._check_room(nbytes, name)
+            segment = self._host.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
+            self._segments.add(segment)
+            return segment
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy from host to device, and count it."""
+        self._host.copy_to_device(dst, src, nbytes)
+        self._record("to_device", nbytes)
+
+    def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy from device to host, and count it."""
+        self._host.copy_from_device(dst, src, nbytes)
+        self._record("from_device", nbytes)
+
+    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy from device to device, and count it."""
+        self._host.copy_on_device(dst, src, nbytes)
+        self._record("on_device", nbytes)
+
+    def _check_room(self, nbytes: int, name: str) -> None:
+        most, taken = self._refuse_after_bytes, self._allocated()
+        if most is None or taken + nbytes <= most:
+            return
+        free = max(0, most - taken)
+        raise OutOfMemory(
+            f"device {self.name} refuses {nbytes} bytes for {name}: {taken} of {most} are taken",
+            pool=self.name,
+            requested=nbytes,
+            free=free,
+            largest_hole=free,
+        )
+
+    def _allocated(self) -> int:
+        return sum(segment.nbytes for segment in self._segments if not segment.closed)
+
+    def _record(self, direction: Direction, nbytes: int) -> None:
+        thread = threading.current_thread().name
+        with self._lock:
+            old = self._counts.get(direction, CopyCount())
+            self._counts[direction] = CopyCount(old.copies + 1, old.nbytes + nbytes, old.threads | {thread})
+
+    def __repr__(self) -> str:
+        return f"<StagedDevice {self.name}: {self.allocated_bytes} bytes allocated>"

@@ -1,0 +1,357 @@
+"""The meeting point of two processes: the initiator resolves, plans, copies, checks guards and settles; the target
+answers and releases. Walk 1 of docs/architecture.md, step by step.
+
+Which end a class runs on is in its name; nothing here knows the public classes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.registry import Key, Namespace
+from llm_datadist.control.link import Link, RemoteFailure
+from llm_datadist.control.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    LinkError,
+    LLMException,
+    LLMStatusCode,
+    ParamError,
+    ProtocolError,
+    TransferFailed,
+)
+from llm_datadist.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from llm_datadist.cache.registry import Binding, Entry
+    from llm_datadist.caches import CacheStore
+    from llm_datadist.control.links import LinkManager
+    from llm_datadist.control.messages import Message
+    from llm_datadist.deadline import Deadline
+    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.transport.base import RemoteTensors
+
+__all__ = ["Initiator", "RemoteName", "Target"]
+
+#: A pin outlives its initiator's deadline by this much: the release is on its way.
+_PIN_GRACE_SECONDS: Final = 2.0
+#: Answers kept per link; beyond, all are dropped and asked for again.
+_MAX_KEPT: Final = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteName:
+    """How the initiator names a cache of the peer: by key, or by id and row."""
+
+    cluster_id: int
+    key: Key | None = None
+    cache_id: int = 0
+    row: int = 0
+
+    def __str__(self) -> str:
+        if self.key is not None:
+            return f"key {self.key} of cluster {self.cluster_id}"
+        return f"cache {self.cache_id} row {self.row} of cluster {self.cluster_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolution:
+    """The target's answer, mapped and ready to use for as long as its guards show what they showed."""
+
+    cache_id: int
+    geometry: Geometry
+    row: int
+    tensors: RemoteTensors
+    guards: tuple[Guarded, ...]
+    pin: int
+
+
+class Initiator:
+    """Pulls and pushes. Runs in the caller's thread; keeps nothing but what is in the links."""
+
+    def __init__(self, links: LinkManager, pool: CopyPool | None) -> None:
+        self._links = links
+        self._pool = pool
+
+    def pull(
+        self,
+        name: RemoteName,
+        local: Tensors,
+        make_plan: Callable[[Geometry, int], Plan],
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Move the remote cache ``name`` into ``local`` tensors; return the bytes moved.
+
+        ``make_plan(geometry, row)`` gets the remote geometry and row. A complete pull consumes the key at the target
+        (R5); a failed one consumes nothing and leaves the addressed destination undefined, the rest untouched.
+
+        Raises:
+            NotLinked: No link to the cluster.
+            CacheNotFound: The target has no such key, id or row.
+            ParamError: Geometry or indices do not fit.
+            DeadlineExceeded: In phase ``resolve`` or ``copy``.
+            TransferFailed: The source changed during the copy.
+            PeerLost: The link broke.
+        """
+        return self._move(name, local, make_plan, deadline, what, push=False)
+
+    def push(
+        self,
+        name: RemoteName,
+        local: Tensors,
+        make_plan: Callable[[Geometry, int], Plan],
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Move ``local`` tensors into the remote cache ``name``; return the bytes moved. Errors as :meth:`pull`."""
+        return self._move(name, local, make_plan, deadline, what, push=True)
+
+    def _move(
+        self,
+        name: RemoteName,
+        local: Tensors,
+        make_plan: Callable[[Geometry, int], Plan],
+        deadline: Deadline,
+        what: str,
+        *,
+        push: bool,
+    ) -> int:
+        link = self._links.get(name.cluster_id)
+        with link.operation():
+            # The first answer may be an old one that was kept; the second one is the target's word of just now.
+            for _ in range(2):
+                remote = self._resolve(link, name, deadline, what, push=push)
+                moved: Plan | None = None
+                try:
+                    plan = make_plan(remote.geometry, remote.row)
+                    if self._current(link, remote, what):
+                        self._copy(link, plan, local, remote, deadline, what, push=push)
+                        moved = plan
+                        return plan.nbytes
+                    link.kept.pop((name, push), None)
+                finally:
+                    self._settle(link, remote, moved, push=push)
+        raise TransferFailed(
+            f"{what}: {name} changed twice while it was being resolved", peer=name.cluster_id, phase="resolve"
+        )
+
+    # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
+
+    def _resolve(self, link: Link, name: RemoteName, deadline: Deadline, what: str, *, push: bool) -> _Resolution:
+        kept: _Resolution | None = link.kept.get((name, push))
+        if kept is not None:
+            return kept
+
+        def build(number: int) -> Resolve:
+            return Resolve(number, push, name.key, name.cache_id, name.row, deadline.remaining_ms())
+
+        try:
+            answer = link.request(build, deadline, f"{what}: resolving {name}", "resolve")
+        except RemoteFailure as failure:
+            raise _typed(failure, what) from failure
+        if not isinstance(answer, Resolved):
+            raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
+        remote = self._open(link, answer, push=push)
+        if not remote.pin:
+            if len(link.kept) >= _MAX_KEPT:
+                link.kept.clear()
+            link.kept[(name, push)] = remote
+        return remote
+
+    def _open(self, link: Link, answer: Resolved, *, push: bool) -> _Resolution:
+        """Check the answer as a stranger's and map its tensors; an answer that does not hold releases its pin."""
+        try:
+            geometry = _decode_geometry(answer.geometry)
+            regions = np.frombuffer(answer.regions, dtype="<u4")
+            offsets = np.frombuffer(answer.offsets, dtype="<u8")
+            if not len(regions) == len(offsets) == geometry.num_tensors or answer.row >= geometry.rows:
+                raise ProtocolError(f"{link.peer} sent {len(regions)} tensors, row {answer.row} for {geometry}")
+            tensors = link.connection.map(
+                regions.astype(np.uint32), offsets.astype(np.uint64), geometry.tensor_bytes, writable=push
+            )
+        except (LLMException, ValueError) as error:
+            self._notify(link, Release(answer.pin, 0, 0)) if answer.pin else None
+            if isinstance(error, LLMException):
+                raise
+            raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
+        return _Resolution(answer.cache_id, geometry, answer.row, tensors, tuple(answer.guards), answer.pin)
+
+    # --- steps 6 to 8: guards, copy, guards ------------------------------------------------------------------------
+
+    def _copy(
+        self,
+        link: Link,
+        plan: Plan,
+        local: Tensors,
+        remote: _Resolution,
+        deadline: Deadline,
+        what: str,
+        *,
+        push: bool,
+    ) -> None:
+        move = link.connection.write if push else link.connection.read
+        try:
+            move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
+        except LinkError as error:
+            raise link.lost_error(what, "copy") from error
+        if not self._current(link, remote, what):
+            link.kept.clear()
+            raise TransferFailed(
+                f"{what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the copy; "
+                f"the {'remote' if push else 'local'} bytes addressed are undefined",
+                peer=link.peer.cluster_id,
+                phase="copy",
+            )
+
+    def _current(self, link: Link, remote: _Resolution, what: str) -> bool:
+        """Return True while every guard of the answer shows the generation it came with."""
+        generation = link.connection.generation
+        try:
+            for guard in remote.guards:
+                if generation(guard.slot) != guard.generation:
+                    return False
+        except LinkError as error:
+            raise link.lost_error(what, "copy") from error
+        return True
+
+    # --- step 9: settle --------------------------------------------------------------------------------------------
+
+    def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool) -> None:
+        first, count = (0, 0) if moved is None else (_remote_first(moved, push=push), moved.count)
+        if push and count and remote.geometry.kind is CacheKind.CACHE:
+            self._notify(link, Consumed(remote.cache_id, remote.row, first, count))
+        if remote.pin:
+            self._notify(link, Release(remote.pin, first, 0 if push else count))
+
+    def _notify(self, link: Link, message: Message) -> None:
+        try:
+            link.send(message)
+        except LLMException as error:
+            # The link is gone: the target drops this peer's pins by itself and consumes nothing (R5).
+            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+
+
+class Target:
+    """Answers resolves and takes releases. Runs on the control thread; every handler is short."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+
+    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
+        """Return what the link manager dispatches to this class."""
+        return {
+            Resolve: self.on_resolve,
+            Release: self.on_release,
+            Consumed: self.on_consumed,
+            Resolved: self.on_late_answer,
+        }
+
+    def on_resolve(self, link: Link, message: Resolve) -> None:
+        """A peer wants to know where a cache is."""
+        try:
+            answer: Message = self._resolved(link, message)
+        except LLMException as error:
+            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+        self._send(link, answer)
+
+    def on_release(self, link: Link, message: Release) -> None:
+        """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
+        consume = message.count > 0 and not self._store.remote_accessible
+        registry = self._store.registry
+        self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
+
+    def on_consumed(self, link: Link, message: Consumed) -> None:
+        """A peer has pushed into a row: complete pushes consume the row's key (R5)."""
+        if self._store.remote_accessible:
+            effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
+            self._store.apply(effects)
+
+    def on_late_answer(self, link: Link, message: Resolved) -> None:
+        """An answer of the peer came after its caller had given up: give its pin back."""
+        if message.pin:
+            self._send(link, Release(message.pin, 0, 0))
+
+    def drop_peer(self, link: Link) -> None:
+        """A link has ended: its pins end, its keys stay."""
+        self._store.apply(self._store.registry.drop_peer(link))
+
+    def expire(self, now: float) -> None:
+        """End the pins whose initiators ran out of time."""
+        self._store.apply(self._store.registry.expire(now))
+
+    def _resolved(self, link: Link, message: Resolve) -> Resolved:
+        store, key = self._store, message.key
+        if message.push and not store.remote_accessible:
+            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
+        if message.push and key is None and message.cache_id <= 0:
+            # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
+            key = (Namespace.REQUEST, 0, 0)
+        entry, row, binding = store.registry.find(key=key, cache_id=message.cache_id, row=message.row)
+        if not entry.remote_accessible:
+            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
+        pin = 0
+        if not self._keepable(entry):
+            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
+            pinned = store.registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
+            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
+        return Resolved(
+            id=message.id,
+            cache_id=entry.cache_id,
+            geometry=msgspec.Raw(msgspec.msgpack.encode(entry.geometry)),
+            row=row,
+            regions=entry.storage.regions,
+            offsets=entry.storage.offsets,
+            guards=_guards(entry, binding if key is not None else None),
+            pin=pin,
+        )
+
+    def _keepable(self, entry: Entry) -> bool:
+        """The answer may be kept and used again without a message: nothing is consumed, the guard makes it safe."""
+        registered_one_sided = not entry.owned and self._store.remote_accessible
+        return entry.geometry.kind is CacheKind.BLOCKS or registered_one_sided
+
+    def _send(self, link: Link, message: Message) -> None:
+        try:
+            link.send(message)
+        except LLMException as error:
+            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+
+
+def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
+    guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
+    return [Guarded(guard.slot, guard.generation) for guard in guards]
+
+
+def _remote_first(plan: Plan, *, push: bool) -> int:
+    return plan.dst_first if push else plan.src_first
+
+
+def _decode_geometry(raw: msgspec.Raw) -> Geometry:
+    try:
+        geometry = msgspec.msgpack.decode(raw, type=Geometry)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"peer sent no cache geometry: {error}") from error
+    geometry.verify()
+    return geometry
+
+
+def _typed(failure: RemoteFailure, what: str) -> LLMException:
+    """Turn the target's status into the exception a caller of this end expects."""
+    text = f"{what}: {failure}"
+    classes: dict[LLMStatusCode, type[LLMException]] = {
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
+        LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
+        LLMStatusCode.LLM_LINK_BUSY: LinkError,
+    }
+    kind = classes.get(failure.status_code, TransferFailed)
+    return kind(text, status_code=failure.status_code, peer=failure.peer, phase=failure.phase)

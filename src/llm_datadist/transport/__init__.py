@@ -1,0 +1,90 @@
+"""Layer 4, transport: how the bytes of a plan get from one process to another, and which way is the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from llm_datadist.errors import LinkError, LinkRefused, ParamError
+from llm_datadist.transport.base import (
+    PRIVATE,
+    Capabilities,
+    Connection,
+    Exports,
+    RegionDescriptor,
+    RemoteTensors,
+    Transfer,
+)
+from llm_datadist.transport.inproc import InprocConnection
+from llm_datadist.transport.samehost import PeerMemory, SameHostListener, meet
+from llm_datadist.transport.shm import ShmConnection
+
+__all__ = [
+    "PRIVATE",
+    "TRANSPORTS",
+    "Capabilities",
+    "Choice",
+    "Connection",
+    "Exports",
+    "InprocConnection",
+    "PeerMemory",
+    "RegionDescriptor",
+    "RemoteTensors",
+    "SameHostListener",
+    "ShmConnection",
+    "Transfer",
+    "choose",
+    "meet",
+]
+
+TRANSPORTS: Final = ("inproc", "shm")
+"""Names of all transports, the best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport of a link, and why that one.
+
+    Attributes:
+        name: One of :data:`TRANSPORTS`.
+        reason: One line: why it can be used, and why each better one cannot.
+    """
+
+    name: str
+    reason: str
+
+
+def choose(*, same_process: bool, same_host: PeerMemory | LinkError | None, forced: str | None) -> Choice:
+    """Return the best transport that both ends can use, or the forced one.
+
+    Args:
+        same_process: The peer's incarnation lives in this process.
+        same_host: Outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
+        forced: Value of ``llm.Transport``; None for the best one.
+
+    Raises:
+        ParamError: ``forced`` names no transport.
+        LinkRefused: The forced one, or every one, is impossible; the text says why.
+    """
+    if forced is not None and forced not in TRANSPORTS:
+        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
+    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host)}
+    candidates = TRANSPORTS if forced is None else (forced,)
+    against: list[str] = []
+    for name in candidates:
+        possible, reason = verdicts[name]
+        if possible:
+            return Choice(name, "; ".join([f"{name}: {reason}", *against]))
+        against.append(f"not {name}: {reason}")
+    wanted = "no transport reaches the peer" if forced is None else f"llm.Transport={forced!r} cannot reach the peer"
+    raise LinkRefused(f"{wanted}: {'; '.join(against)}")
+
+
+def _inproc(same_process: bool) -> tuple[bool, str]:
+    return same_process, "the peer is in this process" if same_process else "the peer is in another process"
+
+
+def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:
+    if isinstance(same_host, PeerMemory):
+        return True, f"the peer (pid {same_host.pid}) is on this host, {len(same_host.regions)} regions mapped"
+    return False, "no same-host rendezvous was made" if same_host is None else str(same_host)

@@ -1,0 +1,359 @@
+"""What a transport is: a connection that maps the peer's regions and moves plans between them and local memory.
+
+Which keys, caches or pins are behind the bytes is never known here; retries, the comparison of generations and the
+error texts of whole operations live above (rule 13).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final, Self
+
+import numpy as np
+
+from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted
+from llm_datadist.memory.guards import slot_address
+from llm_datadist.native import CopyPool, Plan, Tensors, execute, load_generation
+from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llm_datadist.deadline import Deadline
+
+__all__ = [
+    "PRIVATE",
+    "Capabilities",
+    "Connection",
+    "Exports",
+    "RegionDescriptor",
+    "RemoteTensors",
+    "Transfer",
+    "Window",
+    "move_mapped",
+]
+
+# Marks the tensors of one connection for good, unlike id(), which a later connection may get again.
+_serials: Final = itertools.count(1)
+# The pid of this process, without a system call at each use.
+_here: Final = {"pid": os.getpid()}
+os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do, as data.
+
+    Attributes:
+        name: Name of the transport, as in ``llm.Transport``.
+        shared_regions: True when exported regions (ids from 1) can be reached.
+        private_memory: True when :data:`PRIVATE` memory can be reached.
+    """
+
+    name: str
+    shared_regions: bool
+    private_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a peer's memory lies, by address, and whether this process may write it. Size in bytes."""
+
+    base: int
+    nbytes: int
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTensors(Tensors):
+    """Tensors of a peer as returned by :meth:`Connection.map`; only the connection that made them may use them.
+
+    Attributes:
+        owner: Serial number of that connection: another one would read these addresses blindly.
+        writable: False when the mapping is read-only and a write would be a segmentation fault.
+    """
+
+    owner: int
+    writable: bool
+
+
+class Transfer:
+    """A movement of bytes. This class is the finished one: shm and inproc are done at return.
+
+    Attributes:
+        nbytes: Bytes that move.
+    """
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def done(self) -> bool:
+        """Return True when every byte is in place."""
+        return True
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when every byte is in place.
+
+        Raises:
+            DeadlineExceeded: The deadline passed first (phase ``copy``); the transfer is aborted.
+        """
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.nbytes} bytes: {'done' if self.done() else 'running'}>"
+
+
+class Connection(ABC):
+    """One link's data path to one peer, both directions. The base checks and counts, a transport only moves.
+
+    Threads: any number may map, read, write and load generations at once; any thread may close or abort. What the
+    connection owns (mappings, descriptors) is released by the last call that uses it, so that a lost link never
+    unmaps memory under a copy. In a forked child every call raises and ``close`` drops only the child's references.
+
+    Attributes:
+        capabilities: What the transport can do.
+        bytes_read: Bytes moved from the peer so far.
+        bytes_written: Bytes moved to the peer so far.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._serial = next(_serials)
+        self._pid = _here["pid"]
+        # Protects the counters and the three fields below; nothing is called while it is held.
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._aborted = False
+
+    # Public verbs
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close` or :meth:`abort`."""
+        return self._closed
+
+    def map(
+        self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, *, writable: bool
+    ) -> RemoteTensors:
+        """Return where the peer's tensors are, every one checked against its region.
+
+        Args:
+            regions: Shape (T,): region id of each tensor.
+            offsets: Shape (T,): byte offset in its region, or absolute address for :data:`PRIVATE`.
+            extent: Bytes of each tensor.
+            writable: True when the tensors will be written.
+
+        Raises:
+            ProtocolError: The peer has no such region, or a tensor ends outside it.
+            LinkError: The connection is closed, cannot reach the region, or the region is read-only for us.
+        """
+        if regions.ndim != 1 or regions.shape != offsets.shape:
+            raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
+        self._enter("map")
+        try:
+            bases = offsets.astype(np.uint64)
+            for region in sorted(set(regions.tolist())):
+                chosen = regions == region
+                window = self._checked_window(region, writable)
+                bases[chosen] = _addresses(window, region, bases[chosen], extent)
+            return RemoteTensors(bases, extent, self._serial, writable)
+        finally:
+            self._leave()
+
+    def generation(self, slot: int) -> int:
+        """Return the generation in the peer's guard ``slot``, by an acquire load.
+
+        Raises:
+            ProtocolError: The slot is outside the peer's guard table.
+            LinkError: The connection is closed.
+        """
+        self._enter("generation")
+        try:
+            guards = self._guards()
+            return load_generation(slot_address(guards.base, slot, guards.nbytes))
+        finally:
+            self._leave()
+
+    def read(
+        self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
+    ) -> Transfer:
+        """Move ``plan`` from the peer's ``remote`` tensors (source) to ``local`` ones (destination).
+
+        Raises:
+            ParamError: ``remote`` is not of this connection, or the plan leaves a tensor; nothing moved.
+            DeadlineExceeded: The deadline passed (phase ``copy``); the destination is undefined.
+            TransferAborted: :meth:`abort` was called meanwhile.
+            LinkError: The connection is closed, or the peer is gone.
+        """
+        return self._transfer(plan, local, remote, pool, deadline, write=False)
+
+    def write(
+        self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
+    ) -> Transfer:
+        """Move ``plan`` from ``local`` tensors (source) to the peer's ``remote`` ones (destination).
+
+        Raises:
+            ParamError: ``remote`` is not of this connection or was mapped for reading, or the plan leaves a tensor.
+            DeadlineExceeded: The deadline passed (phase ``copy``); the destination is undefined.
+            TransferAborted: :meth:`abort` was called meanwhile.
+            LinkError: The connection is closed, or the peer is gone.
+        """
+        if not remote.writable:
+            raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
+        return self._transfer(plan, local, remote, pool, deadline, write=True)
+
+    def close(self) -> None:
+        """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
+        self._shut(abort=False)
+
+    def abort(self) -> None:
+        """Like :meth:`close`, but the calls in progress fail with ``TransferAborted``. Idempotent, never waits."""
+        self._shut(abort=True)
+
+    # What a transport provides
+
+    @abstractmethod
+    def _window(self, region: int) -> Window | None:
+        """Return where the region is, None when the peer exports no such region."""
+
+    @abstractmethod
+    def _guards(self) -> Window:
+        """Return where the peer's guard table is in this process."""
+
+    @abstractmethod
+    def _move(
+        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+    ) -> Transfer:
+        """Start or do the movement; the tensors are this connection's and the deadline has not passed yet."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what the connection owns. Called once, without any lock, when nobody uses it any more."""
+
+    # Checks, who is inside, and when to release
+
+    def _checked_window(self, region: int, writable: bool) -> Window:
+        if region == PRIVATE and not self.capabilities.private_memory:
+            raise LinkError(f"map: {self.capabilities.name} reaches exported pools only, not the peer's private memory")
+        window = self._window(region)
+        if window is None:
+            raise ProtocolError(f"map: the peer exports no region {region}")
+        if writable and not window.writable:
+            raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")
+        return window
+
+    def _enter(self, what: str) -> None:
+        if self._pid != _here["pid"]:
+            raise StateError(f"{what}: this {self.capabilities.name} connection belongs to process {self._pid}, not us")
+        with self._lock:
+            if self._closed:
+                raise LinkError(f"{what}: the {self.capabilities.name} connection is closed; link again", phase="copy")
+            self._users += 1
+
+    def _leave(self, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += read
+            self.bytes_written += written
+            self._users -= 1
+            last = self._closed and self._users == 0
+        if last:
+            self._release()
+
+    def _shut(self, *, abort: bool) -> None:
+        if self._pid != _here["pid"]:
+            # Forked: the lock may be held, and a call be inside, for ever by a thread that only the parent has.
+            self._lock, self._users = threading.Lock(), 0
+        with self._lock:
+            self._aborted |= abort
+            last = not self._closed and self._users == 0
+            self._closed = True
+        if last:
+            self._release()
+
+    def _transfer(
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        *,
+        write: bool,
+    ) -> Transfer:
+        what = "write" if write else "read"
+        if remote.owner != self._serial:
+            raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
+        self._enter(what)
+        read = written = 0
+        try:
+            if deadline.expired():
+                raise deadline.error(f"{what} of {plan.nbytes} bytes over {self.capabilities.name}", "copy")
+            transfer = self._move(plan, local, remote, pool, deadline, write=write)
+            read, written = (0, transfer.nbytes) if write else (transfer.nbytes, 0)
+        finally:
+            self._leave(read, written)
+        if self._aborted:
+            raise TransferAborted(
+                f"{what}: the {self.capabilities.name} connection was aborted while {plan.nbytes} bytes moved",
+                phase="copy",
+            )
+        return transfer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # No lock: nobody else holds a reference. getattr: a constructor may have failed half way.
+        if getattr(self, "_closed", True):
+            return
+        self._closed = True
+        if self._pid == _here["pid"]:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        self._release()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return (
+            f"<{type(self).__name__} {state}: {self._users} in use, "
+            f"{self.bytes_read} bytes read, {self.bytes_written} written>"
+        )
+
+
+def move_mapped(
+    plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+) -> Transfer:
+    """Move a plan between two ends that both have addresses in this process.
+
+    Raises:
+        DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
+        ParamError: The plan leaves a tensor; nothing moved.
+    """
+    destination, source = (remote, local) if write else (local, remote)
+    done = execute(plan, destination, source, pool, deadline.expires_ns)
+    if done < plan.nbytes:
+        raise deadline.error(f"{'write' if write else 'read'} ({done} of {plan.nbytes} bytes done)", "copy")
+    return Transfer(done)
+
+
+def _addresses(window: Window, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
+    """Return the addresses of offsets in a window. Compared so that nothing can wrap (rule 10)."""
+    limit = window.nbytes - extent
+    if extent < 0 or limit < 0 or bool((offsets > np.uint64(limit)).any()):
+        worst = int(offsets.max())
+        raise ProtocolError(
+            f"map: region {region} has {window.nbytes} bytes, a tensor at offset {worst} of {extent} bytes ends outside"
+        )
+    return offsets + np.uint64(window.base)

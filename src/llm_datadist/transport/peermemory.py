@@ -1,0 +1,182 @@
+"""The memory of another process of this host, mapped here after it has been checked; and who that process is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Self
+
+from llm_datadist.errors import LinkRefused, LLMException
+from llm_datadist.memory.guards import read_cookie
+from llm_datadist.memory.segment import SharedSegment
+
+if TYPE_CHECKING:
+    from llm_datadist.transport.fdwire import Hello, Packet
+
+__all__ = ["PeerMemory", "PeerProcess", "map_peer", "peer_credentials"]
+
+# Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.
+_SO_PEERPIDFD: Final = 77
+_CREDENTIALS: Final = struct.Struct("=iII")
+
+
+class PeerMemory:
+    """What a peer on this host exports, mapped here. Owns the mappings and the pidfd until :meth:`close`.
+
+    Used by one owner, a link or its connection; :meth:`alive` from any thread as long as it is not closed.
+
+    Attributes:
+        regions: The peer's exported segments by region id; writable where the peer lets us.
+        guards: The peer's guard table, read-only.
+        pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
+        uid: Its effective user.
+        pidfd: Readable once the process has ended; -1 when closed.
+        cookie: 16 bytes read from the mapped guard table's header.
+        incarnation: What the peer says its incarnation is; to be compared with the control channel's.
+    """
+
+    def __init__(
+        self,
+        guards: SharedSegment,
+        regions: dict[int, SharedSegment],
+        process: PeerProcess,
+        *,
+        cookie: bytes,
+        incarnation: bytes,
+    ) -> None:
+        self.guards = guards
+        self.regions = regions
+        self.cookie = cookie
+        self.incarnation = incarnation
+        self.pid = process.pid
+        self.uid = process.uid
+        self.pidfd = process.take_pidfd()
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self.pidfd < 0
+
+    def alive(self) -> bool:
+        """Return False once the peer's process has ended, reaped or not. False when closed."""
+        if self.closed:
+            return False
+        # A poll object refuses two threads at once, so it is made for each call.
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Unmap everything and close the pidfd; arrays over the memory keep it mapped. Idempotent."""
+        if self.closed:
+            return
+        pidfd, self.pidfd = self.pidfd, -1
+        os.close(pidfd)
+        self.guards.close()
+        for segment in self.regions.values():
+            segment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "pidfd", -1) >= 0:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self.regions)} regions mapped"
+        return f"<PeerMemory of pid {self.pid}: {state}>"
+
+
+class PeerProcess:
+    """Who is at the other end of a socket. Owns the pidfd until somebody takes it. Used by one thread.
+
+    Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
+    stranger with a recycled pid: the process was alive afterwards.
+
+    Raises:
+        LinkRefused: Another user's process, or one that has ended.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.pid, self.uid = peer_credentials(sock)
+        self._pidfd = _open_pidfd(sock, self.pid)
+
+    def take_pidfd(self) -> int:
+        """Return the pidfd; the caller owns it from now on."""
+        pidfd, self._pidfd = self._pidfd, -1
+        return pidfd
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._pidfd >= 0:
+            os.close(self.take_pidfd())
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the peer's (pid, uid).
+
+    Raises:
+        LinkRefused: It is not a process of our user.
+    """
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise LinkRefused(f"same-host peer (pid {pid}) runs as uid {uid}, this process as uid {os.geteuid()}")
+    return pid, uid
+
+
+def map_peer(hello: Hello, packet: Packet, process: PeerProcess) -> PeerMemory:
+    """Check and map what a hello announces, out of the descriptors that came with it.
+
+    Raises:
+        LinkRefused: Their number, a size or a seal is not as announced, or the cookie is another one. Everything
+            that was mapped is unmapped; descriptors not reached yet stay in the packet.
+    """
+    if len(packet.fds) != 1 + len(hello.regions):
+        raise LinkRefused(
+            f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
+            f"{len(hello.regions)} regions"
+        )
+    with ExitStack() as undo:
+        guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False))
+        regions = {
+            described.region: undo.enter_context(
+                _attach(packet, described.name, described.nbytes, writable=described.writable)
+            )
+            for described in hello.regions
+        }
+        cookie = read_cookie(guards)
+        if cookie != hello.cookie:
+            raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
+        undo.pop_all()
+    return PeerMemory(guards, regions, process, cookie=cookie, incarnation=hello.incarnation)
+
+
+def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool) -> SharedSegment:
+    try:
+        return SharedSegment.attach(packet.take(), nbytes, writable=writable)
+    except LLMException as error:
+        raise LinkRefused(f"same-host peer: its memory {name!r} is not acceptable: {error}") from error
+
+
+def _open_pidfd(sock: socket.socket, pid: int) -> int:
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise LinkRefused(f"same-host peer (pid {pid}) has ended: {error}") from error
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise LinkRefused(f"same-host peer (pid {pid}) has ended, or is not in our pid namespace: {error}") from error

@@ -1,0 +1,87 @@
+"""Arrays over a cache's memory, without a copy: NumPy, and torch where it is installed. An extension.
+
+The arrays of a pool cache keep the pool mapped, so they outlive ``deallocate`` and ``finalize`` without a crash; what
+they show after ``deallocate`` is whatever the pool puts there next. Arrays over registered memory are as good as that
+memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist.checks import check_type
+from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
+from llm_datadist.memory.segment import ExternalSegment, Segment
+from llm_datadist.types import Cache, DataType
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["tensor_views", "torch_views"]
+
+_NUMPY = {
+    DataType.DT_FLOAT: np.float32,
+    DataType.DT_FLOAT16: np.float16,
+    DataType.DT_INT8: np.int8,
+    DataType.DT_INT32: np.int32,
+    DataType.DT_UINT8: np.uint8,
+    DataType.DT_INT16: np.int16,
+    DataType.DT_UINT16: np.uint16,
+    DataType.DT_UINT32: np.uint32,
+    DataType.DT_INT64: np.int64,
+    DataType.DT_UINT64: np.uint64,
+    DataType.DT_DOUBLE: np.float64,
+    DataType.DT_BOOL: np.bool_,
+    # NumPy has no bfloat16: the 16 bits as they are. torch_views gives torch.bfloat16.
+    DataType.DT_BF16: np.uint16,
+}
+
+
+def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Return one array per tensor of ``cache``, of the descriptor's shape and type, over the cache's own memory.
+
+    ``DT_BF16`` comes as ``uint16`` bit patterns.
+
+    Raises:
+        TypeError: Not a Cache.
+        ParamError: The cache was deallocated, or its element type has no NumPy counterpart (``DT_STRING``).
+    """
+    check_type("cache", cache, Cache)
+    desc, addresses = cache.cache_desc, cache.tensor_addrs
+    if len(addresses) != desc.num_tensors:
+        raise ParamError("cache: it has no memory any more (deallocated)")
+    dtype = _NUMPY.get(desc.data_type)
+    if dtype is None:
+        raise ParamError(f"cache_desc.data_type={desc.data_type.name}: NumPy has no such element type")
+    segments = cache._memory if isinstance(cache._memory, tuple) else ()
+    return [_bytes(address, desc.size, segments).view(dtype).reshape(tuple(desc.shape)) for address in addresses]
+
+
+def torch_views(cache: Cache) -> list[torch.Tensor]:
+    """Return one torch tensor per tensor of ``cache``, over the same memory. Needs torch, which is not a dependency.
+
+    Raises:
+        LLMException: torch is not installed (``LLM_FEATURE_NOT_ENABLED``).
+        TypeError, ParamError: As :func:`tensor_views`; also an unsigned type that torch does not have.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise LLMException(
+            "torch_views needs torch: install it, or use tensor_views",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        ) from error
+    views = [torch.from_numpy(view) for view in tensor_views(cache)]
+    if cache.cache_desc.data_type is DataType.DT_BF16:
+        return [view.view(torch.bfloat16) for view in views]
+    return views
+
+
+def _bytes(address: int, nbytes: int, segments: tuple[Segment, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    for segment in segments:
+        offset = address - segment.address
+        if 0 <= offset <= segment.nbytes - nbytes:
+            return segment.view(offset, nbytes)
+    return ExternalSegment(address, nbytes).view()

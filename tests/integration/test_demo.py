@@ -1,0 +1,186 @@
+"""The demo as its user runs it: a command, its output, its exit status, and nothing left running afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist.demo.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("typer")
+
+COMMAND = (sys.executable, "-m", "llm_datadist.cli")
+# A forgotten close in the parent or in a role shows up on standard error.
+ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "always::ResourceWarning"}
+STARTED = re.compile(r" (\w+) +process (\d+) started")
+ORPHAN_WAIT_S = 30
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=100, env=ENVIRONMENT
+    )
+
+
+def processes(text: str) -> dict[str, int]:
+    """Role -> process id, as the progress lines tell."""
+    return {role: int(pid) for role, pid in STARTED.findall(text)}
+
+
+def assert_gone(pid: int, within_s: float = 0) -> None:
+    """Check that the process has ended; it may still wait for a reaper that is not ours."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([descriptor], [], [], within_s)
+        assert ended, f"process {pid} still runs"
+    finally:
+        os.close(descriptor)
+
+
+def last_object(output: str) -> dict[str, Any]:
+    result = json.loads(output.splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm", "inproc"])
+def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str) -> None:
+    done = run("demo", "--json", "--transport", transport)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    result = last_object(done.stdout)
+    workload = Workload()
+    assert result["ok"] is True
+    assert result["tokens_equal"] is True
+    assert result["kv_equal"] is True
+    assert result["error"] is None
+    assert len(result["tokens"]) == workload.generate == 32
+    assert result["blocks"] == workload.prompt_blocks
+    assert result["bytes"] == workload.prompt_blocks * workload.num_tensors * workload.block_bytes
+    assert result["seconds"] > 0
+    assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
+    assert result["reason"]
+    if transport == "auto":
+        assert result["transport"] != "inproc"
+    else:
+        assert result["transport"] == transport
+    roles = {"inproc": {"both"}}.get(transport, {"prompt", "decoder"})
+    assert result["processes"] == len(roles)
+    started = processes(done.stderr)
+    assert set(started) == roles | {"reference"}
+    for pid in started.values():
+        assert_gone(pid)
+    for step in ("prefill", "published", "linked", "pulled", "generate"):
+        assert step in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_demo_tells_a_human_what_moved() -> None:
+    done = run("demo", "--transport", "inproc")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert "Tokens equal." in lines
+    summary = "\n".join(lines[lines.index("Tokens equal.") :])
+    for expected in ("all 32 equal", "63 blocks", "16 tensors", "inproc: ", "GB/s", "two LLMDataDist in one process"):
+        assert expected in summary
+
+
+def test_unknown_transport_is_refused_with_the_known_ones() -> None:
+    done = run("demo", "--json", "--transport", "pigeon")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    for text in ("pigeon", "auto", "shm", "inproc"):
+        assert text in done.stderr
+    assert not processes(done.stderr)
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("llm-datadist")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_command_says_how_to_install_it(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "demo"], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "pip install 'open-datadist[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def demo() -> Iterator[subprocess.Popen[str]]:
+    """A demo that runs, in a process group of its own, with --json."""
+    with subprocess.Popen(
+        [*COMMAND, "demo", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+def read_until_started(stderr: IO[str] | None, role: str) -> dict[str, int]:
+    """Read progress until ``role`` is started; return the processes started by then."""
+    assert stderr is not None
+    text = ""
+    for line in stderr:
+        text += line
+        if role in processes(text):
+            return processes(text)
+    raise AssertionError(f"{role} never started:\n{text}")
+
+
+@pytest.mark.parametrize("role", ["reference", "decoder"])
+def test_interrupt_leaves_no_process(demo: subprocess.Popen[str], role: str) -> None:
+    started = read_until_started(demo.stderr, role)
+    os.killpg(demo.pid, signal.SIGINT)
+    output, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130, errors
+    assert last_object(output)["error"] == "interrupted"
+    assert "Traceback" not in errors
+    for pid in started.values():
+        assert_gone(pid)
+
+
+def test_killed_demo_takes_its_processes_with_it(demo: subprocess.Popen[str]) -> None:
+    started = read_until_started(demo.stderr, "decoder")
+    demo.kill()
+    demo.wait(60)
+    for pid in started.values():
+        assert_gone(pid, ORPHAN_WAIT_S)
+
+
+@pytest.mark.parametrize("victim", ["prompt", "decoder"])
+def test_role_that_dies_fails_the_demo(demo: subprocess.Popen[str], victim: str) -> None:
+    started = read_until_started(demo.stderr, "decoder")
+    os.kill(started[victim], signal.SIGKILL)
+    output, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 1, errors
+    result = last_object(output)
+    assert result["ok"] is False
+    assert result["tokens_equal"] is None
+    assert result["error"].startswith(f"{victim}: the process ended with status -9")
+    assert result["error"] in errors
+    for pid in started.values():
+        assert_gone(pid)

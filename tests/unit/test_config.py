@@ -1,0 +1,294 @@
+"""LLMConfig, property by property, and the dict it makes (API §2)."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist.config import LLMConfig, LlmConfig, Options, PoolOptions
+from llm_datadist.enums import LLMRole
+from llm_datadist.errors import NoneArgument, ParamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = {"ge.exec.deviceId": "0"}
+
+
+def parse(options: object, role: LLMRole = LLMRole.DECODER) -> Options:
+    return Options.parse(options, role)  # type: ignore[arg-type]
+
+
+# --- LLMConfig: properties -----------------------------------------------------------------------------------------
+
+DEFAULTS: dict[str, object] = {
+    "device_id": None,
+    "sync_kv_timeout": None,
+    "ge_options": {},
+    "listen_ip_info": "",
+    "enable_cache_manager": False,
+    "enable_remote_cache_accessible": False,
+    "mem_pool_cfg": "",
+    "host_mem_pool_cfg": "",
+    "local_comm_res": "",
+    "transfer_backend": "",
+    "global_resource_config": "",
+    "link_total_time": 0,
+    "link_retry_count": 1,
+    "rdma_traffic_class": None,
+    "rdma_service_level": None,
+    "enable_switch_role": False,
+    "mem_utilization": 0.95,
+    "buf_pool_cfg": "",
+    "deploy_res_path": "",
+    "cluster_info": "",
+    "output_max_size": None,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_getter_default(name: str) -> None:
+    assert getattr(LLMConfig(), name) == DEFAULTS[name]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_property_is_documented(name: str) -> None:
+    assert vars(LLMConfig)[name].__doc__
+
+
+def test_both_names_are_the_same_class() -> None:
+    assert LlmConfig is LLMConfig
+
+
+def test_nothing_assigned_emits_only_the_memory_utilization() -> None:
+    assert LLMConfig().generate_options() == {"llm.MemoryUtilization": "0.95"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "emitted"),
+    [
+        ("device_id", 3, {"ge.exec.deviceId": "3", "ge.session_device_id": "3"}),
+        ("device_id", [0, 2], {"ge.exec.deviceId": "0;2", "ge.session_device_id": "0"}),
+        ("device_id", (5,), {"ge.exec.deviceId": "5", "ge.session_device_id": "5"}),
+        ("sync_kv_timeout", 1500, {"llm.SyncKvCacheWaitTime": "1500"}),
+        ("sync_kv_timeout", "20000", {"llm.SyncKvCacheWaitTime": "20000"}),
+        ("sync_kv_timeout", 2**31 - 1, {"llm.SyncKvCacheWaitTime": "2147483647"}),
+        ("ge_options", {"ge.flowGraphMemMaxSize": "9"}, {"ge.flowGraphMemMaxSize": "9"}),
+        ("listen_ip_info", "127.0.0.1:26000", {"llm.listenIpInfo": "127.0.0.1:26000"}),
+        ("listen_ip_info", "", {}),
+        ("enable_cache_manager", True, {"llm.EnableCacheManager": "1"}),
+        ("enable_cache_manager", False, {"llm.EnableCacheManager": "0"}),
+        ("enable_remote_cache_accessible", True, {"llm.EnableRemoteCacheAccessible": "1"}),
+        ("enable_remote_cache_accessible", False, {"llm.EnableRemoteCacheAccessible": "0"}),
+        ("mem_pool_cfg", '{"memory_size": 1}', {"llm.MemPoolConfig": '{"memory_size": 1}'}),
+        ("mem_pool_cfg", "", {}),
+        ("mem_pool_cfg", "no JSON", {"llm.MemPoolConfig": "no JSON"}),
+        ("host_mem_pool_cfg", "{}", {"llm.HostMemPoolConfig": "{}"}),
+        ("host_mem_pool_cfg", "", {}),
+        ("local_comm_res", "", {"llm.LocalCommRes": ""}),
+        ("local_comm_res", "{}", {"llm.LocalCommRes": "{}"}),
+        ("transfer_backend", "hixl", {"llm.TransferBackend": "hixl"}),
+        ("global_resource_config", "", {"llm.GlobalResourceConfig": ""}),
+        ("link_total_time", 0, {"llm.LinkTotalTime": "0"}),
+        ("link_total_time", 2**32 - 1, {"llm.LinkTotalTime": "4294967295"}),
+        ("link_retry_count", 1, {"llm.LinkRetryCount": "1"}),
+        ("link_retry_count", 100, {"llm.LinkRetryCount": "100"}),
+        ("rdma_traffic_class", 100, {"llm.RdmaTrafficClass": "100"}),
+        ("rdma_service_level", 100, {"llm.RdmaServiceLevel": "100"}),
+        ("enable_switch_role", True, {"llm.EnableSwitchRole": "1"}),
+        ("enable_switch_role", False, {}),
+        ("mem_utilization", 0.0, {"llm.MemoryUtilization": "0.0"}),
+        ("mem_utilization", 1.0, {"llm.MemoryUtilization": "1.0"}),
+        ("buf_pool_cfg", "{}", {"llm.BufPoolCfg": "{}"}),
+        ("buf_pool_cfg", "", {}),
+        ("deploy_res_path", "/a", {"llm.deployResPath": "/a"}),
+        ("deploy_res_path", "", {}),
+        ("cluster_info", "", {}),
+        ("output_max_size", 7, {"llm.OutputMaxSize": "7"}),
+    ],
+)
+def test_assigned_property_is_read_back_and_emitted(name: str, value: object, emitted: dict[str, str]) -> None:
+    config = LLMConfig()
+    setattr(config, name, value)
+    assert getattr(config, name) == value
+    assert config.generate_options() == {"llm.MemoryUtilization": "0.95"} | emitted
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "parts"),
+    [
+        ("device_id", "0", TypeError, ("int, list, tuple", "'0'")),
+        ("device_id", 1.0, TypeError, ("1.0",)),
+        ("device_id", [0, "1"], TypeError, ("[1]", "'1'")),
+        ("device_id", -1, ParamError, ("-1", "negative")),
+        ("device_id", [0, -1], ParamError, ("[1]", "-1")),
+        ("device_id", 2**31, ParamError, (str(2**31), "int32")),
+        ("device_id", [], ParamError, ("empty",)),
+        ("sync_kv_timeout", "1s", ParamError, ("'1s'",)),
+        ("sync_kv_timeout", "-5", ParamError, ("'-5'",)),
+        ("sync_kv_timeout", "", ParamError, ("''",)),
+        ("sync_kv_timeout", "0", ParamError, ("0 ms", "above 0")),
+        ("sync_kv_timeout", 0, ParamError, ("0 ms",)),
+        ("sync_kv_timeout", -1, ParamError, ("-1 ms",)),
+        ("sync_kv_timeout", 2**31, ParamError, (str(2**31), "int32")),
+        ("sync_kv_timeout", str(2**31), ParamError, (str(2**31), "int32")),
+        ("sync_kv_timeout", 1.5, TypeError, ("int, str", "1.5")),
+        ("sync_kv_timeout", None, NoneArgument, ()),
+        ("ge_options", ["a"], TypeError, ("dict", "list")),
+        ("ge_options", {"a": 1}, TypeError, ("['a']", "str", "1")),
+        ("ge_options", {1: "a"}, TypeError, ("key of", "1")),
+        ("listen_ip_info", 26000, TypeError, ("str", "26000")),
+        ("enable_cache_manager", 1, TypeError, ("bool", "1")),
+        ("enable_cache_manager", "1", TypeError, ("bool", "'1'")),
+        ("enable_remote_cache_accessible", 0, TypeError, ("bool",)),
+        ("mem_pool_cfg", {"memory_size": 1}, TypeError, ("str", "dict")),
+        ("host_mem_pool_cfg", 5, TypeError, ("str", "5")),
+        ("local_comm_res", {}, TypeError, ("str", "dict")),
+        ("transfer_backend", 1, TypeError, ("str",)),
+        ("global_resource_config", 1, TypeError, ("str",)),
+        ("global_resource_config", {}, TypeError, ("str", "dict")),
+        ("global_resource_config", [], TypeError, ("str", "list")),
+        ("link_total_time", -1, ParamError, ("-1", str(2**32 - 1))),
+        ("link_total_time", 2**32, ParamError, (str(2**32),)),
+        ("link_total_time", "5", TypeError, ("'5'",)),
+        ("link_total_time", None, NoneArgument, ()),
+        ("link_retry_count", 0, ParamError, ("0", "[1, 100]")),
+        ("link_retry_count", 101, ParamError, ("101", "[1, 100]")),
+        ("link_retry_count", 1.0, TypeError, ("1.0",)),
+        ("link_retry_count", None, NoneArgument, ()),
+        ("rdma_traffic_class", -1, ParamError, ("-1", "uint32")),
+        ("rdma_traffic_class", "132", TypeError, ("'132'",)),
+        ("rdma_traffic_class", None, NoneArgument, ()),
+        ("rdma_service_level", 2**32, ParamError, (str(2**32),)),
+        ("rdma_service_level", None, NoneArgument, ()),
+        ("enable_switch_role", "true", TypeError, ("bool", "'true'")),
+        ("mem_utilization", 1, TypeError, ("float", "1")),
+        ("mem_utilization", -0.1, ParamError, ("-0.1", "[0.0, 1.0]")),
+        ("mem_utilization", 1.1, ParamError, ("1.1",)),
+        ("mem_utilization", float("nan"), ParamError, ("nan",)),
+        ("buf_pool_cfg", 1, TypeError, ("str",)),
+        ("deploy_res_path", 1, TypeError, ("str",)),
+        ("cluster_info", 1, TypeError, ("str",)),
+        ("cluster_info", "{", ParamError, ("'{'", "JSON")),
+        ("cluster_info", '{"listen_ip_info": [{"ip": "1.2"}]}', ParamError, ("'1.2'",)),
+        ("output_max_size", "7", TypeError, ("'7'",)),
+    ],
+)
+def test_r1_setter_refuses_and_keeps_the_value(
+    refused: Callable[..., None], name: str, value: object, kind: type[Exception], parts: tuple[str, ...]
+) -> None:
+    config = LLMConfig()
+    refused(kind, lambda: setattr(config, name, value), name, *parts)
+    assert getattr(config, name) == DEFAULTS[name]
+
+
+@pytest.mark.parametrize("name", ["mem_pool_cfg", "host_mem_pool_cfg"])
+def test_r11_pool_setter_refuses_none(refused: Callable[..., None], name: str) -> None:
+    refused(NoneArgument, lambda: setattr(LLMConfig(), name, None), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device_id", 1),
+        ("listen_ip_info", "a:1"),
+        ("enable_cache_manager", True),
+        ("local_comm_res", ""),
+        ("transfer_backend", "hixl"),
+        ("enable_switch_role", True),
+        ("mem_utilization", 0.5),
+        ("buf_pool_cfg", "{}"),
+        ("ge_options", {"a": "b"}),
+        ("output_max_size", 1),
+    ],
+)
+def test_none_means_not_assigned_where_it_is_accepted(name: str, value: object) -> None:
+    config = LLMConfig()
+    setattr(config, name, value)
+    setattr(config, name, None)
+    assert getattr(config, name) == DEFAULTS[name]
+    assert config.generate_options() == {"llm.MemoryUtilization": "0.95"}
+
+
+def test_numpy_integers_become_plain_text() -> None:
+    config = LLMConfig()
+    config.device_id = np.int64(3)  # type: ignore[assignment]
+    config.sync_kv_timeout = np.int32(7)  # type: ignore[assignment]
+    assert config.generate_options()["ge.exec.deviceId"] == "3"
+    assert config.generate_options()["llm.SyncKvCacheWaitTime"] == "7"
+
+
+def test_cluster_info_addresses_become_ints_in_the_option_only() -> None:
+    config, text = LLMConfig(), '{"listen_ip_info": [{"ip": "1.2.3.4", "port": 5}, {"ip": 6}], "x": 1}'
+    config.cluster_info = text
+    assert config.cluster_info == text
+    assert json.loads(config.generate_options()["llm.ClusterInfo"]) == {
+        "listen_ip_info": [{"ip": 0x04030201, "port": 5}, {"ip": 6}],
+        "x": 1,
+    }
+
+
+# --- LLMConfig: the dict -------------------------------------------------------------------------------------------
+
+
+def test_the_same_mutable_dict_every_time_under_both_names() -> None:
+    config = LLMConfig()
+    first = config.generate_options()
+    first["llm.RdmaServiceLevel"] = "3"
+    config.device_id = 1
+    assert config.gen_options() is first
+    assert first["llm.RdmaServiceLevel"] == "3"
+    assert first["ge.exec.deviceId"] == "1"
+
+
+def test_keys_once_emitted_stay() -> None:
+    config = LLMConfig()
+    config.listen_ip_info = "1.2.3.4:5"
+    config.generate_options()
+    config.listen_ip_info = ""
+    assert config.generate_options()["llm.listenIpInfo"] == "1.2.3.4:5"
+
+
+def test_properties_override_ge_options() -> None:
+    config = LLMConfig()
+    config.ge_options = {"ge.exec.deviceId": "9", "llm.MemoryUtilization": "0.1", "other": "x"}
+    config.device_id = 2
+    assert config.generate_options() == {
+        "ge.exec.deviceId": "2",
+        "ge.session_device_id": "2",
+        "llm.MemoryUtilization": "0.95",
+        "other": "x",
+    }
+
+
+def test_two_configs_share_nothing() -> None:
+    first, second = LLMConfig(), LLMConfig()
+    first.device_id = 1
+    first.ge_options["a"] = "b"
+    assert second.device_id is None
+    assert second.generate_options() == {"llm.MemoryUtilization": "0.95"}
+
+
+def test_repr_shows_what_is_assigned() -> None:
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    assert repr(config) == "LLMConfig(device_id=0, enable_cache_manager=True)"
+
+
+def test_generated_options_parse() -> None:
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.enable_remote_cache_accessible = True
+    config.sync_kv_timeout = 5000
+    config.listen_ip_info = "127.0.0.1:0"
+    config.rdma_traffic_class = 100
+    config.mem_pool_cfg = '{"memory_size": 1048576}'
+    parsed = parse(config.generate_options(), LLMRole.PROMPT)
+    assert (parsed.device_id, parsed.cache_manager, parsed.remote_accessible) == (0, True, True)
+    assert (parsed.sync_kv_timeout_ms, parsed.listen) == (5000, ("127.0.0.1", 0))
+    assert parsed.mem_pool == PoolOptions(1048576, 16)

@@ -1,0 +1,200 @@
+"""The exception tree: bases, default codes, fields, pickling (R1, R29, API §1.2, §1.3)."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from llm_datadist import errors
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    DeadlineExceeded,
+    LinkError,
+    LLMException,
+    LLMStatusCode,
+    NoneArgument,
+    OutOfMemory,
+    ParamError,
+    PeerLost,
+    Status,
+    code_2_status,
+)
+
+TREE = [
+    value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, LLMException)
+]  # the root included
+
+CODES = {
+    "LLM_SUCCESS": 0,
+    "LLM_FAILED": 4294967295,
+    "LLM_WAIT_PROCESS_TIMEOUT": 1343270913,
+    "LLM_KV_CACHE_NOT_EXIST": 1343270914,
+    "LLM_REPEAT_REQUEST": 1343270915,
+    "LLM_REQUEST_ALREADY_COMPLETED": 1343270916,
+    "LLM_PARAM_INVALID": 1343270917,
+    "LLM_ENGINE_FINALIZED": 1343270918,
+    "LLM_NOT_YET_LINK": 1343270919,
+    "LLM_ALREADY_LINK": 1343270920,
+    "LLM_LINK_FAILED": 1343270921,
+    "LLM_UNLINK_FAILED": 1343270922,
+    "LLM_NOTIFY_PROMPT_UNLINK_FAILED": 1343270923,
+    "LLM_CLUSTER_NUM_EXCEED_LIMIT": 1343270924,
+    "LLM_PROCESSING_LINK": 1343270925,
+    "LLM_DEVICE_OUT_OF_MEMORY": 1343270926,
+    "LLM_PREFIX_ALREADY_EXIST": 1343270927,
+    "LLM_PREFIX_NOT_EXIST": 1343270928,
+    "LLM_SEQ_LENOVERLIMIT": 1343270929,
+    "LLM_NO_FREE_BLOCK": 1343270930,
+    "LLM_BLOCKS_OUT_OF_MEMORY": 1343270931,
+    "LLM_EXIST_LINK": 1343270936,
+    "LLM_FEATURE_NOT_ENABLED": 1343270937,
+    "LLM_TIMEOUT": 1343270938,
+    "LLM_LINK_BUSY": 1343270939,
+    "LLM_OUT_OF_MEMORY": 1343270940,
+    "LLM_DEVICE_MEM_ERROR": 507053,
+    "LLM_SUSPECT_REMOTE_ERROR": 507057,
+    "LLM_UNKNOWN_ERROR": -1,
+}
+
+
+def test_status_codes_have_the_documented_values() -> None:
+    assert {code.name: int(code) for code in LLMStatusCode} == CODES
+
+
+def test_status_code_text_is_class_and_name() -> None:
+    assert str(LLMStatusCode.LLM_TIMEOUT) == "LLMStatusCode.LLM_TIMEOUT"
+
+
+@pytest.mark.parametrize("code", list(LLMStatusCode))
+def test_code_2_status_finds_every_code(code: LLMStatusCode) -> None:
+    assert code_2_status(int(code)) is code
+
+
+@pytest.mark.parametrize("native_only", [0x5010B014, 0x5010B015, 0x5010B016, 0x5010B017, 12345, -2])
+def test_code_2_status_maps_unnamed_codes_to_failed(native_only: int) -> None:
+    assert code_2_status(native_only) is LLMStatusCode.LLM_FAILED
+
+
+def test_status_says_whether_it_is_ok() -> None:
+    assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()
+    assert not Status(LLMStatusCode.LLM_TIMEOUT).is_ok()
+    assert Status(1343270938).status_code is LLMStatusCode.LLM_TIMEOUT
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_tree_has_one_root_which_is_a_runtime_error(kind: type[LLMException]) -> None:
+    error = kind("text")
+    assert isinstance(error, LLMException)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "text"
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtins"),
+    [
+        (ParamError, (ValueError,)),
+        (NoneArgument, (TypeError, AttributeError)),
+        (CacheMismatch, (ValueError,)),
+        (CacheNotFound, (LookupError,)),
+        (OutOfMemory, (MemoryError,)),
+        (DeadlineExceeded, (TimeoutError, OSError)),
+    ],
+)
+def test_r1_class_is_also_the_builtin_that_pages_ask_for(
+    kind: type[LLMException], builtins: tuple[type[Exception], ...]
+) -> None:
+    assert all(isinstance(kind("text"), builtin) for builtin in builtins)
+
+
+@pytest.mark.parametrize("kind", [ParamError, NoneArgument])
+def test_r1_wrong_argument_has_status_param_invalid(kind: type[LLMException]) -> None:
+    assert kind("text").status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("StateError", "LLM_FAILED"),
+        ("NotInitialized", "LLM_FAILED"),
+        ("OutOfMemory", "LLM_OUT_OF_MEMORY"),
+        ("CacheError", "LLM_FAILED"),
+        ("CacheNotFound", "LLM_KV_CACHE_NOT_EXIST"),
+        ("KeyInUse", "LLM_PARAM_INVALID"),
+        ("CacheMismatch", "LLM_PARAM_INVALID"),
+        ("LinkError", "LLM_LINK_FAILED"),
+        ("NotLinked", "LLM_NOT_YET_LINK"),
+        ("AlreadyLinked", "LLM_ALREADY_LINK"),
+        ("LinkRefused", "LLM_LINK_FAILED"),
+        ("PeerLost", "LLM_SUSPECT_REMOTE_ERROR"),
+        ("AuthFailed", "LLM_LINK_FAILED"),
+        ("TransferFailed", "LLM_FAILED"),
+        ("TransferAborted", "LLM_FAILED"),
+        ("ChecksumMismatch", "LLM_FAILED"),
+        ("DeadlineExceeded", "LLM_TIMEOUT"),
+        ("ProtocolError", "LLM_FAILED"),
+    ],
+)
+def test_default_status_of_each_class(name: str, code: str) -> None:
+    assert getattr(errors, name)("text").status_code is LLMStatusCode[code]
+
+
+def test_r29_exception_by_hand_reports_success_and_no_class_of_ours_does() -> None:
+    assert LLMException("by hand").status_code is LLMStatusCode.LLM_SUCCESS
+    assert [kind for kind in TREE if kind("text").status_code is LLMStatusCode.LLM_SUCCESS] == [LLMException]
+
+
+def test_status_given_by_keyword_wins() -> None:
+    error = LLMException("text", 7, status_code=LLMStatusCode.LLM_LINK_BUSY)
+    assert error.status_code is LLMStatusCode.LLM_LINK_BUSY
+    assert error.args == ("text", 7)
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_class_survives_pickle_and_copy(kind: type[LLMException]) -> None:
+    error = kind("what failed", status_code=LLMStatusCode.LLM_LINK_BUSY)
+    error.peer, error.phase = 2**64 - 1, "copy"
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is kind
+        assert again.args == ("what failed",)
+        assert str(again) == "what failed"
+        assert (again.status_code, again.peer, again.phase) == (LLMStatusCode.LLM_LINK_BUSY, 2**64 - 1, "copy")
+
+
+def test_own_fields_survive_pickle() -> None:
+    memory = OutOfMemory("full", pool="device", requested=3, free=2, largest_hole=1, quarantined=4)
+    again = pickle.loads(pickle.dumps(memory))
+    assert (again.pool, again.requested, again.free, again.largest_hole, again.quarantined) == ("device", 3, 2, 1, 4)
+    late = DeadlineExceeded("late", phase="resolve", budget_ms=1000, elapsed_ms=1001.5, peer=3)
+    again = pickle.loads(pickle.dumps(late))
+    assert (again.phase, again.budget_ms, again.elapsed_ms, again.peer) == ("resolve", 1000, 1001.5, 3)
+
+
+def test_retryable_says_whether_the_same_call_may_succeed_later() -> None:
+    retryable = {kind.__name__ for kind in TREE if kind.retryable}
+    assert retryable == {
+        "CacheNotFound",
+        "ChecksumMismatch",
+        "DeadlineExceeded",
+        "LinkError",
+        "LinkRefused",
+        "NotLinked",
+        "OutOfMemory",
+        "PeerLost",
+        "TransferAborted",
+        "TransferFailed",
+    }
+
+
+def test_fields_default_to_none() -> None:
+    error = PeerLost("gone")
+    assert (error.peer, error.phase) == (None, None)
+    assert isinstance(error, LinkError)
+
+
+def test_all_lists_every_public_name() -> None:
+    public = {name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
+    assert {name for name in public if not name.startswith("_")} == set(errors.__all__)

@@ -1,0 +1,110 @@
+"""Block lists from callers: what is taken, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.native import parse_indices
+
+MAX = 2**63 - 1
+INDICES = st.lists(st.integers(0, MAX), max_size=50)
+
+
+class Index:
+    """Something with ``__index__`` that runs ``action`` first."""
+
+    def __init__(self, value: int, action: Any = lambda: None) -> None:
+        self.value = value
+        self.action = action
+
+    def __index__(self) -> int:
+        self.action()
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"Index({self.value})"
+
+
+@given(INDICES, st.sampled_from([list, tuple, lambda v: np.array(v, dtype=np.int64)]))
+def test_every_container_gives_the_same_new_array(values: list[int], container: Any) -> None:
+    given_values = container(values)
+    parsed = parse_indices("blocks", given_values)
+    assert parsed.dtype == np.int64
+    assert parsed.flags.c_contiguous
+    assert parsed.tolist() == values
+    assert not (isinstance(given_values, np.ndarray) and np.shares_memory(parsed, given_values))
+
+
+@given(INDICES, st.integers(0, 50), st.one_of(st.integers(max_value=-1), st.integers(min_value=MAX + 1)))
+def test_a_value_out_of_range_is_named(values: list[int], at: int, bad: int) -> None:
+    at = min(at, len(values))
+    with pytest.raises(ParamError) as caught:
+        parse_indices("src_blocks", [*values[:at], bad, *values[at:]])
+    assert str(caught.value) == f"src_blocks[{at}] is {bad}: must be in [0, 2**63)"
+
+
+@given(INDICES, st.sampled_from([1.5, "3", None, b"1", [1]]))
+def test_an_element_of_another_type_is_named(values: list[int], bad: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        parse_indices("src_blocks", (*values, bad))
+    assert str(caught.value) == f"src_blocks[{len(values)}] is {bad!r}: must be an int, not {type(bad).__name__}"
+
+
+def test_bools_numpy_scalars_and_index_objects_are_ints() -> None:
+    values = [True, np.int64(7), np.uint8(9), Index(11), 13]
+    assert parse_indices("blocks", values).tolist() == [1, 7, 9, 11, 13]
+    with pytest.raises(ParamError, match=r"^blocks\[1\] is -3: "):
+        parse_indices("blocks", [0, Index(-3)])
+
+
+def test_an_index_method_may_change_the_list_or_raise() -> None:
+    values: list[object] = [Index(number) for number in range(100)]
+    values[3] = Index(3, values.clear)
+    assert parse_indices("blocks", values).tolist() == list(range(100))
+    assert values == []
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        parse_indices("blocks", [1, Index(2, fail)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [range(3), {1}, {1: 2}, "12", 5, np.zeros((1, 1), np.int64), np.array(1), np.array([True]), np.array([1.0])],
+    ids=repr,
+)
+def test_another_container_is_a_type_error(values: object) -> None:
+    with pytest.raises(TypeError, match=r"^blocks is "):
+        parse_indices("blocks", values)
+
+
+def test_none_has_its_own_error() -> None:
+    with pytest.raises(NoneArgument, match=r"^blocks is None"):
+        parse_indices("blocks", None)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "<i4", ">i8", "u8"])
+def test_arrays_of_any_integer_type_and_stride(dtype: str) -> None:
+    values = np.arange(20, dtype=dtype)[::-3]
+    assert parse_indices("blocks", values).tolist() == values.tolist()
+
+
+def test_array_elements_out_of_range_are_named() -> None:
+    with pytest.raises(ParamError, match=r"^blocks\[1\] is -5: "):
+        parse_indices("blocks", np.array([3, -5, -6], dtype=np.int16))
+    with pytest.raises(ParamError, match=rf"^blocks\[0\] is {2**63}: "):
+        parse_indices("blocks", np.array([2**63], dtype=np.uint64))
+
+
+def test_empty() -> None:
+    empties: list[object] = [[], (), np.empty(0, dtype=np.int32)]
+    for empty in empties:
+        assert parse_indices("blocks", empty).shape == (0,)

@@ -1,0 +1,171 @@
+"""The planner against its NumPy twin, the pairs of R26, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llm_datadist.errors import ParamError
+from llm_datadist.native import parse_indices, plan_blocks, plan_pieces, plan_row
+
+from . import twin
+
+BLOCKS = 24
+# A small range makes neighbours, duplicates and chains common.
+PAIRS = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)), max_size=40)
+
+
+def blocks(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return parse_indices("blocks", values)
+
+
+def plan(dst: list[int], src: list[int], *, alias: bool = False, count: int = BLOCKS) -> tuple[list[list[int]], bool]:
+    runs, ordered = plan_blocks(
+        blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias
+    )
+    return runs.tolist(), ordered
+
+
+@given(PAIRS, st.booleans(), st.integers(1, 70_000), st.sampled_from([BLOCKS, 10**6, 10**14]))
+def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_bytes: int, count: int) -> None:
+    # A count far above the list's length takes the planner's other set.
+    spread = count // BLOCKS
+    dst, src = [d * spread for d, _ in pairs], [s * spread for _, s in pairs]
+    if count == BLOCKS:
+        src = [s + 3 for s in src] if not alias else src
+    runs, ordered = plan_blocks(
+        blocks(*dst), blocks(*src), block_bytes=block_bytes, dst_count=count, src_count=count + 3, alias=alias
+    )
+    expected, expected_ordered = twin.plan_blocks(dst, src, block_bytes, alias=alias)
+    assert ordered is expected_ordered
+    np.testing.assert_array_equal(runs, expected)
+
+
+@given(st.lists(st.integers(0, 5000), max_size=300, unique=True), st.booleans())
+def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
+    dst = [start * 4 + step for start in starts for step in range(3)]
+    src = [d + 30_000 for d in dst]
+    runs, ordered = plan_blocks(
+        blocks(*dst), blocks(*src), block_bytes=4096, dst_count=60_000, src_count=60_000, alias=alias
+    )
+    expected, _ = twin.plan_blocks(dst, src, 4096, alias=alias)
+    assert not ordered
+    np.testing.assert_array_equal(runs, expected)
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_duplicate_destinations_are_ordered_and_unmerged(alias: bool) -> None:
+    """R26: {1: 5, 2: 5}."""
+    assert plan([5, 5], [1, 2], alias=alias) == ([[80, 16, 16], [80, 32, 16]], True)
+    assert plan([5, 6, 5], [1, 2, 1], alias=alias) == ([[80, 16, 16], [96, 32, 16], [80, 16, 16]], True)
+
+
+def test_chains_are_ordered_only_where_the_ends_are_one_memory() -> None:
+    """R26: {1: [2], 2: [3]}, in either order."""
+    assert plan([2, 3], [1, 2], alias=True) == ([[32, 16, 16], [48, 32, 16]], True)
+    assert plan([3, 2], [2, 1], alias=True) == ([[48, 32, 16], [32, 16, 16]], True)
+    assert plan([2, 3], [1, 2], alias=False) == ([[32, 16, 32]], False)
+
+
+def test_a_block_onto_itself_moves_nothing_and_hides_nothing() -> None:
+    assert plan([4], [4], alias=True) == ([], False)
+    assert plan([4, 4, 7], [4, 2, 4], alias=True) == ([[64, 32, 16], [112, 64, 16]], True)
+    assert plan([4, 5, 6], [1, 5, 3], alias=True) == ([[64, 16, 16], [96, 48, 16]], False)
+    assert plan([4], [4], alias=False) == ([[64, 64, 16]], False)
+
+
+def test_runs_cannot_be_written() -> None:
+    runs, _ = plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False)
+    assert runs.dtype == np.uint64
+    assert (runs.shape, runs.flags.c_contiguous, runs.flags.writeable) == ((1, 3), True, False)
+
+
+@pytest.mark.parametrize("count", [8, 10**12])
+def test_an_index_at_the_limit_is_named(count: int) -> None:
+    with pytest.raises(ParamError) as caught:
+        plan([0, count], [0, 1], count=count)
+    assert str(caught.value) == f"dst_blocks[1] is {count}: must be in [0, {count}), the blocks of the cache"
+    with pytest.raises(ParamError, match=r"^from\[2\] is 9: must be in \[0, 9\)"):
+        plan_blocks(
+            blocks(0, 1, 2), blocks(0, 8, 9), block_bytes=8, dst_count=9, src_count=9, alias=False, src_name="from"
+        )
+
+
+def test_a_negative_index_is_refused_although_parsing_would_have_caught_it() -> None:
+    bad = np.array([-1], dtype=np.int64)
+    with pytest.raises(ParamError, match=r"^src_blocks\[0\] is -1: "):
+        plan_blocks(blocks(0), bad, block_bytes=8, dst_count=4, src_count=4, alias=False)
+
+
+def test_unequal_lengths_name_both_lists() -> None:
+    with pytest.raises(ParamError, match=r"^dst_blocks has 2 blocks and src_blocks has 1: "):
+        plan([0, 1], [0])
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "count", "text"),
+    [
+        (0, 4, "block_bytes is 0: must be positive"),
+        (-8, 4, "block_bytes is -8: must be positive"),
+        (8, -1, "dst_count is -1: must not be negative"),
+        (2**40, 2**40, f"dst_count is {2**40} of {2**40} bytes each: more than"),
+    ],
+)
+def test_impossible_geometry(block_bytes: int, count: int, text: str) -> None:
+    with pytest.raises(ParamError, match=f"^{text.replace('*', '[*]')}"):
+        plan_blocks(blocks(), blocks(), block_bytes=block_bytes, dst_count=count, src_count=4, alias=False)
+    with pytest.raises(ParamError, match=f"^{text.replace('*', '[*]')}"):
+        plan_pieces(blocks(), block_bytes=block_bytes, dst_count=count, src_offset=0, src_bytes=0)
+
+
+@given(st.data(), st.integers(1, 200), st.integers(0, 4000), st.integers(0, 10**6))
+def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
+    pieces = -(-src_bytes // block_bytes)
+    dst = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=min(pieces, 30)))
+    runs, ordered = plan_pieces(
+        blocks(*dst), block_bytes=block_bytes, dst_count=BLOCKS, src_offset=src_offset, src_bytes=src_bytes
+    )
+    expected, expected_ordered = twin.plan_pieces(dst, block_bytes, src_offset, src_bytes)
+    assert ordered is expected_ordered
+    np.testing.assert_array_equal(runs, expected)
+
+
+def test_the_last_piece_may_be_short() -> None:
+    runs, ordered = plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
+    assert (runs.tolist(), ordered) == ([[32, 100, 32], [0, 132, 8]], False)
+
+
+@pytest.mark.parametrize("src_bytes", [0, 16, 32])
+def test_a_piece_beyond_the_row_is_refused(src_bytes: int) -> None:
+    with pytest.raises(ParamError, match=rf"^dst_blocks has 3 blocks: dst_blocks\[{src_bytes // 16}\] would start"):
+        plan_pieces(blocks(0, 1, 2), block_bytes=16, dst_count=4, src_offset=0, src_bytes=src_bytes)
+
+
+def test_pieces_refuse_what_cannot_be() -> None:
+    for offset, size, text in (
+        (-1, 8, "src_offset is -1"),
+        (0, -8, "src_bytes is -8"),
+        (2**62, 2**62, "src_offset is"),
+    ):
+        with pytest.raises(ParamError, match=f"^{text}"):
+            plan_pieces(blocks(), block_bytes=16, dst_count=4, src_offset=offset, src_bytes=size)
+    with pytest.raises(ParamError, match=r"^to\[0\] is 4: must be in \[0, 4\)"):
+        plan_pieces(blocks(4), block_bytes=16, dst_count=4, src_offset=0, src_bytes=16, dst_name="to")
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+@example(0, 0, 0)
+def test_a_row_is_one_run(dst_offset: int, src_offset: int, length: int) -> None:
+    runs = plan_row(dst_offset, src_offset, length)
+    assert runs.dtype == np.uint64
+    assert runs.tolist() == [[dst_offset, src_offset, length]]
+
+
+@pytest.mark.parametrize("name", ["dst_offset", "src_offset", "length"])
+def test_a_row_has_no_negative_part(name: str) -> None:
+    with pytest.raises(ParamError, match=f"^{name} is -1: must not be negative"):
+        plan_row(**{"dst_offset": 0, "src_offset": 0, "length": 0, name: -1})

@@ -1,0 +1,174 @@
+"""The pools in the option strings (API §7, R11, R12)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llm_datadist.config import Options, PoolOptions
+from llm_datadist.enums import LLMRole
+from llm_datadist.errors import ParamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = {"ge.exec.deviceId": "0"}
+V2 = DEVICE | {"llm.EnableCacheManager": "1"}
+GIB = 2**30
+
+
+def parse(options: object, role: LLMRole = LLMRole.DECODER) -> Options:
+    return Options.parse(options, role)  # type: ignore[arg-type]
+
+
+def _pool(**fields: object) -> str:
+    return json.dumps(fields)
+
+
+POOLS = {"llm.MemPoolConfig": "mem_pool", "llm.HostMemPoolConfig": "host_mem_pool"}
+
+
+def test_r11_the_pages_own_example_parses() -> None:
+    text = '{"memory_size": 18737418240, "page_shift": 16}'
+    for key, field in POOLS.items():
+        assert getattr(parse(V2 | {key: text}), field) == PoolOptions(18737418240, 16)
+    assert PoolOptions(18737418240, 16).page_bytes == 65536
+
+
+@pytest.mark.parametrize("key", POOLS)
+@pytest.mark.parametrize("shift", [10, 30])
+def test_r11_page_shift_bounds_are_possible(key: str, shift: int) -> None:
+    pool = getattr(parse(V2 | {key: _pool(memory_size=2**30, page_shift=shift)}), POOLS[key])
+    assert (pool.memory_size, pool.page_bytes) == (2**30, 1 << shift)
+
+
+def test_r11_a_single_default_page_is_possible() -> None:
+    assert parse(V2 | {"llm.MemPoolConfig": _pool(memory_size=65536)}).mem_pool == PoolOptions(65536, 16)
+
+
+@pytest.mark.parametrize("key", POOLS)
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ("''", "JSON")),
+        ("{", ("'{'", "JSON")),
+        ("[" * 100_000, ("JSON",)),
+        ('[{"memory_size": 65536}]', ("JSON object",)),
+        ("65536", ("JSON object",)),
+        ("null", ("JSON object",)),
+        ("{}", ("memory_size", "missing")),
+        (_pool(page_shift=16), ("memory_size", "missing")),
+        (_pool(memory_size=None), ("memory_size", "None")),
+        (_pool(memory_size="65536"), ("memory_size", "'65536'")),
+        (_pool(memory_size=65536.0), ("memory_size", "65536.0")),
+        (_pool(memory_size=True), ("memory_size", "True")),
+        (_pool(memory_size=0), ("memory_size", "0")),
+        (_pool(memory_size=-65536), ("memory_size", "-65536")),
+        (_pool(memory_size=65535), ("memory_size", "65535", "65536")),
+        (_pool(memory_size=65536, page_shift=17), ("memory_size", "131072")),
+        (_pool(memory_size=2**30, page_shift=9), ("page_shift", "9", "[10, 31)")),
+        (_pool(memory_size=2**32, page_shift=31), ("page_shift", "31")),
+        (_pool(memory_size=2**30, page_shift=-1), ("page_shift", "-1")),
+        (_pool(memory_size=2**30, page_shift=16.0), ("page_shift", "16.0")),
+        (_pool(memory_size=2**30, page_shift=False), ("page_shift", "False")),
+        (_pool(memory_size=2**30, page_shift=None), ("page_shift", "None")),
+        (_pool(memory_size=(2**32 - 1) << 10, page_shift=10), ("memory_size", "pages")),
+    ],
+)
+def test_r11_pool_text_is_refused_naming_option_and_field(
+    refused: Callable[..., None], key: str, text: str, parts: tuple[str, ...]
+) -> None:
+    refused(ParamError, lambda: parse(V2 | {key: text}), key, *parts)
+
+
+def test_r11_unknown_fields_are_one_warning_naming_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+        parsed = parse(V2 | {"llm.MemPoolConfig": _pool(memory_size=65536, zone="a", Page_shift=1)})
+    assert parsed.mem_pool == PoolOptions(65536, 16)
+    assert [record.name for record in caplog.records] == ["LLM_DATADIST"]
+    assert all(part in caplog.text for part in ("llm.MemPoolConfig", "Page_shift", "zone"))
+
+
+def test_r11_host_pool_has_a_limit_the_device_pool_has_not(refused: Callable[..., None]) -> None:
+    assert parse(V2 | {"llm.HostMemPoolConfig": _pool(memory_size=20 * GIB)}).host_mem_pool is not None
+    over = _pool(memory_size=20 * GIB + 1)
+    refused(
+        ParamError,
+        lambda: parse(V2 | {"llm.HostMemPoolConfig": over}),
+        "llm.HostMemPoolConfig",
+        str(20 * GIB + 1),
+        str(20 * GIB),
+    )
+    assert parse(V2 | {"llm.MemPoolConfig": over}).mem_pool is not None
+
+
+@pytest.mark.parametrize("base", [DEVICE, V2])
+@pytest.mark.parametrize("value", ["1,2", "-1", "1.23", "", "1e9", "9" * 30])
+def test_flow_graph_memory_is_checked_in_both_modes(
+    refused: Callable[..., None], base: dict[str, str], value: str
+) -> None:
+    refused(ParamError, lambda: parse(base | {"ge.flowGraphMemMaxSize": value}), "ge.flowGraphMemMaxSize", repr(value))
+
+
+def test_r12_v1_pool_is_its_own_text_else_a_share_of_the_graph_memory(refused: Callable[..., None]) -> None:
+    graph = DEVICE | {"ge.flowGraphMemMaxSize": "2000000"}
+    assert parse(graph).mem_pool == PoolOptions(1900000, 16)
+    assert parse(graph | {"llm.MemoryUtilization": "0.5"}).mem_pool == PoolOptions(1000000, 16)
+    assert parse(graph | {"llm.MemPoolConfig": _pool(memory_size=65536)}).mem_pool == PoolOptions(65536, 16)
+    assert parse(graph | {"llm.MemoryUtilization": "0.0"}).mem_pool is None
+    assert parse(DEVICE | {"ge.flowGraphMemMaxSize": "0"}).mem_pool is None
+    assert parse(DEVICE).mem_pool is None
+    refused(ParamError, lambda: parse(DEVICE | {"ge.flowGraphMemMaxSize": "65536"}), "ge.flowGraphMemMaxSize", "62259")
+
+
+def test_r12_v2_has_no_pool_of_graph_memory() -> None:
+    assert parse(V2 | {"ge.flowGraphMemMaxSize": "2000000"}).mem_pool is None
+
+
+MIB2 = 2 * 2**20
+
+
+def _buf(**changes: object) -> str:
+    entry = {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256} | changes
+    return json.dumps({"buf_cfg": [entry], "buf_pool_size": MIB2})
+
+
+def test_buffer_pool_text_is_checked_and_has_no_effect() -> None:
+    two = [
+        {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256},
+        {"total_size": 2 * MIB2, "blk_size": 8192, "max_buf_size": 8192},
+    ]
+    assert parse(DEVICE | {"llm.BufPoolCfg": json.dumps({"buf_cfg": two})}) == parse(DEVICE)
+    assert parse(DEVICE | {"llm.BufPoolCfg": _buf()}) == parse(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("{", ("JSON",)),
+        ("[]", ("buf_cfg",)),
+        ('{"buf_cfg": 1}', ("buf_cfg",)),
+        ('{"buf_cfg": [1]}', ("buf_cfg",)),
+        ('{"buf_cfg": [{"total_size": 2097152}]}', ("buf_cfg[0]", "blk_size", "missing")),
+        (_buf(total_size=MIB2 + 1), ("total_size", str(MIB2 + 1))),
+        (_buf(total_size=0), ("total_size", "0")),
+        (_buf(total_size=2**32), ("total_size", str(2**32))),
+        (_buf(blk_size=100), ("blk_size", "100")),
+        (_buf(blk_size=2 * MIB2), ("blk_size", str(2 * MIB2))),
+        (_buf(blk_size=0), ("blk_size", "0")),
+        (_buf(max_buf_size=128), ("max_buf_size", "128")),
+        (_buf(max_buf_size=MIB2), ("max_buf_size", str(MIB2))),
+        (_buf(max_buf_size=256.0), ("max_buf_size", "256.0")),
+        (
+            json.dumps({"buf_cfg": [{"total_size": MIB2, "blk_size": 256, "max_buf_size": 256}] * 2}),
+            ("buf_cfg[1]", "max_buf_size", "256"),
+        ),
+    ],
+)
+def test_buffer_pool_text_is_refused_naming_the_field(
+    refused: Callable[..., None], text: str, parts: tuple[str, ...]
+) -> None:
+    refused(ParamError, lambda: parse(DEVICE | {"llm.BufPoolCfg": text}), "llm.BufPoolCfg", *parts)
