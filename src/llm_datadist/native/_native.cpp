@@ -28,6 +28,7 @@ using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb
 using Runs = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using OwnedIndices = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 using OwnedRuns = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;
+using PlannedRuns = std::pair<OwnedRuns, bool>;
 
 // Hands a vector to NumPy without copying it.
 template <typename Array, typename T, typename... Columns>
@@ -44,7 +45,8 @@ OwnedRuns give_runs(std::vector<Run>&& runs) {
 }
 
 OwnedIndices py_parse_indices(const char* name, nb::handle values) {
-    if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) throw nb::type_error("values must be a list or a tuple");
+    const bool sequence = PyList_Check(values.ptr()) || PyTuple_Check(values.ptr());
+    if (!sequence) throw nb::type_error("values must be a list or a tuple");
     try {
         return give<OwnedIndices>(parse_indices(values.ptr(), name));
     } catch (const PythonError&) {
@@ -56,17 +58,18 @@ Blocks blocks_of(const Indices& indices, std::int64_t count, const char* name) {
     return {indices.data(), indices.size(), count, name};
 }
 
-std::pair<OwnedRuns, bool> py_plan_blocks(const Indices& dst, const Indices& src, std::int64_t block_bytes,
-                                          std::int64_t dst_count, std::int64_t src_count, bool alias, const char* dst_name,
-                                          const char* src_name) {
-    RunList plan = plan_blocks(blocks_of(dst, dst_count, dst_name), blocks_of(src, src_count, src_name), block_bytes, alias);
-    return {give_runs(std::move(plan.runs)), plan.ordered};
+PlannedRuns give_plan(RunList&& plan) { return {give_runs(std::move(plan.runs)), plan.ordered}; }
+
+PlannedRuns py_plan_blocks(const Indices& dst, const Indices& src, std::int64_t block_bytes, std::int64_t dst_count,
+                           std::int64_t src_count, bool alias, const char* dst_name, const char* src_name) {
+    const Blocks to = blocks_of(dst, dst_count, dst_name);
+    const Blocks from = blocks_of(src, src_count, src_name);
+    return give_plan(plan_blocks(to, from, block_bytes, alias));
 }
 
-std::pair<OwnedRuns, bool> py_plan_pieces(const Indices& dst, std::int64_t block_bytes, std::int64_t dst_count,
-                                          std::int64_t src_offset, std::int64_t src_bytes, const char* dst_name) {
-    RunList plan = plan_pieces(blocks_of(dst, dst_count, dst_name), {src_offset, src_bytes}, block_bytes);
-    return {give_runs(std::move(plan.runs)), plan.ordered};
+PlannedRuns py_plan_pieces(const Indices& dst, std::int64_t block_bytes, std::int64_t dst_count,
+                           std::int64_t src_offset, std::int64_t src_bytes, const char* dst_name) {
+    return give_plan(plan_pieces(blocks_of(dst, dst_count, dst_name), {src_offset, src_bytes}, block_bytes));
 }
 
 OwnedRuns py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int64_t length) {
@@ -74,8 +77,9 @@ OwnedRuns py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int
 }
 
 std::uint64_t py_execute(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
-                         const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first, std::int64_t count,
-                         const Runs& runs, bool ordered, std::int64_t nbytes, CopyPool* pool, std::int64_t deadline_ns) {
+                         const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first,
+                         std::int64_t count, const Runs& runs, bool ordered, std::int64_t nbytes, CopyPool* pool,
+                         std::int64_t deadline_ns) {
     const Copy copy{{dst_bases.data(), dst_bases.size(), dst_extent, dst_first, "dst"},
                     {src_bases.data(), src_bases.size(), src_extent, src_first, "src"},
                     static_cast<std::size_t>(count),
@@ -88,10 +92,13 @@ std::uint64_t py_execute(const Addresses& dst_bases, std::int64_t dst_extent, st
     return execute(copy, per_pair, pool, deadline_ns);
 }
 
-std::string py_repr(const CopyPool& pool) { return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">"); }
+std::string py_repr(const CopyPool& pool) {
+    return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">");
+}
 
 void raise_rule_errors_as_param_errors() {
-    static PyObject* param_error = nb::object(nb::module_::import_("llm_datadist.errors").attr("ParamError")).release().ptr();
+    const nb::object found = nb::module_::import_("llm_datadist.errors").attr("ParamError");
+    static PyObject* param_error = found.inc_ref().ptr();  // kept for ever: errors may come until the interpreter ends
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -115,17 +122,22 @@ NB_MODULE(_native, m) {
           "src_count"_a, "alias"_a, "dst_name"_a, "src_name"_a);
     m.def("plan_pieces", &py_plan_pieces, "dst"_a.noconvert(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
           "src_bytes"_a, "dst_name"_a);
-    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a);
+    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a,
+          "Return one run of `length` bytes, shape (1, 3). ParamError: a negative value.");
     m.def("execute", &py_execute, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a, "src_bases"_a.noconvert(),
           "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a, "nbytes"_a, "pool"_a.none(),
           "deadline_ns"_a);
-    m.def("load_generation", &load_generation, "address"_a);
-    m.def("advance_generation", &advance_generation, "address"_a);
+    m.def("load_generation", &load_generation, "address"_a,
+          "Return the uint64 at `address`, after every load made before: bytes copied until now are judged by it.\n"
+          "ParamError: a null or misaligned address.");
+    m.def("advance_generation", &advance_generation, "address"_a,
+          "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
+          "ParamError: a null or misaligned address.");
 
-    nb::class_<CopyPool>(m, "CopyPool",
-                         "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the caller's own\n"
-                         "among them. Several callers may use one pool at a time. A closed pool, or one in a forked child,\n"
-                         "leaves the caller to copy alone.")
+    nb::class_<CopyPool>(m, "CopyPool", nb::is_final(),
+                         "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the\n"
+                         "caller's own among them. Several callers may use one pool at a time. A closed pool, or one\n"
+                         "in a forked child, leaves the caller to copy alone.")
         .def(nb::init<int>(), "threads"_a)
         .def_prop_ro("threads", &CopyPool::threads, "Threads that copy at once in one call, the caller's included.")
         .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")

@@ -22,7 +22,9 @@ def plan_pieces(
     src_bytes: int,
     dst_name: str,
 ) -> tuple[NDArray[np.uint64], bool]: ...
-def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]: ...
+def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]:
+    """Return one run of ``length`` bytes, shape ``(1, 3)``. ParamError: a negative value."""
+
 def execute(
     dst_bases: NDArray[np.uint64],
     dst_extent: int,
@@ -37,8 +39,17 @@ def execute(
     pool: CopyPool | None,
     deadline_ns: int,
 ) -> int: ...
-def load_generation(address: int) -> int: ...
-def advance_generation(address: int) -> int: ...
+def load_generation(address: int) -> int:
+    """Return the uint64 at ``address``, after every load made before: bytes copied until now are judged by it.
+
+    ParamError: a null or misaligned address.
+    """
+
+def advance_generation(address: int) -> int:
+    """Add one to the uint64 at ``address``, sequentially consistent among all processes, and return the new value.
+
+    ParamError: a null or misaligned address.
+    """
 
 @final
 class CopyPool:

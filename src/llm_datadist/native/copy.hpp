@@ -1,4 +1,4 @@
-// The executor: checks that a plan stays inside both ends, then moves its bytes in order or in chunks shared by threads.
+// The executor: checks that a plan stays inside both ends, then moves its bytes in order or shared by threads.
 #pragma once
 
 #include <time.h>
@@ -19,7 +19,7 @@
 
 namespace datadist {
 
-// Measured choices; see docs/architecture.md.
+// Measured choices.
 constexpr std::uint64_t max_chunk_bytes = 4u << 20;    // between two looks at the clock
 constexpr std::uint64_t min_chunk_bytes = 256u << 10;  // what one thread takes at a time, at least
 constexpr std::uint64_t share_above_bytes = 1u << 20;  // below this waking a thread costs more than it brings
@@ -91,7 +91,8 @@ inline std::uint64_t check(const Copy& copy, std::int64_t pairs, std::int64_t nb
     check_tensors(copy.src, pairs);
     const std::uint64_t per_pair = check_runs(copy);
     std::uint64_t total = 0;
-    if (__builtin_mul_overflow(per_pair, copy.pairs, &total) || nbytes < 0 || total != static_cast<std::uint64_t>(nbytes))
+    const bool overflow = __builtin_mul_overflow(per_pair, copy.pairs, &total);
+    if (overflow || nbytes < 0 || total != static_cast<std::uint64_t>(nbytes))
         refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
     return per_pair;
 }
@@ -102,13 +103,13 @@ inline bool ranges_meet(std::uint64_t a, std::uint64_t a_bytes, std::uint64_t b,
 
 // True when the two ends of some run overlap each other: then it must be one memmove, not pieces in any order.
 inline bool runs_overlap_themselves(const Copy& copy) {
-    std::optional<std::uint64_t> answered;  // distance of the ends for which the runs were looked at; most pairs share it
+    const auto dst_extent = static_cast<std::uint64_t>(copy.dst.extent);
+    const auto src_extent = static_cast<std::uint64_t>(copy.src.extent);
+    std::optional<std::uint64_t> answered;  // the distance of the ends last looked at; most pairs share it
     for (std::size_t pair = 0; pair < copy.pairs; ++pair) {
         const auto dst = reinterpret_cast<std::uint64_t>(copy.dst.address(pair, 0));
         const auto src = reinterpret_cast<std::uint64_t>(copy.src.address(pair, 0));
-        if (dst - src == answered) continue;
-        if (!ranges_meet(dst, static_cast<std::uint64_t>(copy.dst.extent), src, static_cast<std::uint64_t>(copy.src.extent)))
-            continue;
+        if (dst - src == answered || !ranges_meet(dst, dst_extent, src, src_extent)) continue;
         answered = dst - src;
         for (std::size_t i = 0; i < copy.run_count; ++i) {
             const Run& run = copy.runs[i];
@@ -124,8 +125,8 @@ inline bool passed(std::int64_t deadline_ns) {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec >= deadline_ns;
 }
 
-// Streaming stores pay once source and destination would not both stay in the caches. The caps are measured: a shared cache
-// is rarely ours alone, and from 8 to 16 MiB on they won on every machine tried.
+// Streaming stores pay once source and destination would not both stay in the caches. The cap is measured: a cache is
+// shared with others, and on a Xeon that reports 260 MiB of it streaming won from 8 MiB on.
 inline bool exceeds_caches(std::uint64_t bytes) {
     static const std::uint64_t limit = [] {
         constexpr std::uint64_t cap = 16u << 20;
@@ -275,10 +276,11 @@ inline std::uint64_t copy_in_order(const Copy& copy, std::int64_t deadline_ns) {
     return done;
 }
 
-inline std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, CopyPool* pool, std::int64_t deadline_ns) {
-    const std::uint64_t total = per_pair * copy.pairs;
+inline std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, CopyPool* pool,
+                                    std::int64_t deadline_ns) {
     const auto threads = static_cast<std::uint64_t>(pool == nullptr ? 1 : pool->threads());
-    ChunkedCopy task(copy, per_pair, std::clamp(total / (threads * 8), min_chunk_bytes, max_chunk_bytes), deadline_ns);
+    const std::uint64_t share = per_pair * copy.pairs / (threads * 8);  // some for each, so that all end together
+    ChunkedCopy task(copy, per_pair, std::clamp(share, min_chunk_bytes, max_chunk_bytes), deadline_ns);
     if (pool == nullptr)
         task.run();
     else
@@ -290,7 +292,8 @@ inline std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, Co
 inline std::uint64_t execute(const Copy& copy, std::uint64_t per_pair, CopyPool* pool, std::int64_t deadline_ns) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
-    if (copy.ordered || total <= share_above_bytes || runs_overlap_themselves(copy)) return copy_in_order(copy, deadline_ns);
+    if (copy.ordered || total <= share_above_bytes || runs_overlap_themselves(copy))
+        return copy_in_order(copy, deadline_ns);
     return copy_in_chunks(copy, per_pair, pool, deadline_ns);
 }
 

@@ -62,7 +62,7 @@ public:
 
     bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-    // Runs the task in this thread and in every worker that comes free meanwhile; returns when none touches it any more.
+    // Runs the task in this thread and in every worker that comes free; returns when none touches it any more.
     // Callers never wait for each other's tasks. Closed, or in a forked child, the caller works alone.
     void share(Task& task) {
         if (forked() || threads_ == 1) return task.run();
@@ -162,7 +162,7 @@ private:
             lock.unlock();
             offer->task->run();
             lock.lock();
-            // Notified under the lock: the offer lives on its caller's stack, which goes on as soon as the lock is free.
+            // Notified under the lock: the offer lives on its caller's stack, who goes on once the lock is free.
             if (--offer->helpers == 0) offer->idle.notify_all();
         }
     }

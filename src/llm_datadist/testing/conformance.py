@@ -6,13 +6,10 @@ and outside of what a plan addresses is compared.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,101 +21,31 @@ from llm_datadist.errors import (
     LLMException,
     ParamError,
     ProtocolError,
-    StateError,
     TransferAborted,
 )
-from llm_datadist.native import CopyPool, Plan, Tensors, plan_blocks, plan_row
+from llm_datadist.native import CopyPool, Plan, plan_row
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer
+from llm_datadist.testing.scene import (
+    BUDGET_MS,
+    TENSORS,
+    PassesLater,
+    Scene,
+    beginning_of,
+    child_of_fork,
+    open_and_forget,
+    random_blocks,
+    read_beginning,
+    residue,
+    stopped_before_the_move,
+    tensors_over,
+)
 from llm_datadist.transport import PRIVATE, Connection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from numpy.typing import NDArray
-
-    from llm_datadist.transport import RemoteTensors
-
-__all__ = ["TransportConformance", "residue"]
-
-_BLOCKS: Final = 16
-_TENSORS: Final = 5
-_MS: Final = 20_000  # budget of calls that are expected to succeed: only a hang can use it up
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Five equal tensors at both ends, at odd places, all memory around them random. Built anew for each seed.
-
-    Attributes:
-        extent: Bytes of each tensor.
-        memory: The local memory, tensors and what is between them.
-        images: The peer's regions as they were filled.
-        starts: Local byte offset of each tensor.
-        places: (region, offset) of each of the peer's tensors.
-    """
-
-    block_bytes: int
-    extent: int
-    memory: NDArray[np.uint8]
-    images: dict[int, NDArray[np.uint8]]
-    starts: list[int]
-    places: list[tuple[int, int]]
-
-    @classmethod
-    def build(cls, seed: int, peer: Peer) -> Scene:
-        """Return a scene drawn from ``seed``, with the peer's memory filled accordingly."""
-        rng = np.random.default_rng(seed)
-        block_bytes = int(rng.choice([64, 1000, 4096, 4608]))
-        extent = block_bytes * _BLOCKS
-        images = {region: rng.integers(0, 256, size, np.uint8) for region, size in REGION_BYTES.items()}
-        for region, image in images.items():
-            peer.poke(region, image)
-        memory = rng.integers(0, 256, _TENSORS * (extent + 999) + 999, np.uint8)
-        gaps = rng.integers(1, 999, _TENSORS).tolist()
-        starts = [index * (extent + 999) + gap for index, gap in enumerate(gaps)]
-        # The last one ends exactly at the end of its region.
-        places = [(1, start) for start in starts[:3]] + [(2, gaps[3]), (2, REGION_BYTES[2] - extent)]
-        return cls(block_bytes, extent, memory, images, starts, places)
-
-    @property
-    def local(self) -> Tensors:
-        """The local tensors."""
-        return Tensors(np.array(self.starts, np.uint64) + np.uint64(self.memory.ctypes.data), self.extent)
-
-    def remote(self, connection: Connection, *, writable: bool) -> RemoteTensors:
-        """Return the peer's tensors, mapped through a connection."""
-        regions = np.array([region for region, _ in self.places], np.uint32)
-        offsets = np.array([offset for _, offset in self.places], np.uint64)
-        return connection.map(regions, offsets, self.extent, writable=writable)
-
-    def plan(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> Plan:
-        """Return the plan of blocks ``dst[i] <- src[i]`` from tensors ``first`` (destination, source) on."""
-        runs, ordered = plan_blocks(
-            np.array(dst, np.int64),
-            np.array(src, np.int64),
-            block_bytes=self.block_bytes,
-            dst_count=_BLOCKS,
-            src_count=_BLOCKS,
-            alias=False,
-        )
-        return Plan(*first, count, runs, ordered, count * len(dst) * self.block_bytes)
-
-    def local_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
-        """Return a block of a local tensor."""
-        start = self.starts[tensor] + block * self.block_bytes
-        return self.memory[start : start + self.block_bytes]
-
-    def image_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
-        """Return a block of the peer's tensor in our image of the peer."""
-        region, offset = self.places[tensor]
-        start = offset + block * self.block_bytes
-        return self.images[region][start : start + self.block_bytes]
-
-    def check_peer(self, peer: Peer) -> None:
-        """Compare every byte of the peer with the images."""
-        for region, image in self.images.items():
-            assert np.array_equal(peer.peek(region), image), f"region {region} differs"
+__all__ = ["TransportConformance"]
 
 
 class TransportConformance:
@@ -146,12 +73,12 @@ class TransportConformance:
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
         """Random blocks of a random range of tensors arrive; nothing else changes at either end."""
         scene = Scene.build(seed, peer)
-        first, count, dst, src = _random_blocks(seed)
+        first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
         local = scene.local
         expected = scene.memory.copy()
-        transfer = connection.read(plan, local, scene.remote(connection, writable=False), None, Deadline(_MS))
-        transfer.wait(Deadline(_MS))
+        transfer = connection.read(plan, local, scene.remote(connection, writable=False), None, Deadline(BUDGET_MS))
+        transfer.wait(Deadline(BUDGET_MS))
         got, scene.memory[:] = scene.memory.copy(), expected
         for tensor in range(count):
             for to, of in zip(dst, src, strict=True):
@@ -165,12 +92,12 @@ class TransportConformance:
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
         """Random blocks of a random range of tensors reach the owner's eyes; nothing else changes at either end."""
         scene = Scene.build(seed, peer)
-        first, count, dst, src = _random_blocks(seed)
+        first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
         before = scene.memory.copy()
         remote = scene.remote(connection, writable=True)
-        transfer = connection.write(plan, scene.local, remote, None, Deadline(_MS))
-        transfer.wait(Deadline(_MS))
+        transfer = connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        transfer.wait(Deadline(BUDGET_MS))
         for tensor in range(count):
             for to, of in zip(dst, src, strict=True):
                 scene.image_block(first[0] + tensor, to)[:] = scene.local_block(first[1] + tensor, of)
@@ -181,15 +108,15 @@ class TransportConformance:
     def test_ordered_plans_take_effect_in_their_order(self, peer: Peer, connection: Connection) -> None:
         """A block that is written twice holds what the later pair says, in both directions."""
         scene = Scene.build(7, peer)
-        plan = scene.plan((0, 0), _TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
+        plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
         remote = scene.remote(connection, writable=True)
-        connection.read(plan, scene.local, remote, None, Deadline(_MS)).wait(Deadline(_MS))
-        for tensor in range(_TENSORS):
+        connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
+        for tensor in range(TENSORS):
             for to, of in ((3, 2), (4, 9), (5, 3)):
                 assert np.array_equal(scene.local_block(tensor, to), scene.image_block(tensor, of))
-        connection.write(plan, scene.local, remote, None, Deadline(_MS)).wait(Deadline(_MS))
-        for tensor in range(_TENSORS):
+        connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
+        for tensor in range(TENSORS):
             for to, of in ((3, 2), (4, 9), (5, 3)):
                 scene.image_block(tensor, to)[:] = scene.local_block(tensor, of)
         scene.check_peer(peer)
@@ -199,13 +126,13 @@ class TransportConformance:
         nbytes = REGION_BYTES[1]
         sent = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         received = np.zeros_like(sent)
-        remote = _whole(connection, 1, nbytes, writable=True)
+        remote = beginning_of(connection, 1, nbytes, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
         pool = CopyPool(2)
         try:
-            connection.write(plan, _tensors(sent), remote, pool, Deadline(_MS)).wait(Deadline(_MS))
+            connection.write(plan, tensors_over(sent), remote, pool, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
             assert np.array_equal(peer.peek(1), sent)
-            connection.read(plan, _tensors(received), remote, pool, Deadline(_MS)).wait(Deadline(_MS))
+            connection.read(plan, tensors_over(received), remote, pool, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
         finally:
             pool.close()
         assert np.array_equal(received, sent)
@@ -222,9 +149,11 @@ class TransportConformance:
         received = np.zeros(1000, np.uint8)
         remote = connection.map(region, address, 1000, writable=True)
         plan = Plan(0, 0, 1, plan_row(1, 1, 998), False, 998)
-        connection.read(plan, _tensors(received), remote, None, Deadline(_MS)).wait(Deadline(_MS))
+        connection.read(plan, tensors_over(received), remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
         assert received.tolist() == [0, *data[6:1004].tolist(), 0]
-        connection.write(plan, _tensors(received[::-1].copy()), remote, None, Deadline(_MS)).wait(Deadline(_MS))
+        connection.write(plan, tensors_over(received[::-1].copy()), remote, None, Deadline(BUDGET_MS)).wait(
+            Deadline(BUDGET_MS)
+        )
         data[6:1004] = data[6:1004][::-1].copy()
         assert np.array_equal(peer.peek(PRIVATE), data)
 
@@ -262,12 +191,12 @@ class TransportConformance:
         scene = Scene.build(3, peer)
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
-        missing = Plan(0, 1, _TENSORS, plan_row(0, 0, 1), False, _TENSORS)
+        missing = Plan(0, 1, TENSORS, plan_row(0, 0, 1), False, TENSORS)
         for plan in (beyond, missing):
             with pytest.raises(ParamError):
-                connection.read(plan, scene.local, remote, None, Deadline(_MS))
+                connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
             with pytest.raises(ParamError):
-                connection.write(plan, scene.local, remote, None, Deadline(_MS))
+                connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, before)
         scene.check_peer(peer)
 
@@ -277,38 +206,50 @@ class TransportConformance:
             peer.poke(1, np.full(64, 9, np.uint8))
             for region in (1, 2):
                 with pytest.raises(LinkError, match="read-only"):
-                    _whole(connection, region, 64, writable=True)
+                    beginning_of(connection, region, 64, writable=True)
             received = np.zeros(64, np.uint8)
-            _read_beginning(connection, received)
+            read_beginning(connection, received)
             assert (received == 9).all()
 
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
         """A write through a mapping that may be read-only is refused, not a segmentation fault."""
-        remote = _whole(connection, 1, 64, writable=False)
+        remote = beginning_of(connection, 1, 64, writable=False)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         with pytest.raises(ParamError, match="writable"):
-            connection.write(plan, _tensors(np.ones(64, np.uint8)), remote, None, Deadline(_MS))
+            connection.write(plan, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
         """Addresses are used by the connection that knows them to be mapped, and by no other."""
         with peer.connect() as other:
-            remote = _whole(other, 1, 64, writable=True)
+            remote = beginning_of(other, 1, 64, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         for verb in (connection.read, connection.write):
             with pytest.raises(ParamError, match="another connection"):
-                verb(plan, _tensors(np.zeros(64, np.uint8)), remote, None, Deadline(_MS))
+                verb(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
 
     @pytest.mark.parametrize("verb", ["read", "write"])
     def test_a_passed_deadline(self, peer: Peer, connection: Connection, verb: str) -> None:
         """No time left is ``DeadlineExceeded`` in phase copy, and nothing is counted as moved."""
-        remote = _whole(connection, 1, 64, writable=True)
+        remote = beginning_of(connection, 1, 64, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         with pytest.raises(DeadlineExceeded) as caught:
-            getattr(connection, verb)(plan, _tensors(np.ones(64, np.uint8)), remote, None, Deadline(0))
+            getattr(connection, verb)(plan, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
         assert caught.value.phase == "copy"
         assert connection.bytes_read == connection.bytes_written == 0
         assert not peer.peek(1).any()
+
+    def test_a_deadline_that_passes_during_the_copy(self, connection: Connection) -> None:
+        """A transfer that was stopped on its way is ``DeadlineExceeded`` in phase copy too, with the bytes done."""
+        nbytes = REGION_BYTES[1]
+        plan = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+        remote = beginning_of(connection, 1, nbytes, writable=False)
+        with pytest.raises(DeadlineExceeded, match=rf"\d+ of {nbytes} bytes done") as caught:
+            connection.read(plan, tensors_over(np.zeros(nbytes, np.uint8)), remote, None, PassesLater(1)).wait(
+                Deadline(0)
+            )
+        assert caught.value.phase == "copy"
+        assert connection.bytes_read == 0
 
     # Guards
 
@@ -335,19 +276,19 @@ class TransportConformance:
         """Every verb of a closed connection is a ``LinkError``; closing again is nothing."""
         for end in ("close", "abort"):
             connection = peer.connect()
-            remote = _whole(connection, 1, 64, writable=True)
+            remote = beginning_of(connection, 1, 64, writable=True)
             getattr(connection, end)()
             assert connection.closed
             plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
-            local = _tensors(np.zeros(64, np.uint8))
+            local = tensors_over(np.zeros(64, np.uint8))
             with pytest.raises(LinkError, match="closed"):
-                connection.read(plan, local, remote, None, Deadline(_MS))
+                connection.read(plan, local, remote, None, Deadline(BUDGET_MS))
             with pytest.raises(LinkError, match="closed"):
-                connection.write(plan, local, remote, None, Deadline(_MS))
+                connection.write(plan, local, remote, None, Deadline(BUDGET_MS))
             with pytest.raises(LinkError, match="closed"):
                 connection.generation(1)
             with pytest.raises(LinkError, match="closed"):
-                _whole(connection, 1, 64, writable=False)
+                beginning_of(connection, 1, 64, writable=False)
             connection.close()
             connection.abort()
 
@@ -357,126 +298,63 @@ class TransportConformance:
         before = residue()
         for end in ("close", "abort", "close"):
             connection = peer.connect()
-            _read_beginning(connection, np.zeros(4096, np.uint8))
+            read_beginning(connection, np.zeros(4096, np.uint8))
             getattr(connection, end)()
             del connection
         assert residue() == before
 
     @pytest.mark.parametrize("end", ["close", "abort"])
-    def test_closing_under_a_copy(self, peer: Peer, end: str) -> None:
-        """A connection closed under a running copy ends it with an error at the latest at the next one; no crash."""
-        connection = peer.connect()
-        received = np.zeros(REGION_BYTES[1], np.uint8)
-        running = threading.Event()
-        outcome: list[LLMException] = []
+    def test_the_end_of_a_connection_under_a_copy(self, peer: Peer, end: str) -> None:
+        """What a running copy uses stays until it has ended: politely with its bytes, aborted with an error."""
+        peer.connect().close()
+        before = residue()
+        peer.poke(1, np.full(64, 5, np.uint8))
+        connection, received = peer.connect(), np.zeros(64, np.uint8)
+        outcome: list[LLMException | None] = []
 
-        def read_until_refused() -> None:
+        def read() -> None:
             try:
-                while True:
-                    _read_beginning(connection, received)
-                    running.set()
+                read_beginning(connection, received)
+                outcome.append(None)
             except LLMException as error:
                 outcome.append(error)
 
-        reader = threading.Thread(target=read_until_refused)
-        reader.start()
-        assert running.wait(_MS / 1e3)
-        getattr(connection, end)()
+        with stopped_before_the_move(connection) as inside:
+            reader = threading.Thread(target=read)
+            reader.start()
+            assert inside.wait(BUDGET_MS / 1e3)
+            getattr(connection, end)()
+            with pytest.raises(LinkError, match="closed"):
+                connection.generation(1)
         reader.join()
-        assert isinstance(outcome[0], LinkError | TransferAborted)
+        assert (received == 5).all()
+        assert isinstance(outcome[0], TransferAborted) if end == "abort" else outcome == [None]
+        assert residue() == before
 
     def test_a_forgotten_close_is_a_warning(self, peer: Peer) -> None:
         """Dropping an open connection warns, and leaves nothing all the same."""
         peer.connect().close()
         before = residue()
         with pytest.warns(ResourceWarning, match="unclosed"):
-            _open_and_forget(peer)
+            open_and_forget(peer)
         assert residue() == before
 
     def test_a_forked_child_cannot_use_it_and_does_no_harm(self, peer: Peer, connection: Connection) -> None:
         """In a child every call raises ``StateError`` and close works; the parent does not notice."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            pid = os.fork()
-        if pid == 0:
-            os._exit(_child_of_fork(connection))
+            with connection._lock:  # as if another thread had been inside just then
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(child_of_fork(connection))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         slot, generation = peer.guard()
         assert connection.generation(slot) == generation
-        _read_beginning(connection, np.zeros(64, np.uint8))
+        read_beginning(connection, np.zeros(64, np.uint8))
 
     def test_repr_shows_the_state(self, connection: Connection) -> None:
         """One line: open or closed, who is inside, bytes moved."""
-        _read_beginning(connection, np.zeros(64, np.uint8))
+        read_beginning(connection, np.zeros(64, np.uint8))
         assert repr(connection) == f"<{type(connection).__name__} open: 0 in use, 64 bytes read, 0 written>"
         connection.close()
         assert "closed" in repr(connection)
-
-
-def residue() -> dict[str, Any]:
-    """Return what a close must give back: descriptors, mapped memfds and threads of this process."""
-    gc.collect()
-    with open("/proc/self/maps") as lines:
-        # Neighbouring mappings of one file merge, so bytes are counted, not lines.
-        spans = [line.split()[0].split("-") for line in lines if "/memfd:" in line]
-    return {
-        "fds": _descriptors(),
-        "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
-        "threads": sorted(os.listdir("/proc/self/task")),
-    }
-
-
-def _descriptors() -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is in the list and gone when it is looked at.
-        with suppress(FileNotFoundError):
-            found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-    return sorted(found)
-
-
-def _open_and_forget(peer: Peer) -> None:
-    peer.connect()
-    gc.collect()
-
-
-def _random_blocks(seed: int) -> tuple[tuple[int, int], int, list[int], list[int]]:
-    """Return ((first destination tensor, first source tensor), count, destination blocks, source blocks)."""
-    rng = np.random.default_rng(1000 + seed)
-    count = int(rng.integers(1, _TENSORS + 1))
-    first = (int(rng.integers(0, _TENSORS - count + 1)), int(rng.integers(0, _TENSORS - count + 1)))
-    blocks = int(rng.integers(1, _BLOCKS + 1))
-    dst, src = rng.permutation(_BLOCKS)[:blocks].tolist(), rng.permutation(_BLOCKS)[:blocks].tolist()
-    if seed % 2:  # neighbours, so that runs are merged
-        return first, count, sorted(dst), sorted(src)
-    return first, count, dst, src
-
-
-def _tensors(memory: NDArray[np.uint8]) -> Tensors:
-    return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
-
-
-def _whole(connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
-    return connection.map(np.array([region], np.uint32), np.array([0], np.uint64), extent, writable=writable)
-
-
-def _read_beginning(connection: Connection, into: NDArray[np.uint8]) -> None:
-    remote = _whole(connection, 1, into.size, writable=False)
-    plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
-    connection.read(plan, _tensors(into), remote, None, Deadline(_MS)).wait(Deadline(_MS))
-
-
-def _child_of_fork(connection: Connection) -> int:
-    """Return 0 when a forked child is refused by every verb and can close. Runs in the child."""
-    try:
-        for call in (lambda: connection.generation(1), lambda: _whole(connection, 1, 64, writable=False)):
-            try:
-                call()
-            except StateError:
-                continue
-            return 1
-        connection.close()
-        connection.close()
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must leave through _exit
-        return 2
-    return 0 if connection.closed else 3

@@ -23,7 +23,8 @@ MAX_REGIONS: Final = 32
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 _FD_BYTES: Final = array.array("i").itemsize
-_ANCILLARY: Final = socket.CMSG_SPACE((MAX_REGIONS + 1) * _FD_BYTES)
+# CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
+_ANCILLARY: Final = socket.CMSG_LEN((MAX_REGIONS + 1) * _FD_BYTES)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

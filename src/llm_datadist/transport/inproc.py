@@ -1,8 +1,4 @@
-"""The reference transport: both peers live in this process. Read this one first.
-
-A process-wide table says which incarnations live here; a connection holds views of the peer's segments, so that they
-stay mapped until it is closed whatever the peer does, and moves plans with the native copy.
-"""
+"""The reference transport: both peers live in this process. Read this one first."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LinkError, ParamError, PeerLost
-from llm_datadist.transport.base import Capabilities, Connection, Window, move_mapped
-from llm_datadist.transport.exports import ADDRESS_SPACE, PRIVATE
+from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, Window, move_mapped
+from llm_datadist.transport.exports import ADDRESS_SPACE
 
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
@@ -50,7 +46,10 @@ def connect(incarnation: bytes) -> InprocConnection:
 
 
 class InprocConnection(Connection):
-    """A connection to a peer of this process. Threads as in the base class; owns views of the peer's segments."""
+    """A connection to a peer of this process. Threads as in the base class.
+
+    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does.
+    """
 
     capabilities = Capabilities("inproc", shared_regions=True, private_memory=True)
 

@@ -55,6 +55,7 @@ class PeerMemory:
         self.incarnation = incarnation
         self.pid = process.pid
         self.uid = process.uid
+        self._owner = os.getpid()
         self.pidfd = process.take_pidfd()
 
     @property
@@ -89,7 +90,8 @@ class PeerMemory:
 
     def __del__(self) -> None:
         if getattr(self, "pidfd", -1) >= 0:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+            if os.getpid() == self._owner:
+                warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
             self.close()
 
     def __repr__(self) -> str:

@@ -1,0 +1,226 @@
+"""What the conformance suite is made of: scenes of random memory, gates, and a look at what a process holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import StateError
+from llm_datadist.native import CopyPool, Plan, Tensors, plan_blocks, plan_row
+from llm_datadist.testing.peers import REGION_BYTES, Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from llm_datadist.transport import Connection, RemoteTensors, Transfer
+
+__all__ = [
+    "BLOCKS",
+    "BUDGET_MS",
+    "TENSORS",
+    "PassesLater",
+    "Scene",
+    "beginning_of",
+    "child_of_fork",
+    "open_and_forget",
+    "random_blocks",
+    "read_beginning",
+    "residue",
+    "stopped_before_the_move",
+    "tensors_over",
+]
+
+BLOCKS: Final = 16
+TENSORS: Final = 5
+BUDGET_MS: Final = 20_000  # budget of calls that are expected to succeed: only a hang can use it up
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Five equal tensors at both ends, at odd places, all memory around them random. Built anew for each seed.
+
+    Attributes:
+        extent: Bytes of each tensor.
+        memory: The local memory, tensors and what is between them.
+        images: The peer's regions as they were filled.
+        starts: Local byte offset of each tensor.
+        places: (region, offset) of each of the peer's tensors.
+    """
+
+    block_bytes: int
+    extent: int
+    memory: NDArray[np.uint8]
+    images: dict[int, NDArray[np.uint8]]
+    starts: list[int]
+    places: list[tuple[int, int]]
+
+    @classmethod
+    def build(cls, seed: int, peer: Peer) -> Scene:
+        """Return a scene drawn from ``seed``, with the peer's memory filled accordingly."""
+        rng = np.random.default_rng(seed)
+        block_bytes = int(rng.choice([64, 1000, 4096, 4608]))
+        extent = block_bytes * BLOCKS
+        images = {region: rng.integers(0, 256, size, np.uint8) for region, size in REGION_BYTES.items()}
+        for region, image in images.items():
+            peer.poke(region, image)
+        memory = rng.integers(0, 256, TENSORS * (extent + 999) + 999, np.uint8)
+        gaps = rng.integers(1, 999, TENSORS).tolist()
+        starts = [index * (extent + 999) + gap for index, gap in enumerate(gaps)]
+        # The last one ends exactly at the end of its region.
+        places = [(1, start) for start in starts[:3]] + [(2, gaps[3]), (2, REGION_BYTES[2] - extent)]
+        return cls(block_bytes, extent, memory, images, starts, places)
+
+    @property
+    def local(self) -> Tensors:
+        """The local tensors."""
+        return Tensors(np.array(self.starts, np.uint64) + np.uint64(self.memory.ctypes.data), self.extent)
+
+    def remote(self, connection: Connection, *, writable: bool) -> RemoteTensors:
+        """Return the peer's tensors, mapped through a connection."""
+        regions = np.array([region for region, _ in self.places], np.uint32)
+        offsets = np.array([offset for _, offset in self.places], np.uint64)
+        return connection.map(regions, offsets, self.extent, writable=writable)
+
+    def plan(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> Plan:
+        """Return the plan of blocks ``dst[i] <- src[i]`` from tensors ``first`` (destination, source) on."""
+        runs, ordered = plan_blocks(
+            np.array(dst, np.int64),
+            np.array(src, np.int64),
+            block_bytes=self.block_bytes,
+            dst_count=BLOCKS,
+            src_count=BLOCKS,
+            alias=False,
+        )
+        return Plan(*first, count, runs, ordered, count * len(dst) * self.block_bytes)
+
+    def local_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
+        """Return a block of a local tensor."""
+        start = self.starts[tensor] + block * self.block_bytes
+        return self.memory[start : start + self.block_bytes]
+
+    def image_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
+        """Return a block of the peer's tensor in our image of the peer."""
+        region, offset = self.places[tensor]
+        start = offset + block * self.block_bytes
+        return self.images[region][start : start + self.block_bytes]
+
+    def check_peer(self, peer: Peer) -> None:
+        """Compare every byte of the peer with the images."""
+        for region, image in self.images.items():
+            assert np.array_equal(peer.peek(region), image), f"region {region} differs"
+
+
+class PassesLater(Deadline):
+    """A deadline that has passed, but not when it is looked at before the copy."""
+
+    __slots__ = ()
+
+    def expired(self) -> bool:
+        """Wait until it has passed, then deny it."""
+        while not super().expired():
+            pass
+        return False
+
+
+@contextmanager
+def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]:
+    """Hold every move of a connection until the block ends; the event tells that one has come."""
+    inside, go, move = threading.Event(), threading.Event(), connection._move
+
+    def gated(
+        plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+    ) -> Transfer:
+        inside.set()
+        assert go.wait(BUDGET_MS / 1e3)
+        return move(plan, local, remote, pool, deadline, write=write)
+
+    connection._move = gated  # type: ignore[method-assign]
+    try:
+        yield inside
+    finally:
+        go.set()
+        del connection._move
+
+
+def residue() -> dict[str, Any]:
+    """Return what a close must give back: descriptors, mapped memfds and threads of this process."""
+    gc.collect()
+    with open("/proc/self/maps") as lines:
+        # Neighbouring mappings of one file merge, so bytes are counted, not lines.
+        spans = [line.split()[0].split("-") for line in lines if "/memfd:" in line]
+    return {
+        "fds": _descriptors(),
+        "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
+        "threads": sorted(os.listdir("/proc/self/task")),
+    }
+
+
+def _descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        # The descriptor of the listing itself is in the list and gone when it is looked at.
+        with suppress(FileNotFoundError):
+            found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return sorted(found)
+
+
+def open_and_forget(peer: Peer) -> None:
+    """Open a connection and drop it without a close."""
+    peer.connect()
+    gc.collect()
+
+
+def random_blocks(seed: int) -> tuple[tuple[int, int], int, list[int], list[int]]:
+    """Return ((first destination tensor, first source tensor), count, destination blocks, source blocks)."""
+    rng = np.random.default_rng(1000 + seed)
+    count = int(rng.integers(1, TENSORS + 1))
+    first = (int(rng.integers(0, TENSORS - count + 1)), int(rng.integers(0, TENSORS - count + 1)))
+    blocks = int(rng.integers(1, BLOCKS + 1))
+    dst, src = rng.permutation(BLOCKS)[:blocks].tolist(), rng.permutation(BLOCKS)[:blocks].tolist()
+    if seed % 2:  # neighbours, so that runs are merged
+        return first, count, sorted(dst), sorted(src)
+    return first, count, dst, src
+
+
+def tensors_over(memory: NDArray[np.uint8]) -> Tensors:
+    """Return one tensor that is the whole of an array, shape (nbytes,)."""
+    return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
+
+
+def beginning_of(connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
+    """Map one tensor of ``extent`` bytes at the beginning of a region."""
+    return connection.map(np.array([region], np.uint32), np.array([0], np.uint64), extent, writable=writable)
+
+
+def read_beginning(connection: Connection, into: NDArray[np.uint8]) -> None:
+    """Read the beginning of region 1 into an array, shape (nbytes,)."""
+    remote = beginning_of(connection, 1, into.size, writable=False)
+    plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
+    connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
+
+
+def child_of_fork(connection: Connection) -> int:
+    """Return 0 when a forked child is refused by every verb and can close. Runs in the child."""
+    signal.alarm(20)  # a child that hangs must not outlive the test
+    try:
+        for call in (lambda: connection.generation(1), lambda: beginning_of(connection, 1, 64, writable=False)):
+            try:
+                call()
+            except StateError:
+                continue
+            return 1
+        connection.close()
+        connection.close()
+    except BaseException:  # noqa: BLE001 - whatever it is, the child must leave through _exit
+        return 2
+    return 0 if connection.closed else 3

@@ -1,0 +1,60 @@
+"""The Prometheus collector over a pair that has moved something."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
+from llm_datadist.prometheus import register
+
+if TYPE_CHECKING:
+    from tests.conftest import Pair
+    from tests.support.world import World
+
+DESC = CacheDesc(2, [4, 256], DataType.DT_FLOAT)
+
+
+def _publish(world: World) -> None:
+    world.caches["blocks"] = world.cm.allocate_blocks_cache(DESC, BlocksCacheKey(1, 0))
+    world.caches["rows"] = world.cm.allocate_cache(DESC, [CacheKey(1, 7)])
+
+
+def _pull(world: World) -> None:
+    cache = world.cm.allocate_blocks_cache(DESC)
+    world.cm.pull_blocks(BlocksCacheKey(1, 0), cache, [0, 1, 2], [1, 2, 3])
+
+
+def _scrape(world: World) -> dict[str, float]:
+    registry = CollectorRegistry()
+    register(world.dd, registry)
+    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_scrape_shows_what_moved_and_what_waits(pair: Pair) -> None:
+    pair.start()
+    pair.prompt.do(_publish)
+    pair.decoder.do(_pull)
+    decoder, prompt = pair.decoder.do(_scrape), pair.prompt.do(_scrape)
+    moved = 3 * 1024 * 2
+    assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
+    assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
+    assert decoder[f'llm_datadist_link_read_bytes_total{{cluster="2",peer="1",transport="{pair.transport}"}}'] == moved
+    assert prompt[f'llm_datadist_link_up{{cluster="1",peer="2",transport="{pair.transport}"}}'] == 1
+    assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
+    assert prompt['llm_datadist_unconsumed_bytes{cluster="1"}'] > 0
+    assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
+
+
+def _scrape_after_finalize(world: World) -> bytes:
+    registry = CollectorRegistry()
+    register(world.dd, registry)
+    world.dd.finalize()
+    return generate_latest(registry)
+
+
+def test_finalized_exports_nothing(local_pair: Pair) -> None:
+    local_pair.start(linked=False)
+    assert local_pair.decoder.do(_scrape_after_finalize) == b""

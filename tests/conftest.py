@@ -1,0 +1,100 @@
+"""Ends for the interface tests: the same test runs over inproc (two in this process) and shm (two processes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from tests.support.ends import ChildEnd, End, LocalEnd
+from tests.support.world import World, cluster_info, residue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRANSPORTS = ("inproc", "shm")
+
+
+def _residue(world: World) -> dict[str, Any]:
+    return residue()
+
+
+def _link(world: World, cluster_id: int, port: int) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    return world.dd.link_clusters([cluster_info(cluster_id, port)], 10_000)
+
+
+@dataclass
+class Pair:
+    """A prompt (cluster 1, listening) and a decoder (cluster 2), not started yet."""
+
+    prompt: End
+    decoder: End
+    transport: str
+
+    def start(self, *, linked: bool = True, rca: bool = False, **settings: Any) -> None:
+        """Start both, and link the decoder to the prompt unless told otherwise."""
+        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
+        if rca:
+            settings["enable_remote_cache_accessible"] = True
+        self.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **settings)
+        self.decoder.start("DECODER", 2, extra=extra, **settings)
+        if linked:
+            self.link()
+
+    def link(self) -> None:
+        """Link the decoder to the prompt."""
+        codes = self.decoder.do(_link, 1, self.prompt.port)
+        assert codes == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS]), codes
+
+
+@pytest.fixture(scope="session")
+def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """Two child processes for the whole run; every test starts and stops its LLMDataDist in them."""
+    ends = ChildEnd("prompt"), ChildEnd("decoder")
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends over each transport; afterwards nothing may be left in either process."""
+    yield from _pair(request, request.param)
+
+
+@pytest.fixture
+def shm_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends in two processes."""
+    yield from _pair(request, "shm")
+
+
+@pytest.fixture
+def local_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends in this process."""
+    yield from _pair(request, "inproc")
+
+
+@pytest.fixture
+def end() -> Iterator[LocalEnd]:
+    """One end in this process, for what needs no peer; afterwards nothing may be left."""
+    before = residue()
+    end = LocalEnd("alone")
+    yield end
+    end.stop()
+    del end
+    assert residue() == before
+
+
+def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
+    if transport == "inproc":
+        ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
+    else:
+        ends = request.getfixturevalue("children")
+    before = [end.do(_residue) for end in ends]
+    yield Pair(*ends, transport)
+    # The decoder first: it is the one that linked.
+    for end in reversed(ends):
+        end.stop()
+    assert [end.do(_residue) for end in ends] == before

@@ -1,0 +1,145 @@
+"""Ends: a World in this process (LocalEnd) or in a child process (ChildEnd), driven by the same calls."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tests.support.world import World, make_config, residue
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+
+__all__ = ["ChildEnd", "End", "LocalEnd", "serve"]
+
+_ROOT = Path(__file__).parent.parent.parent
+_ANSWER_SECONDS = 60.0
+R = TypeVar("R")
+
+
+class End(Protocol):
+    """What a test sees of one end."""
+
+    cluster_id: int
+    port: int | None
+
+    def do(self, function: Callable[..., R], *args: Any) -> R:
+        """Call ``function(world, *args)`` at the end and return its result."""
+        ...
+
+    def start(self, role: str, cluster_id: int, **settings: Any) -> None:
+        """Initialise an LLMDataDist there; ``settings`` as :func:`tests.support.world.make_config`."""
+        ...
+
+    def stop(self) -> None:
+        """Finalize it, after checking every table."""
+        ...
+
+
+class _Started:
+    """The part that both kinds of ends share."""
+
+    cluster_id: int
+    port: int | None
+
+    def do(self, function: Callable[..., R], *args: Any) -> R:
+        raise NotImplementedError
+
+    def start(self, role: str, cluster_id: int, **settings: Any) -> None:
+        device = settings.pop("device", None)
+        self.cluster_id = cluster_id
+        self.port = self.do(World.start, role, cluster_id, make_config(**settings), device)
+
+    def stop(self) -> None:
+        self.do(World.stop)
+
+
+class LocalEnd(_Started):
+    """A world in the test's own process."""
+
+    def __init__(self, name: str) -> None:
+        self.world = World(name)
+
+    def do(self, function: Callable[..., R], *args: Any) -> R:
+        """Call at once."""
+        return function(self.world, *args)
+
+
+class ChildEnd(_Started):
+    """A world in a child process, which dies with this one (its pipe ends)."""
+
+    def __init__(self, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.support.child", name, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=_ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])},
+        )
+        theirs.close()
+        self._pipe = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start a call and return at once; :meth:`finish` waits for it."""
+        self._pipe.send((function, args))
+
+    def finish(self, seconds: float = _ANSWER_SECONDS) -> Any:
+        """Return the result of the call that was begun, or raise what it raised."""
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"the child gave no answer within {seconds} s")
+        ok, value = self._pipe.recv()
+        if ok:
+            return value
+        raise value
+
+    def do(self, function: Callable[..., R], *args: Any) -> R:
+        """Call in the child and wait for the result."""
+        self.begin(function, *args)
+        result: R = self.finish()
+        return result
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the child a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """``kill -9``, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """End the child; it must have nothing left to complain about."""
+        if self._process.poll() is None:
+            self._pipe.close()
+            code = self._process.wait(30)
+            assert code == 0, f"the child ended with {code}"
+
+
+def serve(name: str, fd: int) -> None:
+    """The child's main loop: call what comes, until the pipe ends."""
+    world = World(name)
+    pipe = Connection(fd)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(world, *args))
+        except BaseException as error:  # noqa: BLE001 (carried to the test)
+            answer = (False, error)
+        pipe.send(answer)
+    world.stop()
+    assert residue()["memfd mappings"] == 0

@@ -1,0 +1,119 @@
+"""One end of a test: an LLMDataDist with its caches, in this process or in another one, behind the same few words.
+
+A test sends functions to an end: ``end.do(function, *args)`` calls ``function(world, *args)`` where the world lives.
+Functions must be at the top level of a module (they travel by name); results and exceptions travel back.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.views import tensor_views
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llm_datadist.cache_manager import CacheManager
+    from llm_datadist.memory.device import Device
+
+__all__ = ["World", "cluster_info", "fill", "make_config", "read", "residue"]
+
+
+def make_config(**settings: Any) -> dict[str, str]:
+    """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings."""
+    extra: dict[str, str] = settings.pop("extra", {})
+    values: dict[str, Any] = {
+        "device_id": 0,
+        "enable_cache_manager": True,
+        "sync_kv_timeout": 10_000,
+        "mem_pool_cfg": '{"memory_size": 33554432, "page_shift": 12}',
+        "host_mem_pool_cfg": '{"memory_size": 33554432, "page_shift": 12}',
+    } | settings
+    config = LLMConfig()
+    for name, value in values.items():
+        if value is not None:
+            setattr(config, name, value)
+    return config.generate_options() | extra
+
+
+@dataclass
+class World:
+    """What lives at one end. ``caches`` and ``memory`` are for the tests' own functions."""
+
+    name: str
+    dd: LLMDataDist = field(init=False)
+    caches: dict[str, Cache] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cm(self) -> CacheManager:
+        """The cache manager."""
+        return self.dd.cache_manager
+
+    def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
+        """Initialise a fresh LLMDataDist; return the port it listens on."""
+        self.dd = LLMDataDist(LLMRole[role], cluster_id, device=device)
+        self.dd.init(options)
+        return self.dd.listen_port
+
+    def stop(self) -> None:
+        """Check every table, then finalize. Also after a test that finalized by itself."""
+        if hasattr(self, "dd"):
+            if self.dd._engine is not None:
+                self.dd.check_integrity()
+            self.dd.finalize()
+        self.caches.clear()
+        self.memory.clear()
+
+
+def cluster_info(cluster_id: int | None, port: int) -> LLMClusterInfo:
+    """Return what link_clusters needs to reach a listener on loopback."""
+    info = LLMClusterInfo()
+    if cluster_id is not None:
+        info.remote_cluster_id = cluster_id
+    info.append_local_ip_info("127.0.0.1", 0)
+    info.append_remote_ip_info("127.0.0.1", port)
+    return info
+
+
+def fill(cache: Cache, seed: int) -> list[NDArray[np.uint8]]:
+    """Fill every byte of a cache with a seeded pattern; return copies of it, one (rows, stride) array per tensor."""
+    random = np.random.default_rng(seed)
+    for view in tensor_views(cache):
+        raw = view.reshape(-1).view(np.uint8)
+        raw[:] = random.integers(0, 256, raw.size, dtype=np.uint8)
+    return read(cache)
+
+
+def read(cache: Cache) -> list[NDArray[np.uint8]]:
+    """Return copies of every byte of a cache, one (rows, stride) array per tensor."""
+    rows = cache.cache_desc.shape[0]
+    return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
+
+
+def residue() -> dict[str, Any]:
+    """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
+    gc.collect()
+    fds: dict[str, int] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+        kind = target.split(":")[0] if not target.startswith("/") else target
+        fds[kind] = fds.get(kind, 0) + 1
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        memfds = sum("/memfd:" in line for line in maps)
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "kernel threads": len(os.listdir("/proc/self/task")),
+        "fds": fds,
+        "memfd mappings": memfds,
+    }
