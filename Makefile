@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-torch lint clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport inproc --json')"
 	@echo "make test   the tests (TEST='tests/unit -k allocator')"
 	@echo "make lint   ruff, mypy strict, layers"
+	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make clean  remove what the other words made"
 
 install: $(STAMP)
@@ -27,6 +28,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(TEST)
+
+# Pinned: another version may pull gigabytes of accelerator packages.
+$(VENV)/.torch: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@touch $@
+
+test-torch: $(VENV)/.torch
+	@$(BIN)/python -m pytest tests/api/test_views.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.cache.registry import Effects, Entry
     from llm_datadist.memory.device import Device
+    from llm_datadist.memory.guards import Guard
     from llm_datadist.memory.pool import Allocation
     from llm_datadist.memory.segment import Segment
     from llm_datadist.options import Options
@@ -185,14 +186,18 @@ class CacheStore:
         remote_accessible: bool,
     ) -> Entry:
         guards = self._guard_table()
-        guard = guards.allocate()
-        bindings = [(key, row, guards.allocate()) for key, row in _bindable(keys)]
+        taken: list[Guard] = []
         try:
+            bindable = list(_bindable(keys))
+            for _ in range(1 + len(bindable)):
+                taken.append(guards.allocate())  # noqa: PERF401 (what was taken before a failure must be known)
+            guard, *key_guards = taken
+            bindings = [(key, row, each) for (key, row), each in zip(bindable, key_guards, strict=True)]
             entry, effects = self.registry.add(
                 geometry, storage, guard, bindings, owned=owned, remote_accessible=remote_accessible
             )
         except BaseException:
-            for unused in (guard, *(each for _, _, each in bindings)):
+            for unused in taken:
                 guards.release(unused.slot)
             raise
         self.apply(effects)
@@ -267,7 +272,7 @@ class CacheStore:
         return caches, keys, pins
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when registry, pools or guards contradict themselves or each other."""
+        """Raise AssertionError when registry, pools or guards contradict themselves."""
         self.registry.check_integrity()
         self._guard_table().check_integrity()
         for pool in self._pools.values():

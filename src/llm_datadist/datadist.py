@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
@@ -52,6 +53,8 @@ class LLMDataDist:
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
     _live: ClassVar[list[LLMDataDist]] = []
     _live_lock: ClassVar[threading.Lock] = threading.Lock()
+    #: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
+    _abandoned: ClassVar[list[Engine]] = []
 
     def __init__(self, role: LLMRole, cluster_id: int, *, device: Device | None = None) -> None:
         self._role = check_type("role", role, LLMRole)
@@ -59,6 +62,7 @@ class LLMDataDist:
         self._device = device
         self._engine: Engine | None = None
         self._manager: CacheManager | None = None
+        self._lifecycle = threading.Lock()
 
     # --- life cycle ------------------------------------------------------------------------------------------------
 
@@ -76,10 +80,12 @@ class LLMDataDist:
 
         Source: API §3.1.
         """
-        if self._engine is not None:
-            return
-        parsed = Options.parse(options, self._role)
-        if not parsed.cache_manager:
+        with self._lifecycle:
+            if self._engine is None:
+                self._init(Options.parse(options, self._role))
+
+    def _init(self, options: Options) -> None:
+        if not options.cache_manager:
             raise LLMException(
                 "llm.EnableCacheManager=0: the v1 interface (KvCacheManager) is not part of this version; "
                 "set LLMConfig.enable_cache_manager = True",
@@ -89,9 +95,9 @@ class LLMDataDist:
         from llm_datadist.cache_manager import CacheManager
         from llm_datadist.engine import Engine
 
-        engine = Engine(self._cluster_id, parsed, self._device)
-        self._engine = engine
+        engine = Engine(self._cluster_id, options, self._device)
         self._manager = CacheManager(engine)
+        self._engine = engine
         with LLMDataDist._live_lock:
             LLMDataDist._live.append(self)
             LLMDataDist.llm_engine_instance = self
@@ -104,18 +110,16 @@ class LLMDataDist:
 
         Source: API §3.2.
         """
-        engine = self._engine
-        if engine is None:
-            return
-        self._engine = None
-        self._manager = None
-        with LLMDataDist._live_lock:
-            if self in LLMDataDist._live:
+        with self._lifecycle:
+            engine, self._engine, self._manager = self._engine, None, None
+            if engine is None:
+                return
+            with LLMDataDist._live_lock:
                 LLMDataDist._live.remove(self)
-            if LLMDataDist.llm_engine_instance is self:
-                LLMDataDist.llm_engine_instance = LLMDataDist._live[-1] if LLMDataDist._live else None
-        engine.close()
-        logger.info("%r finalized", self)
+                if LLMDataDist.llm_engine_instance is self:
+                    LLMDataDist.llm_engine_instance = LLMDataDist._live[-1] if LLMDataDist._live else None
+            engine.close()
+            logger.info("%r finalized", self)
 
     # --- properties ------------------------------------------------------------------------------------------------
 
@@ -131,9 +135,10 @@ class LLMDataDist:
         Raises:
             NotInitialized: Before init or after finalize.
         """
-        self._require_engine("cache_manager")
-        assert self._manager is not None
-        return self._manager
+        manager = self._manager
+        if manager is None:
+            raise _not_initialized("cache_manager")
+        return manager
 
     @property
     def listen_port(self) -> int | None:
@@ -153,7 +158,8 @@ class LLMDataDist:
         """Link to peers that listen; each link is usable both ways at once. Link failures are returned, not raised.
 
         All clusters are linked in parallel; those that succeed stay, whatever happens to the others. The reason of
-        each failure is logged at WARNING.
+        each failure is logged at WARNING. With ``llm.TransferBackend`` both ends may link: the second one's call
+        succeeds on the link that the first one made.
 
         Args:
             clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is given and not empty),
@@ -181,9 +187,10 @@ class LLMDataDist:
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
         deadline = Deadline.after_ms(timeout)
+        mutual = engine.options.transfer_backend is not None
 
         def link(cluster: LLMClusterInfo) -> None:
-            engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline)
+            engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
         return _each(clusters, link, "link")
 
@@ -192,8 +199,9 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Give links up. A cluster that is not linked is a success. Failures are returned, not raised.
 
-        Not forced: waits for running operations, tells the peer and waits for its answer; on ``LLM_TIMEOUT`` the link
-        is kept. Forced: this side only, by ``remote_cluster_id`` alone, without contacting the peer.
+        Waits for running operations. Not forced: tells the peer and waits for its agreement; on ``LLM_TIMEOUT`` the
+        link is kept, at both ends. Forced: this side only, by ``remote_cluster_id`` alone, without contacting the
+        peer; operations that still run at the timeout fail. With ``llm.TransferBackend`` always as if forced.
 
         Args:
             clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
@@ -214,10 +222,10 @@ class LLMDataDist:
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
         deadline = Deadline.after_ms(timeout)
-        needs_address = not force and engine.options.transfer_backend is None
+        force = force or engine.options.transfer_backend is not None
 
         def unlink(cluster: LLMClusterInfo) -> None:
-            if needs_address:
+            if not force:
                 _remote_address(cluster)
             engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=force)
 
@@ -257,13 +265,19 @@ class LLMDataDist:
         self._require_engine("check_integrity").check_integrity()
 
     def _require_engine(self, what: str) -> Engine:
-        if self._engine is None:
-            raise NotInitialized(f"{what}: this LLMDataDist is not initialized; call init first")
-        return self._engine
+        engine = self._engine
+        if engine is None:
+            raise _not_initialized(what)
+        return engine
 
     def __repr__(self) -> str:
-        state = "not initialised" if self._engine is None else f"{len(self._engine.links.all())} links"
+        engine = self._engine
+        state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
+
+
+def _not_initialized(what: str) -> NotInitialized:
+    return NotInitialized(f"{what}: this LLMDataDist is not initialized; call init first")
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
@@ -307,4 +321,18 @@ def _shutdown_handler() -> None:
             logger.warning("finalize at exit: %s", error)
 
 
+def _in_forked_child() -> None:
+    """The parent's objects are not initialised here; the child may make its own."""
+    LLMDataDist._live_lock = threading.Lock()
+    for instance in LLMDataDist._live:
+        instance._lifecycle = threading.Lock()
+        engine, instance._engine, instance._manager = instance._engine, None, None
+        if engine is not None:
+            LLMDataDist._abandoned.append(engine)
+            engine.abandon()
+    LLMDataDist._live.clear()
+    LLMDataDist.llm_engine_instance = None
+
+
 atexit.register(_shutdown_handler)
+os.register_at_fork(after_in_child=_in_forked_child)

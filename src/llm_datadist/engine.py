@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from llm_datadist import native
@@ -61,16 +62,34 @@ class Engine:
             raise
 
     def _build(self, device: Device, listening: socket.socket | None) -> None:
+        """Make the parts one after the other; each puts its end on the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
-        self.store = CacheStore(options, device, HostDevice(), incarnation)
-        threads = options.copy_threads or native.usable_cpus()
-        self._copy_pool = native.CopyPool(threads) if threads > 1 else None
-        self._swap = SwapEngine(device)
-        self.local = LocalCopies(self.store, self._swap, self._copy_pool)
-        self._control = ControlLoop()
-        target = Target(self.store)
-        self._target = target
+        with ExitStack() as undo:
+            self.store = CacheStore(options, device, HostDevice(), incarnation)
+            undo.callback(self.store.close)
+            threads = options.copy_threads or native.usable_cpus()
+            self._copy_pool = native.CopyPool(threads) if threads > 1 else None
+            if self._copy_pool is not None:
+                undo.callback(self._copy_pool.close)
+            self._swap = SwapEngine(device)
+            undo.callback(self._swap.close)
+            self.local = LocalCopies(self.store, self._swap, self._copy_pool)
+            self._control = ControlLoop()
+            undo.callback(self._control.stop)
+            self._target = Target(self.store)
+            self.links = self._make_links(incarnation)
+            undo.callback(self.links.stop, "finalized")
+            self.initiator = Initiator(self.links, self._copy_pool)
+            inproc.register(self.store.exports)
+            undo.callback(inproc.unregister, incarnation)
+            self._control.start()
+            self.links.start(listening)
+            self._undo = undo.pop_all()
+        _warn_if_open(self.links.listen_address)
+
+    def _make_links(self, incarnation: bytes) -> LinkManager:
+        options = self.options
         identity = Identity(
             cluster_id=self.cluster_id,
             incarnation=incarnation,
@@ -79,34 +98,28 @@ class Engine:
             remote_accessible=options.remote_accessible,
             transport=None if options.transport == "auto" else options.transport,
         )
-        self.links = LinkManager(
+        return LinkManager(
             self._control,
             identity,
             self.store.exports,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers=target.handlers(),
+            handlers=self._target.handlers(),
             on_end=self._on_link_end,
-            on_tick=target.expire,
+            on_tick=self._target.expire,
         )
-        self.initiator = Initiator(self.links, self._copy_pool)
-        inproc.register(self.store.exports)
-        self._control.start()
-        self.links.start(listening)
-        _warn_if_open(self.links.listen_address)
 
     def close(self) -> None:
-        """Take everything down, in reverse order of dependence; peers are not told (API §3.2). Idempotent."""
+        """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""
         if not self.alive:
             return
         self.alive = False
-        inproc.unregister(self.store.exports.incarnation)
-        self.links.stop("finalized")
-        self._control.stop()
-        self._swap.close()
-        if self._copy_pool is not None:
-            self._copy_pool.close()
-        self.store.close()
+        self._undo.close()
+
+    def abandon(self) -> None:
+        """In a forked child: threads and locks are the parent's. Dead here, and nothing of the parent is touched."""
+        self.alive = False
+        self.links.abandon()
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
@@ -129,8 +142,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError when any part contradicts itself."""
         self.store.check_integrity()
-        for link in self.links.all():
-            link.check_integrity()
+        self.links.check_integrity()
 
 
 def _warn_if_open(address: tuple[str, int] | None) -> None:

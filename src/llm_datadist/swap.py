@@ -3,10 +3,10 @@
 | direction | device needs no staging | device needs staging |
 |---|---|---|
 | out (device -> host) | native copy, up to 4 threads | 4 worker threads copy from the device |
-| in (host -> device) | native copy, up to 4 threads | workers fill four block-sized buffers on the device, one thread empties them |
+| in (host -> device) | native copy, up to 4 threads | workers fill four device buffers, one thread empties them |
 
-Fewer workers only where fewer CPUs are usable. The staging buffers come from the device itself, not from mem_pool_cfg,
-are taken at the first swap-in and given back at finalize.
+Fewer workers only where fewer CPUs are usable. The four staging buffers have the size of a block, come from the device
+itself, not from mem_pool_cfg, are taken at the first swap-in and given back at finalize.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ class SwapEngine:
     """Owns the swap workers and the staging buffers of one LLMDataDist.
 
     Callers' threads swap, one at a time; the workers exist from the first swap to :meth:`close`.
+
+    Args:
+        device: What DEVICE placement means.
+        cpus: How many CPUs there are to use; None: as many as this process may use.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, cpus: int | None = None) -> None:
         self._device = device
         self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
-        self.workers = min(_WORKERS, native.usable_cpus())
+        self.workers = min(_WORKERS, native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: native.CopyPool | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._staging: list[Segment] = []
@@ -78,9 +82,12 @@ class SwapEngine:
             if self._threads is not None:
                 self._threads.shutdown()
                 self._threads = None
-            for segment in self._staging:
-                segment.close()
-            self._staging.clear()
+            self._give_staging_back()
+
+    def _give_staging_back(self) -> None:
+        for segment in self._staging:
+            segment.close()
+        self._staging.clear()
 
     # --- devices with staging: under the lock ----------------------------------------------------------------------
 
@@ -119,18 +126,16 @@ class SwapEngine:
         """Make sure that there are four buffers of at least ``nbytes``, the block size."""
         if self._staging and self._staging[0].nbytes >= nbytes:
             return
-        for segment in self._staging:
-            segment.close()
-        self._staging.clear()
+        self._give_staging_back()
         try:
             for _ in range(_STAGING_BUFFERS):
                 self._staging.append(
                     self._device.allocate(nbytes, "swap-staging", peers_may_write=False, prefault=False)
                 )
-        except OutOfMemory as error:
-            for segment in self._staging:
-                segment.close()
-            self._staging.clear()
+        except BaseException as error:
+            self._give_staging_back()
+            if not isinstance(error, OutOfMemory):
+                raise
             raise OutOfMemory(
                 f"swap_blocks: no device memory for {_STAGING_BUFFERS} staging buffers of {nbytes} bytes "
                 f"({_STAGING_BUFFERS * nbytes} in all): {error}",

@@ -7,6 +7,7 @@ Which end a class runs on is in its name; nothing here knows the public classes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,19 +29,24 @@ from llm_datadist.errors import (
     TransferFailed,
 )
 from llm_datadist.log import logger
+from llm_datadist.native import Plan
+from llm_datadist.transport.base import PRIVATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from llm_datadist.cache.registry import Binding, Entry
     from llm_datadist.caches import CacheStore
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
 
 __all__ = ["Initiator", "RemoteName", "Target"]
+
+#: (remote geometry, remote row, both ends have the same tensors) -> what to copy.
+MakePlan = Callable[[Geometry, int, bool], Plan]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -86,19 +92,20 @@ class Initiator:
         self,
         name: RemoteName,
         local: Tensors,
-        make_plan: Callable[[Geometry, int], Plan],
+        make_plan: MakePlan,
         deadline: Deadline,
         what: str,
     ) -> int:
         """Move the remote cache ``name`` into ``local`` tensors; return the bytes moved.
 
-        ``make_plan(geometry, row)`` gets the remote geometry and row. A complete pull consumes the key at the target
-        (R5); a failed one consumes nothing and leaves the addressed destination undefined, the rest untouched.
+        A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
+        destination undefined, the rest untouched.
 
         Raises:
             NotLinked: No link to the cluster.
             CacheNotFound: The target has no such key, id or row.
             ParamError: Geometry or indices do not fit.
+            LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
             DeadlineExceeded: In phase ``resolve`` or ``copy``.
             TransferFailed: The source changed during the copy.
             PeerLost: The link broke.
@@ -109,7 +116,7 @@ class Initiator:
         self,
         name: RemoteName,
         local: Tensors,
-        make_plan: Callable[[Geometry, int], Plan],
+        make_plan: MakePlan,
         deadline: Deadline,
         what: str,
     ) -> int:
@@ -120,7 +127,7 @@ class Initiator:
         self,
         name: RemoteName,
         local: Tensors,
-        make_plan: Callable[[Geometry, int], Plan],
+        make_plan: MakePlan,
         deadline: Deadline,
         what: str,
         *,
@@ -133,8 +140,9 @@ class Initiator:
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
-                    plan = make_plan(remote.geometry, remote.row)
+                    # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                     if self._current(link, remote, what):
+                        plan = make_plan(remote.geometry, remote.row, _same_memory(local, remote.tensors))
                         self._copy(link, plan, local, remote, deadline, what, push=push)
                         moved = plan
                         return plan.nbytes
@@ -161,14 +169,14 @@ class Initiator:
             raise _typed(failure, what) from failure
         if not isinstance(answer, Resolved):
             raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
-        remote = self._open(link, answer, push=push)
+        remote = self._open(link, answer, what, push=push)
         if not remote.pin:
             if len(link.kept) >= _MAX_KEPT:
                 link.kept.clear()
             link.kept[(name, push)] = remote
         return remote
 
-    def _open(self, link: Link, answer: Resolved, *, push: bool) -> _Resolution:
+    def _open(self, link: Link, answer: Resolved, what: str, *, push: bool) -> _Resolution:
         """Check the answer as a stranger's and map its tensors; an answer that does not hold releases its pin."""
         try:
             geometry = _decode_geometry(answer.geometry)
@@ -176,11 +184,14 @@ class Initiator:
             offsets = np.frombuffer(answer.offsets, dtype="<u8")
             if not len(regions) == len(offsets) == geometry.num_tensors or answer.row >= geometry.rows:
                 raise ProtocolError(f"{link.peer} sent {len(regions)} tensors, row {answer.row} for {geometry}")
+            if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
+                raise _unreachable(link, answer.cache_id, what)
             tensors = link.connection.map(
                 regions.astype(np.uint32), offsets.astype(np.uint64), geometry.tensor_bytes, writable=push
             )
         except (LLMException, ValueError) as error:
-            self._notify(link, Release(answer.pin, 0, 0)) if answer.pin else None
+            if answer.pin:
+                self._notify(link, Release(answer.pin, 0, 0))
             if isinstance(error, LLMException):
                 raise
             raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
@@ -296,14 +307,11 @@ class Target:
         if message.push and key is None and message.cache_id <= 0:
             # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
             key = (Namespace.REQUEST, 0, 0)
-        entry, row, binding = store.registry.find(key=key, cache_id=message.cache_id, row=message.row)
-        if not entry.remote_accessible:
-            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
-        pin = 0
-        if not self._keepable(entry):
-            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
-            pinned = store.registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
-            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
+        if message.push and key is None:
+            # A row that a push cannot go to is a wrong argument; one that a pull cannot find may come (API §6.12).
+            entry = store.registry.lookup(message.cache_id, "cache_id")
+            entry.geometry.require_row("batch_index of dst_cache_key", message.row)
+        pin, entry, row, binding = self._found(link, message, key)
         return Resolved(
             id=message.id,
             cache_id=entry.cache_id,
@@ -314,6 +322,22 @@ class Target:
             guards=_guards(entry, binding if key is not None else None),
             pin=pin,
         )
+
+    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[int, Entry, int, Binding | None]:
+        """Return (pin or 0, entry, row, binding) of what the peer may use."""
+        registry = self._store.registry
+        pin = 0
+        entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
+        if not self._keepable(entry):
+            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
+            pinned = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
+            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
+        # After the pin: until then the key may have moved to another cache.
+        if not entry.remote_accessible:
+            if pin:
+                self._store.apply(registry.release(link, pin))
+            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
+        return pin, entry, row, binding
 
     def _keepable(self, entry: Entry) -> bool:
         """The answer may be kept and used again without a message: nothing is consumed, the guard makes it safe."""
@@ -336,6 +360,22 @@ def _remote_first(plan: Plan, *, push: bool) -> int:
     return plan.dst_first if push else plan.src_first
 
 
+def _same_memory(local: Tensors, remote: Tensors) -> bool:
+    """Return True when both ends are one memory: a link to ourselves, or two ends over the same registered tensors."""
+    return bool(local.bases[0] == remote.bases[0]) and np.array_equal(local.bases, remote.bases)
+
+
+def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:
+    return LLMException(
+        f"{what}: cache {cache_id} of {link.peer} is registered memory outside its pools, which "
+        f"{link.connection.capabilities.name} cannot reach; allocate it there with allocate_cache or "
+        "allocate_blocks_cache, or register memory that lies inside a pool",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        peer=link.peer.cluster_id,
+        phase="resolve",
+    )
+
+
 def _decode_geometry(raw: msgspec.Raw) -> Geometry:
     try:
         geometry = msgspec.msgpack.decode(raw, type=Geometry)
@@ -347,11 +387,14 @@ def _decode_geometry(raw: msgspec.Raw) -> Geometry:
 
 def _typed(failure: RemoteFailure, what: str) -> LLMException:
     """Turn the target's status into the exception a caller of this end expects."""
-    text = f"{what}: {failure}"
+    text = " ".join(f"{what}: {failure}".splitlines())
+    code = failure.status_code
+    if code is LLMStatusCode.LLM_SUCCESS:
+        code = LLMStatusCode.LLM_FAILED  # nothing that is raised carries success (R29), whatever the peer says
     classes: dict[LLMStatusCode, type[LLMException]] = {
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
         LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
         LLMStatusCode.LLM_LINK_BUSY: LinkError,
     }
-    kind = classes.get(failure.status_code, TransferFailed)
-    return kind(text, status_code=failure.status_code, peer=failure.peer, phase=failure.phase)
+    kind = classes.get(code, TransferFailed)
+    return kind(text, status_code=code, peer=failure.peer, phase=failure.phase)

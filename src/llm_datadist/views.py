@@ -73,10 +73,11 @@ def torch_views(cache: Cache) -> list[torch.Tensor]:
             "torch_views needs torch: install it, or use tensor_views",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         ) from error
-    views = [torch.from_numpy(view) for view in tensor_views(cache)]
+    views = tensor_views(cache)
     if cache.cache_desc.data_type is DataType.DT_BF16:
-        return [view.view(torch.bfloat16) for view in views]
-    return views
+        # By way of int16: every torch has it, and only newer ones take uint16 from NumPy.
+        return [torch.from_numpy(view.view(np.int16)).view(torch.bfloat16) for view in views]
+    return [torch.from_numpy(view) for view in views]
 
 
 def _bytes(address: int, nbytes: int, segments: tuple[Segment, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:

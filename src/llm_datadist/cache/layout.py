@@ -101,20 +101,25 @@ class LayerSelection:
     dst: range | None
     tensors_per_layer: int
 
-    def check_local(self, name: str, layers: range | None, num_tensors: int) -> None:
+    def check_local(self, name: str, num_tensors: int) -> None:
         """Check what can be known from one end alone, before anything is asked of the peer.
+
+        Args:
+            name: The range of this end: ``src_layer_range`` or ``dst_layer_range``.
+            num_tensors: Of this end's cache.
 
         Raises:
             ParamError: ``num_tensors`` is no multiple of tensor_num_per_layer although a range is given; the range
-                leaves the cache; both ranges are given with unequal lengths.
+                leaves the cache; the other end's range has another length.
         """
         if self.src is None and self.dst is None:
             return
-        self._layer_range(name, layers, num_tensors)
-        if self.src is not None and self.dst is not None and len(self.src) != len(self.dst):
+        ours, theirs = (self.src, self.dst) if name == "src_layer_range" else (self.dst, self.src)
+        layers = self._layer_range(name, ours, num_tensors)
+        if theirs is not None and theirs.stop - theirs.start != len(layers):
             raise ParamError(
-                f"src_layer_range={self.src} and dst_layer_range={self.dst}: equal lengths are needed, "
-                f"got {len(self.src)} and {len(self.dst)}"
+                f"src_layer_range={self.src} and dst_layer_range={self.dst}: equal lengths are needed, and None "
+                f"stands for all {num_tensors // self.tensors_per_layer} layers"
             )
 
     def tensors(self, src: Geometry, dst: Geometry) -> tuple[int, int, int]:
@@ -191,6 +196,8 @@ def plan_blocks(
 ) -> Plan:
     """Plan blocks -> blocks: pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
 
+    ``alias``: both ends have the same tensors.
+
     Raises:
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
         ParamError: Unequal lengths, or an index outside its cache.
@@ -207,7 +214,7 @@ def plan_blocks(
         block_bytes=src.stride,
         dst_count=dst.rows,
         src_count=src.rows,
-        alias=alias,
+        alias=alias and first_dst == first_src,
     )
     return Plan(first_dst, first_src, count, runs, ordered=ordered, nbytes=int(runs[:, 2].sum()) * count)
 

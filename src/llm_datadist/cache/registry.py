@@ -8,102 +8,23 @@ lock is gone, guards first, so that no reader can mistake reused memory for the 
 from __future__ import annotations
 
 import threading
-import time
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.entries import Binding, Effects, Entry, Key, Namespace, Pin, key_of, show_key
+from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.lifecycle import Event, Lifecycle, State
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode
-from llm_datadist.types import BlocksCacheKey, CacheKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from llm_datadist.cache.layout import Geometry
+
 __all__ = ["Binding", "Effects", "Entry", "Key", "Namespace", "Pin", "Registry", "key_of"]
 
-_UNSET: Final = 2**64 - 1
 #: A peer that resolves and never releases costs its owner this many pins and no more (ARCHITECTURE rule 10).
 MAX_PINS_PER_PEER: Final = 4096
-
-
-class Namespace:
-    """The three name spaces of keys; a placeholder is in none of them (R4, R25)."""
-
-    REQUEST: Final = 0
-    PREFIX: Final = 1
-    BLOCKS: Final = 2
-
-
-#: (namespace, request or prefix id, model id); a blocks key has id 0.
-Key = tuple[int, int, int]
-
-
-def key_of(key: CacheKey | BlocksCacheKey) -> Key | None:
-    """Return the table key of a public key, or None for a placeholder, which binds nothing (R4)."""
-    if isinstance(key, BlocksCacheKey):
-        return (Namespace.BLOCKS, 0, key.model_id)
-    if key.prefix_id != _UNSET:
-        return (Namespace.PREFIX, key.prefix_id, key.model_id)
-    if key.req_id != _UNSET:
-        return (Namespace.REQUEST, key.req_id, key.model_id)
-    return None
-
-
-@dataclass(slots=True, eq=False)
-class Binding:
-    """One binding of a key to a row. A later binding of the same key is another object with another id."""
-
-    binding_id: int
-    key: Key
-    entry: Entry
-    row: int
-    guard: Any
-    remaining: int  # bit t set: tensor t has not been pulled by this binding yet
-    since: float = field(default_factory=time.monotonic)
-    bound: bool = True
-    pins: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One cache. ``storage`` and ``guard`` belong to the caller; the registry only keeps and returns them."""
-
-    cache_id: int
-    geometry: Geometry
-    storage: Any
-    guard: Any
-    owned: bool
-    remote_accessible: bool
-    life: Lifecycle
-    owner: bool = True
-    bindings: dict[Key, Binding] = field(default_factory=dict)
-    pins: int = 0
-
-    def binding_of_row(self, row: int) -> Binding | None:
-        """Return the request-key binding of ``row``, if there is one."""
-        return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A peer's (or, with ``peer`` None, a local call's) hold on an entry until it is released or expires."""
-
-    pin_id: int
-    peer: object
-    entry: Entry
-    row: int
-    binding: Binding | None
-    expires: float
-
-
-@dataclass(slots=True)
-class Effects:
-    """What the caller must do now that the lock is gone: advance, then retire, then free."""
-
-    advance: list[Any] = field(default_factory=list)
-    retire: list[Any] = field(default_factory=list)
-    free: list[Any] = field(default_factory=list)
 
 
 class Registry:
@@ -142,10 +63,11 @@ class Registry:
         owned: bool,
         remote_accessible: bool = True,
     ) -> tuple[Entry, Effects]:
-        """Enter a cache with its ``(key, row, guard)`` bindings; the same key twice: the last row wins (R2).
+        """Enter a cache with its ``(key, row, guard)`` bindings.
 
-        An allocated cache refuses a key in use with KeyInUse and nothing has happened. A registered one does not
-        (API §6.6): a continuous cache leaves the first binding, a blocks cache replaces it.
+        An allocated cache refuses a key in use with KeyInUse and nothing has happened; of the same key twice in one
+        call the last row wins (R2). A registered one refuses none (API §6.6): a continuous cache leaves the first
+        binding, a blocks cache replaces it.
         """
         effects = Effects()
         with self._lock:
@@ -331,8 +253,7 @@ class Registry:
                 _require(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{entry.life.name}: keys")
             for entry in self._draining:
                 _require(entry.life.state is State.DRAINING and entry.pins > 0, f"{entry.life.name} drains for nothing")
-            for peer, count in self._pins_of.items():
-                _require(count == sum(p.peer is peer for p in self._pins.values()), f"pins of {peer!r} miscounted")
+            self._check_pins()
 
     def __repr__(self) -> str:
         with self._lock:
@@ -343,11 +264,28 @@ class Registry:
 
     # --- under the lock --------------------------------------------------------------------------------------------
 
+    def _check_pins(self) -> None:
+        of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
+        for pin in self._pins.values():
+            of_peer[pin.peer] += 1
+            of_entry[pin.entry] += 1
+            if pin.binding is not None:
+                of_binding[pin.binding] += 1
+        _require(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
+        bindings = {*self._keys.values(), *of_binding}
+        _require(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
+        # The rest of an entry's pins are local calls, which hold it without a Pin.
+        entries = {*self._entries.values(), *self._draining, *of_entry}
+        _require(all(e.pins >= of_entry[e] for e in entries), "pins of a cache are miscounted")
+        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is State.FREED]
+        _require(not lost, f"pins {lost} hold a cache that was freed")
+
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:
             binding = self._keys.get(key)
             if binding is not None:
-                raise KeyInUse(f"key {_show(key)} is bound to cache {binding.entry.cache_id}: remove or pull it first")
+                cache = binding.entry.cache_id
+                raise KeyInUse(f"key {show_key(key)} is bound to cache {cache}: remove or pull it first")
 
     def _lookup(self, cache_id: int, what: str) -> Entry:
         entry = self._entries.get(cache_id)
@@ -359,7 +297,7 @@ class Registry:
         if key is not None:
             binding = self._keys.get(key)
             if binding is None:
-                raise CacheNotFound(f"key {_show(key)} is not bound: not published yet, consumed, or removed")
+                raise CacheNotFound(f"key {show_key(key)} is not bound: not published yet, consumed, or removed")
             return binding.entry, binding.row, binding
         entry = self._lookup(cache_id, "cache_id")
         if row >= entry.geometry.rows:
@@ -369,7 +307,7 @@ class Registry:
     def _bind(self, entry: Entry, key: Key, row: int, guard: object, effects: Effects) -> None:
         old = self._keys.get(key)
         if old is not None:
-            first_wins = not entry.owned and entry.geometry.kind is CacheKind.CACHE and old.entry is not entry
+            first_wins = not entry.owned and entry.geometry.kind is CacheKind.CACHE
             if first_wins:
                 effects.retire.append(guard)
                 return
@@ -436,14 +374,6 @@ class Registry:
             self._draining.discard(entry)
             effects.retire.append(entry.guard)
             effects.free.append(entry.storage)
-
-
-def _show(key: Key) -> str:
-    namespace, number, model = key
-    if namespace == Namespace.BLOCKS:
-        return f"BlocksCacheKey(model_id={model})"
-    name = "prefix_id" if namespace == Namespace.PREFIX else "req_id"
-    return f"CacheKey({name}={number}, model_id={model})"
 
 
 def _require(condition: bool, what: str) -> None:

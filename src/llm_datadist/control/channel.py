@@ -1,20 +1,21 @@
 """One framed control connection: read by the control thread, written by whoever has something to say.
 
-Reading is an ``asyncio.Protocol``. Writing does not go through asyncio: the caller encodes its frame and sends it on a
-duplicate of the socket under the channel's send lock, so a request costs no thread hop. What the kernel will not take
-at once waits in a bounded backlog that the control thread drains. After half a frame, or a bad one, the channel aborts.
+The caller encodes its frame and sends it by itself under the channel's lock, so a request costs no thread hop. What
+the kernel does not take at once waits in a bounded backlog that the control thread drains. There is no asyncio
+transport in between: one non-blocking socket, one reader and, while there is a backlog, one writer on the loop, so
+nothing is ever half made and closing is one step. After half a frame, or a bad one, the channel ends.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.control.messages import FRAME_HEADER, FRAME_LIMIT, decode, frame
-from llm_datadist.errors import NotLinked, ProtocolError
+from llm_datadist.errors import NotLinked, ProtocolError, StateError
+from llm_datadist.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +29,12 @@ __all__ = ["Channel", "FrameParser", "tune"]
 _PAUSE_BYTES: Final = 1 << 20
 #: Above this the peer is given up: our own callers still send while it does not read.
 _ABORT_BYTES: Final = 16 << 20
+#: Read at once from one peer: the others wait that long.
+_READ_BYTES: Final = 1 << 16
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every control socket has: no Nagle delay, keepalive after 1 s, give up unacknowledged data after 10 s."""
+    """Set what every control socket has: no Nagle delay, keepalive after 1 s, 10 s for an acknowledgement."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -44,45 +47,49 @@ class FrameParser:
     """Cuts a byte stream into frames. No I/O.
 
     >>> parser = FrameParser()
-    >>> [bytes(payload) for payload in parser.feed(bytes([0, 0, 0, 2, 65, 66, 0, 0]))]
-    [b'AB']
+    >>> parser.feed(bytes([0, 0, 0, 2, 65, 66, 0, 0]))
+    >>> parser.take(), parser.take(), parser.rest()
+    (b'AB', None, b'\\x00\\x00')
     """
 
     def __init__(self, limit: int = FRAME_LIMIT) -> None:
         self._limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the payloads that are complete now.
+    def feed(self, data: bytes) -> None:
+        """Add bytes."""
+        self._buffer += data
+
+    def take(self) -> bytes | None:
+        """Return the next payload, or None until it is complete.
 
         Raises:
-            ProtocolError: A header announces more than a frame may have.
+            ProtocolError: Its header announces more than a frame may have.
         """
         buffer = self._buffer
-        buffer += data
-        payloads: list[bytes] = []
-        start = 0
-        while len(buffer) - start >= FRAME_HEADER.size:
-            (length,) = FRAME_HEADER.unpack_from(buffer, start)
-            if length > self._limit:
-                raise ProtocolError(f"peer announced a frame of {length} bytes: at most {self._limit} are allowed")
-            end = start + FRAME_HEADER.size + length
-            if end > len(buffer):
-                break
-            payloads.append(bytes(buffer[start + FRAME_HEADER.size : end]))
-            start = end
-        del buffer[:start]
-        return payloads
+        if len(buffer) < FRAME_HEADER.size:
+            return None
+        (length,) = FRAME_HEADER.unpack_from(buffer)
+        if length > self._limit:
+            raise ProtocolError(f"peer announced a frame of {length} bytes: at most {self._limit} are allowed")
+        end = FRAME_HEADER.size + length
+        if end > len(buffer):
+            return None
+        payload = bytes(buffer[FRAME_HEADER.size : end])
+        del buffer[:end]
+        return payload
 
     def rest(self) -> bytes:
-        """Return the bytes of an incomplete frame."""
+        """Return the bytes that have not been taken."""
         return bytes(self._buffer)
 
 
-class Channel(asyncio.Protocol):
-    """One connection of one link.
+class Channel:
+    """One connection of one link. Owns its socket.
 
-    ``on_message`` and ``on_lost`` are called on the control thread; ``on_lost`` exactly once, with the reason.
+    Threads: :meth:`begin`, :meth:`send` and :meth:`close` from any; all else runs on the control thread, the callbacks
+    too. ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out
+    before whatever anybody sends, but not before :meth:`begin`.
     """
 
     def __init__(
@@ -91,26 +98,25 @@ class Channel(asyncio.Protocol):
         sock: socket.socket,
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
-        leftover: bytes = b"",
+        first: Message | None = None,
     ) -> None:
+        sock.setblocking(False)
         self._control = control
+        self._socket = sock
         self._on_message = on_message
         self._on_lost = on_lost
-        self._leftover = leftover
         self._parser = FrameParser()
-        self._transport: asyncio.Transport | None = None
-        self._reading_socket = sock
-        self._sender: socket.socket | None = sock.dup()
-        self._send_lock = threading.Lock()
-        self._backlog = bytearray()
-        self._flushing = False
+        # Guards the four fields below and every write to the socket.
+        self._lock = threading.Lock()
+        self._open = True
+        self._backlog = bytearray() if first is None else bytearray(frame(first))
+        self._flushing = first is not None
         self._paused = False
-        self._lost = False
         self.reason = ""
 
-    async def open(self) -> None:
-        """Begin to read. On the control thread."""
-        await self._control.loop.connect_accepted_socket(lambda: self, self._reading_socket)
+    def begin(self, leftover: bytes = b"") -> None:
+        """Read, and write what waits, from now on; ``leftover`` came already."""
+        self._inside(self._begin, leftover)
 
     # --- writing: any thread ---------------------------------------------------------------------------------------
 
@@ -118,116 +124,127 @@ class Channel(asyncio.Protocol):
         """Send one message without blocking.
 
         Raises:
-            NotLinked: The channel is closed, or the peer has stopped reading for too long.
+            NotLinked: The channel is closed.
+            ProtocolError: The message is larger than a frame may be; nothing was sent.
         """
         data = frame(message)
-        with self._send_lock:
-            if self._sender is None:
-                raise NotLinked(f"the control connection is closed: {self.reason or 'unlinked'}")
-            sent = 0 if self._backlog else self._try_send(data)
+        with self._lock:
+            if not self._open:
+                raise NotLinked(f"the control connection is closed: {self.reason}")
+            sent = 0 if self._backlog else self._write(data)
             if sent == len(data):
                 return
             self._backlog += data[sent:]
-            backlog = len(self._backlog)
+            unsent = len(self._backlog)
             start_flush, self._flushing = not self._flushing, True
         if start_flush:
-            self._control.post(self._begin_flush)
-        if backlog > _ABORT_BYTES:
-            self.abort(f"peer left {backlog} bytes of control messages unread")
+            self._inside(self._begin_flush)
+        if unsent > _ABORT_BYTES:
+            self.close(f"the peer left {unsent} bytes of control messages unread")
 
-    def _try_send(self, data: bytes | bytearray) -> int:
-        """Under the send lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
-        sender = self._sender
-        if sender is None:
-            return len(data)
+    def _write(self, data: bytes | bytearray) -> int:
+        """Under the lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
         try:
-            return sender.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
             return len(data)
 
     def _begin_flush(self) -> None:
-        if self._sender is not None:
-            self._control.loop.add_writer(self._sender, self._flush)
-            self._throttle()
+        if self._open:
+            self._control.loop.add_writer(self._socket, self._flush)
 
     def _flush(self) -> None:
-        """Control thread: the socket takes data again."""
-        with self._send_lock:
-            sent = self._try_send(self._backlog)
+        """The socket takes data again."""
+        with self._lock:
+            sent = self._write(self._backlog)
             del self._backlog[:sent]
-            if not self._backlog and self._sender is not None:
-                self._control.loop.remove_writer(self._sender)
-                self._flushing = False
-        self._throttle()
+            self._flushing = bool(self._backlog)
+        if not self._flushing:
+            self._control.loop.remove_writer(self._socket)
+        if self._paused and not self._congested():
+            self._paused = False
+            self._control.loop.add_reader(self._socket, self._readable)
+            self._deliver()
 
-    def _throttle(self) -> None:
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        too_much = len(self._backlog) > _PAUSE_BYTES
-        if too_much and not self._paused:
-            transport.pause_reading()
-        elif self._paused and not too_much:
-            transport.resume_reading()
-        self._paused = too_much
+    def _congested(self) -> bool:
+        return len(self._backlog) > _PAUSE_BYTES
 
     # --- reading: the control thread -------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio has the socket."""
-        self._transport = transport  # type: ignore[assignment]  # asyncio's own annotation is the base class
-        if self._leftover:
-            leftover, self._leftover = self._leftover, b""
-            self.data_received(leftover)
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came."""
-        if self._lost:
+    def _begin(self, leftover: bytes) -> None:
+        if not self._open:
             return
+        if self._flushing:
+            self._begin_flush()
+        self._parser.feed(leftover)
+        self._control.loop.add_reader(self._socket, self._readable)
+        self._deliver()
+
+    def _readable(self) -> None:
         try:
-            for payload in self._parser.feed(data):
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._finish(f"the connection broke: {error.strerror or error}")
+            return
+        if not data:
+            self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
+            return
+        self._parser.feed(data)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand over the frames that are complete, for as long as the peer takes its answers."""
+        try:
+            while self._open and not self._congested():
+                payload = self._parser.take()
+                if payload is None:
+                    return
                 self._on_message(decode(payload))
         except ProtocolError as error:
-            self.abort(str(error))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is over, whoever ended it."""
-        half = self._parser.rest()
-        text = str(exc) if exc is not None else "peer closed the connection" + (" inside a frame" if half else "")
-        self._finish(self.reason or text)
+            self._finish(str(error))
+        except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop that serves them all)
+            logger.error("unexpected error in a handler of control messages", exc_info=error)
+            self._finish(f"internal error: {error!r}")
+        if self._open and not self._paused:
+            self._paused = True
+            self._control.loop.remove_reader(self._socket)
 
     # --- ending: any thread ----------------------------------------------------------------------------------------
 
-    def close(self, reason: str = "unlinked") -> None:
-        """End the connection; what is in the backlog is dropped. Idempotent."""
-        self.abort(reason)
-
-    def abort(self, reason: str) -> None:
-        """End the connection at once. Idempotent."""
+    def close(self, reason: str) -> None:
+        """End the connection at once; what is in the backlog is dropped. Idempotent, the first reason counts."""
         self.reason = self.reason or reason
-        if self._control.inside():
-            self._finish(self.reason)
-        else:
-            self._control.post(self._finish, self.reason)
+        self._inside(self._finish, reason)
+
+    def abandon(self) -> None:
+        """In a forked child: close the child's copy of the socket, and say nothing to the peer or the loop."""
+        self._socket.close()
 
     def _finish(self, reason: str) -> None:
-        if self._lost:
-            return
-        self._lost = True
-        self.reason = reason
-        with self._send_lock:
-            sender, self._sender = self._sender, None
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self.reason = self.reason or reason
             self._backlog.clear()
-        if sender is not None:
-            self._control.loop.remove_writer(sender)
-            # A forked child may hold the same socket: only a shutdown tells the peer.
-            with suppress(OSError):
-                sender.shutdown(socket.SHUT_RDWR)
-            sender.close()
-        if self._transport is not None:
-            self._transport.abort()
-        else:
-            self._reading_socket.close()
-        self._on_lost(reason)
+        self._control.loop.remove_reader(self._socket)
+        self._control.loop.remove_writer(self._socket)
+        # A forked child may hold the same socket: only a shutdown tells the peer.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._on_lost(self.reason)
+
+    def _inside(self, function: Callable[..., None], *args: object) -> None:
+        """Run on the control thread. Once that has stopped nothing can be served any more: the channel ends."""
+        if self._control.inside():
+            function(*args)
+            return
+        try:
+            self._control.post(function, *args)
+        except StateError as error:
+            self._finish(str(error))

@@ -1,25 +1,27 @@
 """How two processes become linked: the frames, in order, of the initiator and of the target.
 
     initiator (a caller's thread, blocking)           target (the control thread, a coroutine)
-    1  connect, preamble, Hello            ------>    checks version, RCA, wanted id, existing link
+    1  connect, preamble, Hello            ------>    checks version, RCA, wanted id, other links of that id
     2                                      <------    Welcome (or Refused), token now valid at its rendezvous
     3  same-host rendezvous: fds both ways <----->    samehost listener
     4  chooses a transport, Met            ------>    chooses too; both must agree
     5                                      <------    Linked (or Refused); the link is usable at the target
     6  the link is usable at the initiator
 
-Any failure ends only this connection. The target gives a stranger :data:`GREETING_SECONDS` for all of it.
+Any failure ends only this connection. The target gives a stranger :data:`GREETING_SECONDS` for all of it. This module
+is the initiator's half, ``control/listener.py`` the target's.
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from llm_datadist import transport
 from llm_datadist.control.channel import FrameParser, tune
+from llm_datadist.control.link import Peer
 from llm_datadist.control.messages import (
     CONTROL_PREAMBLE,
     PROTOCOL_VERSION,
@@ -31,20 +33,22 @@ from llm_datadist.control.messages import (
     decode,
     frame,
 )
-from llm_datadist.errors import LinkError, LinkRefused, ProtocolError, code_2_status
-from llm_datadist.transport import inproc, samehost
+from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError, code_2_status
+from llm_datadist.transport.connect import meet_peer, open_connection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.transport import Choice
     from llm_datadist.transport.base import Connection, Exports
-    from llm_datadist.transport.samehost import PeerMemory
 
-__all__ = ["GREETING_SECONDS", "Dialled", "Identity", "dial", "open_connection"]
+__all__ = ["GREETING_SECONDS", "Dial", "Identity"]
 
 GREETING_SECONDS: Final = 10.0
 M = TypeVar("M", bound="Message")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,184 +63,145 @@ class Identity:
     transport: str | None  # forced, or None
 
 
-@dataclass(frozen=True, slots=True)
-class Dialled:
-    """A handshake that succeeded at the initiator: everything a link is made of. The receiver owns all of it."""
-
-    sock: socket.socket
-    welcome: Welcome
-    connection: Connection
-    choice: Choice
-    leftover: bytes
-
-
 class _Wire:
-    """Blocking frames on a socket under one deadline: the initiator's half of the handshake."""
+    """Blocking frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
 
-    def __init__(self, sock: socket.socket, deadline: Deadline, what: str) -> None:
-        self._sock = sock
+    def __init__(self, deadline: Deadline, what: str) -> None:
+        self.parser = FrameParser()
         self._deadline = deadline
         self._what = what
-        self._parser = FrameParser()
-        self._frames: list[bytes] = []
+        try:
+            self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
 
-    def send(self, message: Message) -> None:
-        self._arm("send")
-        self._sock.sendall(frame(message))
+    def connect(self, address: tuple[str, int]) -> None:
+        self._call("connect", lambda: self.socket.connect(address))
+        self._call("connect", lambda: tune(self.socket))
+
+    def send(self, data: bytes) -> None:
+        self._call("handshake", lambda: self.socket.sendall(data))
 
     def receive(self, kind: type[M]) -> M:
         """Return the next message, which must be of ``kind``; a Refused raises LinkRefused with its code."""
-        while not self._frames:
-            self._arm("handshake")
-            data = self._sock.recv(65536)
-            if not data:
-                raise LinkRefused(f"{self._what}: the peer closed the connection during the handshake")
-            self._frames = self._parser.feed(data)
-        message = decode(self._frames.pop(0))
+        try:
+            while (payload := self.parser.take()) is None:
+                data = self._call("handshake", lambda: self.socket.recv(65536))
+                if not data:
+                    raise LinkRefused(f"{self._what}: the peer closed the connection during the handshake")
+                self.parser.feed(data)
+            message = decode(payload)
+        except ProtocolError as error:
+            raise LinkRefused(f"{self._what}: it does not speak this protocol: {error}") from error
         if isinstance(message, Refused):
-            raise LinkRefused(f"{self._what}: refused: {message.text}", status_code=code_2_status(message.code))
+            raise _refusal(self._what, message)
         if not isinstance(message, kind):
-            raise ProtocolError(f"{self._what}: expected {kind.__name__}, the peer sent {type(message).__name__}")
+            raise LinkRefused(f"{self._what}: expected {kind.__name__}, the peer sent {type(message).__name__}")
         return message
 
-    def leftover(self) -> bytes:
-        """Bytes that came after the last frame read: the channel begins with them."""
-        whole = b"".join(len(f).to_bytes(4, "big") + f for f in self._frames)
-        return whole + self._parser.rest()
+    def _call(self, phase: str, operation: Callable[[], R]) -> R:
+        """Do one socket call within what is left of the deadline."""
+        self._deadline.check(self._what, phase)
+        self.socket.settimeout(max(self._deadline.remaining(), 1e-6))
+        try:
+            return operation()
+        except OSError as error:
+            # The timeout set above has no number; ETIMEDOUT is the network's own verdict.
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise self._deadline.error(self._what, phase) from error
+            raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}") from error
 
-    def _arm(self, phase: str) -> None:
-        left = self._deadline.remaining()
-        if left <= 0:
-            raise self._deadline.error(self._what, phase)
-        self._sock.settimeout(left)
 
+class Dial:
+    """One handshake, seen from the initiator. Used by one thread, as a context manager.
 
-def dial(
-    address: tuple[str, int],
-    wanted: int | None,
-    sequence: int,
-    identity: Identity,
-    exports: Exports,
-    deadline: Deadline,
-) -> Dialled:
-    """Shake hands with the listener at ``address``. Runs on the initiator.
+    What it holds is given back at the end of the block, unless it was taken.
 
-    Raises:
-        DeadlineExceeded: Not done in time, in whichever phase.
-        LinkError: Unreachable, refused, speaks something else, or no transport reaches it; the code says which.
+    Attributes:
+        peer: Who answered.
+        connection: The data connection, open.
+        choice: Its transport, and why.
     """
-    what = f"link to {address[0]}:{address[1]}"
-    sock = _connect(address, deadline, what)
-    try:
-        return _shake(sock, wanted, sequence, identity, exports, deadline, what)
-    except TimeoutError as error:
-        sock.close()
-        if isinstance(error, LinkError) or hasattr(error, "status_code"):
-            raise
-        raise deadline.error(what, "handshake") from error
-    except OSError as error:
-        sock.close()
-        raise LinkRefused(f"{what}: the connection broke during the handshake: {error}") from error
-    except ProtocolError as error:
-        sock.close()
-        raise LinkRefused(f"{what}: it does not speak this protocol: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
 
+    peer: Peer
+    connection: Connection
+    choice: Choice
 
-def _connect(address: tuple[str, int], deadline: Deadline, what: str) -> socket.socket:
-    try:
-        sock = socket.create_connection(address, timeout=max(deadline.remaining(), 1e-3))
-    except TimeoutError as error:
-        if deadline.expired():
-            raise deadline.error(what, "connect") from error
-        raise LinkRefused(f"{what}: cannot connect: {error}") from error
-    except OSError as error:
-        raise LinkRefused(f"{what}: cannot connect: {error}; is the peer listening there?") from error
-    tune(sock)
-    return sock
+    def __init__(self, address: tuple[str, int], identity: Identity, exports: Exports, deadline: Deadline) -> None:
+        self._what = f"link to {address[0]}:{address[1]}"
+        self._address = address
+        self._identity = identity
+        self._exports = exports
+        self._deadline = deadline
+        self._wire = _Wire(deadline, self._what)
+        self._undo = ExitStack()
+        self._undo.callback(self._wire.socket.close)
 
+    def greet(self, wanted: int | None) -> None:
+        """Steps 1 to 4, without the Met: connect, introduce, meet, choose.
 
-def _shake(
-    sock: socket.socket,
-    wanted: int | None,
-    sequence: int,
-    identity: Identity,
-    exports: Exports,
-    deadline: Deadline,
-    what: str,
-) -> Dialled:
-    wire = _Wire(sock, deadline, what)
-    token = secrets.token_bytes(16)
-    sock.settimeout(max(deadline.remaining(), 1e-3))
-    sock.sendall(CONTROL_PREAMBLE)
-    wire.send(
-        Hello(
+        Raises:
+            DeadlineExceeded: Not done in time, in whichever phase.
+            LinkRefused: Unreachable, refused, speaks something else, or no transport reaches it.
+        """
+        token = secrets.token_bytes(16)
+        self._wire.connect(self._address)
+        self._wire.send(CONTROL_PREAMBLE + frame(self._hello(wanted, token)))
+        welcome = self._wire.receive(Welcome)
+        self._check(welcome, wanted)
+        forced = self._identity.transport
+        memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
+        self.connection, self.choice = open_connection(welcome.incarnation, welcome.cookie, memory, forced)
+        self._undo.callback(self.connection.close)
+        self.peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
+
+    def settle(self, sequence: int) -> int:
+        """Steps 4 to 6: tell the choice and this end's number, return the target's."""
+        self._wire.send(frame(Met(self.choice.name, self.choice.reason[:4000], sequence)))
+        return self._wire.receive(Linked).sequence
+
+    def take(self) -> tuple[socket.socket, bytes]:
+        """Return the socket and what came after the handshake; they and the connection are the caller's from now on."""
+        self._undo.pop_all()
+        return self._wire.socket, self._wire.parser.rest()
+
+    def _hello(self, wanted: int | None, token: bytes) -> Hello:
+        mine = self._identity
+        return Hello(
             version=PROTOCOL_VERSION,
-            cluster_id=identity.cluster_id,
-            incarnation=identity.incarnation,
-            sequence=sequence,
-            remote_accessible=identity.remote_accessible,
-            pid=identity.pid,
-            host=identity.host,
+            cluster_id=mine.cluster_id,
+            incarnation=mine.incarnation,
+            remote_accessible=mine.remote_accessible,
+            pid=mine.pid,
+            host=mine.host,
             wanted=wanted,
             token=token,
-            cookie=exports.guards.cookie,
+            cookie=self._exports.guards.cookie,
         )
-    )
-    welcome = wire.receive(Welcome)
-    memory = _rendezvous(welcome, token, identity, exports, deadline)
-    connection, choice = open_connection(welcome.incarnation, memory, identity.transport)
-    try:
-        wire.send(Met(choice.name, choice.reason))
-        wire.receive(Linked)
-        sock.settimeout(None)
-        return Dialled(sock, welcome, connection, choice, wire.leftover())
-    except BaseException:
-        connection.close()
-        raise
+
+    def _check(self, welcome: Welcome, wanted: int | None) -> None:
+        """What the target has checked in our Hello is checked in its answer too."""
+        if welcome.version != PROTOCOL_VERSION:
+            raise LinkRefused(f"{self._what}: it speaks version {welcome.version}, this end {PROTOCOL_VERSION}")
+        if wanted is not None and welcome.cluster_id != wanted:
+            raise LinkRefused(f"{self._what}: remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
+        if welcome.remote_accessible != self._identity.remote_accessible:
+            raise LinkRefused(
+                f"{self._what}: llm.EnableRemoteCacheAccessible differs: {int(welcome.remote_accessible)} there, "
+                f"{int(self._identity.remote_accessible)} here",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._undo.close()
 
 
-def _rendezvous(
-    welcome: Welcome, token: bytes, identity: Identity, exports: Exports, deadline: Deadline
-) -> PeerMemory | LinkError | None:
-    """Meet the target on the same host, where that is needed; a refusal is returned, because the choice reports it."""
-    if inproc.lives_here(welcome.incarnation) and identity.transport in (None, "inproc"):
-        return None
-    try:
-        memory = samehost.meet(welcome.rendezvous, token, exports, deadline)
-    except LinkError as error:
-        return error
-    return verify_cookie(memory, welcome.cookie)
-
-
-def verify_cookie(memory: PeerMemory, expected: bytes) -> PeerMemory | LinkError:
-    """Return ``memory`` if its guard page shows the cookie told over the control channel: proof of the same host."""
-    if memory.cookie == expected:
-        return memory
-    memory.close()
-    return LinkRefused("the mapped guard page shows another cookie: the rendezvous met a stranger")
-
-
-def open_connection(
-    incarnation: bytes, memory: PeerMemory | LinkError | None, forced: str | None
-) -> tuple[Connection, Choice]:
-    """Choose a transport and open its connection; on failure the peer's memory is given back."""
-    try:
-        choice = transport.choose(same_process=inproc.lives_here(incarnation), same_host=memory, forced=forced)
-        connection: Connection
-        if choice.name == "inproc":
-            connection = inproc.connect(incarnation)
-            _discard(memory)
-        else:
-            connection = transport.ShmConnection(cast("PeerMemory", memory))
-    except BaseException:
-        _discard(memory)
-        raise
-    return connection, choice
-
-
-def _discard(memory: PeerMemory | LinkError | None) -> None:
-    if memory is not None and not isinstance(memory, LinkError):
-        memory.close()
+def _refusal(what: str, message: Refused) -> LinkRefused:
+    """Nothing that is raised carries success (R29), whatever the peer says; its words go on one line."""
+    code = code_2_status(message.code)
+    if code is LLMStatusCode.LLM_SUCCESS:
+        code = LLMStatusCode.LLM_LINK_FAILED
+    return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=code)

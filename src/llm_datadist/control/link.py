@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
-from llm_datadist.control.messages import Failed, Message
+from llm_datadist.control.messages import Failed, Message, Ping
 from llm_datadist.errors import LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.metrics import LinkStatistics
 
@@ -35,7 +35,9 @@ class Peer:
     host: str
 
     def __str__(self) -> str:
-        return f"cluster {self.cluster_id} (pid {self.pid} on {self.host})"
+        # The peer's own words: on one line, whatever they are.
+        host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
+        return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
 
 
 class RemoteFailure(LLMException):
@@ -52,8 +54,8 @@ class _Waiter:
         self._gate = threading.Lock()
         self._gate.acquire()
 
-    def wait(self, seconds: float) -> bool:
-        return self._gate.acquire(timeout=seconds)
+    def wait(self, seconds: float) -> None:
+        self._gate.acquire(timeout=seconds)
 
     def wake(self, answer: Message | None) -> None:
         self.answer = answer
@@ -70,21 +72,29 @@ class Link:
     Attributes:
         peer: Who is at the other end.
         choice: The transport in use, and why.
+        dialled: True when this end dialled.
+        asked_for: True once ``link_clusters`` of this end named this link.
+        sequence: This end's number for it; a later link has a higher one.
+        peer_sequence: The other end's.
+        last_heard: When something came from the peer, on the monotonic clock.
+        last_pong: Number of the last :meth:`ping` that was answered.
         kept: Answers of the peer that stay valid while their guards do; belongs to the transfer layer.
     """
 
     def __init__(
-        self, peer: Peer, connection: Connection, choice: Choice, *, sequence: int, dialled: bool, loopback: bool
+        self, peer: Peer, connection: Connection, choice: Choice, *, dialled: bool, sequence: int, peer_sequence: int
     ) -> None:
         self.peer = peer
         self.connection = connection
         self.choice = choice
-        self.sequence = sequence
         self.dialled = dialled
-        self.loopback = loopback
+        self.asked_for = dialled
+        self.sequence = sequence
+        self.peer_sequence = peer_sequence
         self.kept: dict[Any, Any] = {}
         self.channel: Channel | None = None
         self.last_heard = time.monotonic()
+        self.last_pong = 0
         self._machine = LinkMachine(f"link to {peer}")
         self._machine.fire(LinkEvent.HELLO)
         self._lock = threading.Lock()
@@ -92,8 +102,12 @@ class Link:
         self._operations = 0
         self._waiters: dict[int, _Waiter] = {}
         self._ids = itertools.count(1)
+        # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
+        self._unlinking = False
+        self._parting = False
         self._farewell: Callable[[], None] | None = None
-        self._lost_reason = ""
+        self._end_reason = ""
+        self._lost = False
 
     @property
     def state(self) -> LinkState:
@@ -105,6 +119,11 @@ class Link:
         """True when operations may start."""
         return self._machine.state in USABLE
 
+    @property
+    def ended(self) -> bool:
+        """True once the link is over."""
+        return self._machine.state is LinkState.CLOSED
+
     def ready(self, channel: Channel) -> None:
         """The handshake is over."""
         with self._lock:
@@ -115,7 +134,7 @@ class Link:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Keep the data connection open for the length of the block.
+        """Keep the link from being unlinked for the length of the block.
 
         Raises:
             NotLinked: The link is being given up or is gone.
@@ -142,21 +161,24 @@ class Link:
             RemoteFailure: The target answered with a failure.
             DeadlineExceeded: No answer in time; a late one is dealt with when it comes.
             PeerLost: The link broke meanwhile.
+            NotLinked: This end gave the link up meanwhile.
         """
         waiter = _Waiter()
         number = next(self._ids)
         with self._lock:
+            if self.ended:
+                raise self.lost_error(what, phase)
             self._waiters[number] = waiter
         try:
             self.send(build(number))
-            answered = waiter.wait(deadline.remaining())
+            waiter.wait(deadline.remaining())
         finally:
             with self._lock:
                 # An answer that comes from now on is late: nobody waits for it.
                 self._waiters.pop(number, None)
         answer = waiter.answer
         if answer is None:
-            if answered or not self.usable:
+            if self.ended:
                 raise self.lost_error(what, phase)
             raise deadline.error(f"{what} from {self.peer}", phase, self.peer.cluster_id)
         if isinstance(answer, Failed):
@@ -166,18 +188,36 @@ class Link:
         return answer
 
     def send(self, message: Message) -> None:
-        """Send a message that nobody answers."""
+        """Send a message that nobody answers.
+
+        Raises:
+            PeerLost: The link broke.
+            NotLinked: It is not ready yet, or this end gave it up.
+        """
         channel = self.channel
         if channel is None:
-            raise NotLinked(f"the link to {self.peer} is not ready")
+            raise NotLinked(f"the link to {self.peer} is not ready", peer=self.peer.cluster_id)
         try:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(type(message).__name__, "send") from error
 
+    def ping(self) -> int:
+        """Ask for a sign of life; return the number that :attr:`last_pong` reaches when it has come."""
+        number = next(self._ids)
+        with suppress(NotLinked, PeerLost):
+            self.send(Ping(number))
+        return number
+
     def lost_error(self, what: str, phase: str) -> LLMException:
-        """Build the error for an operation that the loss of this link ended."""
-        reason = self._lost_reason or "the link was given up"
+        """Build the error for an operation that the end of this link ended."""
+        if self.ended and not self._lost:
+            return NotLinked(
+                f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}",
+                peer=self.peer.cluster_id,
+                phase=phase,
+            )
+        reason = self._end_reason or (self.channel.reason if self.channel is not None else "") or "connection closed"
         return PeerLost(
             f"{what}: lost {self.peer} in phase {phase}: {reason}; link again to recover",
             peer=self.peer.cluster_id,
@@ -190,10 +230,11 @@ class Link:
         """Deliver an answer; False when nobody waits for it any more."""
         with self._lock:
             waiter = self._waiters.pop(number, None)
-        if waiter is None:
-            return False
-        waiter.wake(message)
-        return True
+            if waiter is None:
+                return False
+            # Under the lock: whoever finds its waiter gone finds its answer there.
+            waiter.wake(message)
+            return True
 
     def heard(self) -> None:
         """Something came from the peer."""
@@ -211,7 +252,7 @@ class Link:
             self._machine.fire(LinkEvent.SILENT)
             return True
 
-    # --- the end ---------------------------------------------------------------------------------------------------
+    # --- parting ---------------------------------------------------------------------------------------------------
 
     def begin_unlink(self) -> bool:
         """Let no operation start any more; False when the link is not usable anyway."""
@@ -219,47 +260,46 @@ class Link:
             if not self._machine.can(LinkEvent.UNLINK):
                 return False
             self._machine.fire(LinkEvent.UNLINK)
+            self._unlinking = True
             return True
 
     def resume(self) -> None:
-        """Take an unlink back: the peer did not answer it."""
+        """Take this end's unlink back; if the peer wants to part too, that goes on."""
         with self._lock:
-            if self._machine.can(LinkEvent.RESUME):
-                self._machine.fire(LinkEvent.RESUME)
+            self._unlinking = False
+            self._resume()
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no operation runs; False when the deadline passed first."""
         with self._lock:
             return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
 
-    def when_idle(self, farewell: Callable[[], None]) -> None:
-        """Call ``farewell`` once no operation runs: now, or by the last one's thread."""
+    def peer_parts(self, farewell: Callable[[], None]) -> None:
+        """The peer says goodbye: ``farewell`` is called once no operation runs, now or by the last one's thread."""
         with self._lock:
+            if self._machine.can(LinkEvent.UNLINK):
+                self._machine.fire(LinkEvent.UNLINK)
+            self._parting = True
             self._farewell = farewell
             due = self._due_farewell()
         if due is not None:
             due()
 
-    def end(self, reason: str, *, lost: bool) -> bool:
-        """The link is over: fail who waits, close what nobody uses. False when it was over already."""
+    def peer_stays(self) -> None:
+        """The peer has taken its goodbye back."""
         with self._lock:
-            if self._machine.state is LinkState.CLOSED:
-                return False
-            if lost or not self._machine.can(LinkEvent.IDLE):
-                self._machine.fire(LinkEvent.LOST)
-                self._machine.fire(LinkEvent.CLEANUP)
-            else:
-                self._machine.fire(LinkEvent.IDLE)
-            self._lost_reason = reason
-            waiters = list(self._waiters.values())
-            self._waiters.clear()
-        for waiter in waiters:
-            waiter.wake(None)
-        # Operations still copying keep the mappings until they are done: the connection counts its users.
-        self.connection.close()
-        if self.channel is not None:
-            self.channel.close(reason)
-        return True
+            self._parting, self._farewell = False, None
+            self._resume()
+
+    @property
+    def parted(self) -> bool:
+        """True once the peer's goodbye has been answered: it closes next."""
+        return self._parting and self._farewell is None
+
+    def _resume(self) -> None:
+        """Under the lock."""
+        if not self._unlinking and not self._parting and self._machine.can(LinkEvent.RESUME):
+            self._machine.fire(LinkEvent.RESUME)
 
     def _due_farewell(self) -> Callable[[], None] | None:
         """Under the lock: the farewell, if it waits and no operation runs."""
@@ -267,6 +307,28 @@ class Link:
             return None
         farewell, self._farewell = self._farewell, None
         return farewell
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def end(self, reason: str, *, lost: bool) -> bool:
+        """The link is over: fail who waits, close what nobody uses. False when it was over already."""
+        with self._lock:
+            if self._machine.state is LinkState.CLOSED:
+                return False
+            self._end_reason, self._lost = reason, lost
+            if lost or not self._machine.can(LinkEvent.IDLE):
+                self._machine.fire(LinkEvent.LOST)
+                self._machine.fire(LinkEvent.CLEANUP)
+            else:
+                self._machine.fire(LinkEvent.IDLE)
+            for waiter in self._waiters.values():
+                waiter.wake(None)
+            self._waiters.clear()
+        # Operations still copying keep the mappings until they are done: the connection counts its users.
+        self.connection.close()
+        if self.channel is not None:
+            self.channel.close(reason)
+        return True
 
     def statistics(self) -> LinkStatistics:
         """Return what is known about this link."""

@@ -1,20 +1,31 @@
-"""LinkManager: every link of one LLMDataDist, the listener, the beats, and linking and unlinking."""
+"""LinkManager: every link of one LLMDataDist, the listener, and linking and unlinking."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
-import time
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist.control.beats import Beats
 from llm_datadist.control.channel import Channel
-from llm_datadist.control.handshake import dial
+from llm_datadist.control.handshake import Dial
 from llm_datadist.control.link import Link, Peer
 from llm_datadist.control.listener import Listener
 from llm_datadist.control.machine import LinkState
-from llm_datadist.control.messages import Beat, Failed, Farewell, Goodbye, Hello, Message, Resolved
-from llm_datadist.deadline import Deadline
+from llm_datadist.control.messages import (
+    Beat,
+    Failed,
+    Farewell,
+    Goodbye,
+    Hello,
+    Linked,
+    Message,
+    Met,
+    Ping,
+    Pong,
+    Resolved,
+    Stay,
+)
+from llm_datadist.control.table import LinkTable
 from llm_datadist.errors import (
     AlreadyLinked,
     DeadlineExceeded,
@@ -23,7 +34,6 @@ from llm_datadist.errors import (
     LLMStatusCode,
     NotLinked,
     ProtocolError,
-    StateError,
 )
 from llm_datadist.log import logger
 from llm_datadist.transport.samehost import SameHostListener
@@ -32,23 +42,27 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping
 
-    from llm_datadist.control.handshake import Dialled, Identity
+    from llm_datadist.control.handshake import Identity
     from llm_datadist.control.loop import ControlLoop
+    from llm_datadist.deadline import Deadline
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.transport import Choice
     from llm_datadist.transport.base import Connection, Exports
 
 __all__ = ["LinkManager"]
 
-_BEAT_SECONDS: Final = 1.0
-_SUSPECT_SECONDS: Final = 3.0
+#: A second process under a linked cluster id waits that long for the first one to show that it lives (rule 8).
+_RIVAL_SECONDS: Final = 1.0
+_RIVAL_POLL_SECONDS: Final = 0.01
+#: When both ends dialled at once, the one that gave way looks that often for the other's link.
+_CROSSING_POLL_SECONDS: Final = 0.05
 
 
 class LinkManager:
-    """Owns the listener, the same-host rendezvous and all links, by the cluster id that the peer announced.
+    """Owns the listener, the same-host rendezvous and all links.
 
-    Callers' threads link, unlink and look links up; the control thread accepts, dispatches, beats and breaks. One lock
-    guards the table; links are ended outside it.
+    Callers' threads link, unlink and look links up; the control thread accepts, dispatches, beats and breaks. Links
+    are ended outside every lock.
 
     Args:
         handlers: Message type -> function(link, message), called on the control thread: what this layer does not know.
@@ -72,53 +86,58 @@ class LinkManager:
         self._control = control
         self._identity = identity
         self._exports = exports
-        self._handlers = handlers
+        self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
+            Ping: lambda link, message: _reply(link, Pong(message.id)),
+            Pong: _on_pong,
+            Goodbye: _on_goodbye,
+            Stay: lambda link, _: self._on_stay(link),
+            **handlers,
+        }
         self._on_end = on_end
-        self._on_tick = on_tick
-        self._peer_timeout = peer_timeout
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._links: dict[int, Link] = {}
-        self._loopback: set[Link] = set()
-        self._dialling: dict[int, int] = {}
-        self._sequence = itertools.count(1)
+        self._table = LinkTable(identity.incarnation)
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(exports, socket_dir)
-        self._beats = 0
-        self._last_tick = time.monotonic()
-        self._timer: asyncio.TimerHandle | None = None
-        self._closing = False
+        self._started = False
+        self._beats = Beats(control, self._table.all, self._end, on_tick, peer_timeout)
 
     # --- start and stop: init and finalize -------------------------------------------------------------------------
 
     def start(self, listening: socket.socket | None) -> None:
-        """Begin to beat, to meet, and, with a bound socket, to listen."""
+        """Begin to beat, to meet, and, with a bound socket, to listen. The control thread runs by now."""
+        self._started = True
         self._control.call(self._start, listening)
 
     def _start(self, listening: socket.socket | None) -> None:
         self._rendezvous.start(self._control.loop)
         if listening is not None:
             self._listener = Listener(self._control, listening, self._identity, self._exports, self._rendezvous, self)
-        self._last_tick = time.monotonic()
-        self._timer = self._control.loop.call_later(_BEAT_SECONDS, self._tick)
+        self._beats.start()
 
     def stop(self, reason: str) -> None:
         """End every link without a word to the peers (API §3.2), then the listener and the rendezvous."""
-        with self._lock:
-            self._closing = True
-            links = [*self._links.values(), *self._loopback]
-        for link in links:
+        for link in self._table.close():
             link.begin_unlink()
             self._end(link, reason, lost=False)
-        self._control.call(self._stop)
+        if self._started:
+            self._control.call(self._stop)
+        else:
+            self._stop()
 
     def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._beats.stop()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         self._rendezvous.close()
+
+    def abandon(self) -> None:
+        """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
+        self._rendezvous.close()
+        if self._listener is not None:
+            self._listener.abandon()
+        for link in self._table.snapshot():
+            if link.channel is not None:
+                link.channel.abandon()
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
@@ -133,7 +152,7 @@ class LinkManager:
         Raises:
             NotLinked: There is none.
         """
-        link = self._links.get(cluster_id)
+        link = self._table.get(cluster_id)
         if link is None or not link.usable:
             raise NotLinked(
                 f"cluster {cluster_id} is not linked; link_clusters makes the link, from either side", peer=cluster_id
@@ -142,186 +161,167 @@ class LinkManager:
 
     def all(self) -> list[Link]:
         """Return every link."""
-        with self._lock:
-            return [*self._links.values(), *self._loopback]
+        return self._table.all()
 
     def statistics(self) -> tuple[LinkStatistics, ...]:
         """Return one value per link."""
         return tuple(link.statistics() for link in self.all())
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the links contradict themselves or the table."""
+        self._table.check_integrity()
+        for link in self.all():
+            link.check_integrity()
+
     # --- linking: a caller's thread --------------------------------------------------------------------------------
 
-    def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline) -> None:
+    def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
         """Link to the listener at ``address``; ``wanted`` None learns its cluster id (R28).
+
+        When the peer dials this end meanwhile, one link is made and both calls succeed.
+
+        Args:
+            mutual: Both ends link explicitly (transfer backend hixl): a link that the peer made is no obstacle to
+                this end's first call.
 
         Raises:
             AlreadyLinked: There is a live link to that cluster.
             DeadlineExceeded: Not done in time.
             LinkRefused: Unreachable or refused, with the reason.
         """
-        if wanted is not None:
-            self._refuse_if_linked(wanted)
-            with self._lock:
-                self._dialling[wanted] = self._dialling.get(wanted, 0) + 1
+        since = self._table.now()
+        present = None if wanted is None else self._table.get(wanted)
+        if present is not None and present.usable:
+            _claim(present, since, mutual=mutual)
+            return
+        while True:
+            try:
+                present = self._dial(wanted, address, deadline)
+            except LinkRefused as error:
+                if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                    raise
+            else:
+                break
+            # Both ends dialled at once, and this one gives way: look whether the other has come through, or try again.
+            crossed = self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS)
+            if not crossed:
+                deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
+        if present is not None:
+            _claim(present, since, mutual=mutual)
+
+    def _is_new(self, cluster_id: int | None, since: int) -> bool:
+        link = None if cluster_id is None else self._table.get(cluster_id)
+        return link is not None and link.usable and link.sequence > since
+
+    def _dial(self, wanted: int | None, address: tuple[str, int], deadline: Deadline) -> Link | None:
+        """Make one link; return the one that there is already, when it was there first."""
+        with Dial(address, self._identity, self._exports, deadline) as dial:
+            dial.greet(wanted)
+            number = self._table.commit(dial.peer, deadline)
+            if isinstance(number, Link):
+                return number
+            try:
+                self._install_dialled(dial, number, dial.settle(number))
+            finally:
+                self._table.withdraw(dial.peer)
+        return None
+
+    def _install_dialled(self, dial: Dial, number: int, peer_number: int) -> None:
+        link = Link(dial.peer, dial.connection, dial.choice, dialled=True, sequence=number, peer_sequence=peer_number)
+        sock, leftover = dial.take()
+        link.ready(channel := self._channel(link, sock))
         try:
-            dialled = dial(address, wanted, next(self._sequence), self._identity, self._exports, deadline)
-            self._install_dialled(dialled, deadline)
-        except LinkRefused as error:
-            crossed = error.status_code is LLMStatusCode.LLM_LINK_BUSY
-            if not (crossed and wanted is not None and self._wait_linked(wanted, deadline)):
-                raise
-        finally:
-            if wanted is not None:
-                with self._lock:
-                    self._dialling[wanted] -= 1
-                    if not self._dialling[wanted]:
-                        del self._dialling[wanted]
-
-    def _refuse_if_linked(self, cluster_id: int) -> None:
-        link = self._links.get(cluster_id)
-        if link is not None and link.usable:
-            raise AlreadyLinked(f"already linked to {link.peer}", peer=cluster_id)
-
-    def _wait_linked(self, cluster_id: int, deadline: Deadline) -> bool:
-        """Two dials at once and the peer's won: wait until it is through."""
-
-        def linked() -> bool:
-            link = self._links.get(cluster_id)
-            return link is not None and link.usable
-
-        with self._lock:
-            return self._changed.wait_for(linked, deadline.remaining())
-
-    def _install_dialled(self, dialled: Dialled, deadline: Deadline) -> None:
-        welcome = dialled.welcome
-        peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
-        link = Link(
-            peer, dialled.connection, dialled.choice, sequence=next(self._sequence), dialled=True, loopback=False
-        )
-        channel = self._channel(link, dialled.sock, dialled.leftover)
-        link.ready(channel)
-        with self._lock:
-            old = self._links.get(peer.cluster_id)
-            keep_old = old is not None and old.usable and not self._dial_wins(old)
-            if not keep_old and not self._closing:
-                self._links[peer.cluster_id] = link
-                self._changed.notify_all()
-        if keep_old or self._closing:
-            self._discard(link)
-            if keep_old and old is not None and not old.dialled and old.peer.incarnation == peer.incarnation:
-                return  # both ends dialled at once: the peer's link is the one that stays
-            raise AlreadyLinked(f"already linked to {peer}", peer=peer.cluster_id)
+            old = self._table.install(link)
+        except LinkRefused:
+            link.end("finalized", lost=False)
+            raise
+        channel.begin(leftover)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
-        opened = asyncio.run_coroutine_threadsafe(channel.open(), self._control.loop)
-        opened.result(max(deadline.remaining(), 1.0))
-        logger.info("linked to %s over %s: %s", peer, dialled.choice.name, dialled.choice.reason)
+        logger.info("linked to %s over %s: %s", link.peer, link.choice.name, link.choice.reason)
 
-    def _dial_wins(self, old: Link) -> bool:
-        """Of two links made at once the one dialled by the smaller incarnation stays (ARCHITECTURE rule 8)."""
-        return not old.dialled and self._identity.incarnation < old.peer.incarnation
-
-    def _discard(self, link: Link) -> None:
-        link.begin_unlink()
-        link.end("not needed", lost=False)
-
-    def _channel(self, link: Link, sock: socket.socket, leftover: bytes) -> Channel:
-        sock.setblocking(False)
+    def _channel(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
         return Channel(
             self._control,
             sock,
             lambda message: self._dispatch(link, message),
-            lambda reason: self._end(link, reason, lost=True),
-            leftover,
+            lambda reason: self._end(link, "the peer unlinked" if link.parted else reason, lost=not link.parted),
+            first,
         )
 
     # --- being linked: the control thread (see listener.Host) ------------------------------------------------------
 
     async def admit(self, hello: Hello) -> None:
-        """Decide whether the stranger may be linked, given who is linked already (rule 8)."""
-        if self._closing:
-            raise LinkRefused("this end is being finalised", status_code=LLMStatusCode.LLM_LINK_FAILED)
-        mine = self._identity.incarnation
-        with self._lock:
-            crossing = hello.cluster_id in self._dialling
-        if crossing and mine < hello.incarnation:
-            raise LinkRefused(
-                "both ends dialled at once; the call of the other end goes on", status_code=LLMStatusCode.LLM_LINK_BUSY
-            )
-        give_up = self._control.loop.time() + _BEAT_SECONDS
-        while (old := self._rival(hello)) is not None:
-            if self._control.loop.time() >= give_up:
-                raise LinkRefused(
-                    f"cluster {hello.cluster_id} is linked to {old.peer}; a second one (pid {hello.pid} on "
-                    f"{hello.host}) must have another cluster id",
-                    status_code=LLMStatusCode.LLM_ALREADY_LINK,
-                )
-            # A restarted peer may dial before the end of its old connection has been read: give that one beat.
-            await asyncio.sleep(_BEAT_SECONDS / 20)
-
-    def _rival(self, hello: Hello) -> Link | None:
-        """Return the live link of another process under the same cluster id."""
-        if hello.incarnation == self._identity.incarnation:
-            return None
-        old = self._links.get(hello.cluster_id)
-        same = old is None or not old.usable or old.peer.incarnation == hello.incarnation
-        return None if same else old
+        """Refuse a second process under a linked cluster id, unless the first one is gone (rule 8)."""
+        peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
+        old = self._table.rival(peer)
+        if old is None:
+            return
+        ping = old.ping()
+        give_up = self._control.loop.time() + _RIVAL_SECONDS
+        # A restarted peer may dial before the end of its old connection has been read.
+        while self._table.rival(peer) is old and self._control.loop.time() < give_up:
+            if old.last_pong >= ping:
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
+            await asyncio.sleep(_RIVAL_POLL_SECONDS)
+        if self._table.rival(peer) is old:
+            self._end(old, f"silent while {peer} took its place", lost=True)
 
     def install(
-        self, hello: Hello, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
+        self, hello: Hello, met: Met, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
     ) -> None:
-        """Make the link of a stranger usable; a link of the same incarnation is replaced."""
-        if self._closing:
-            raise StateError("this end is being finalised")
+        """Make the link of a stranger usable, and tell it so; an older link of the same incarnation is replaced."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
-        loopback = hello.incarnation == self._identity.incarnation
-        link = Link(peer, connection, choice, sequence=hello.sequence, dialled=False, loopback=loopback)
-        channel = self._channel(link, sock, leftover)
+        link = Link(peer, connection, choice, dialled=False, sequence=0, peer_sequence=met.sequence)
+        old = self._table.admit(link)
+        # Usable here before the initiator hears of it, and it hears of it before anything else.
+        channel = self._channel(link, sock, Linked(link.sequence))
         link.ready(channel)
-        old: Link | None = None
-        with self._lock:
-            if loopback:
-                self._loopback.add(link)
-            else:
-                old = self._links.get(peer.cluster_id)
-                self._links[peer.cluster_id] = link
-            self._changed.notify_all()
+        self._table.touch()
+        channel.begin(leftover)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
-        self._control.spawn(channel.open())
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
 
     # --- unlinking: a caller's thread ------------------------------------------------------------------------------
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster; no link is success.
+        """Give up the link to a cluster; no link is success. Either way running operations may finish first.
 
-        Forced: this side only, without a word. Otherwise: let what runs finish, tell the peer, wait for its answer.
+        Forced: this side only, without a word; what still runs at the deadline fails. Otherwise: tell the peer and
+        wait for its agreement.
 
         Raises:
             DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
         """
-        link = self._links.get(cluster_id)
-        if link is None or not link.begin_unlink():
+        link = self._table.get(cluster_id)
+        if link is None:
             return
-        if not force and not self._part(link, deadline):
-            return
+        if not link.begin_unlink():
+            # Another call, of either end, is at it.
+            gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline.remaining())
+            if not gone and not force:
+                raise deadline.error(f"unlink of {link.peer}", "drain", cluster_id)
+        elif force:
+            link.wait_idle(deadline)
+        else:
+            self._part(link, deadline)
         self._end(link, "unlinked", lost=False)
 
-    def _part(self, link: Link, deadline: Deadline) -> bool:
-        """Part in agreement; False when the link broke meanwhile, which is as good."""
+    def _part(self, link: Link, deadline: Deadline) -> None:
+        """Part in agreement. A link that breaks meanwhile is as good."""
         what = f"unlink of {link.peer}"
-        if not link.wait_idle(deadline):
-            link.resume()
-            raise deadline.error(what, "drain", link.peer.cluster_id)
         try:
+            if not link.wait_idle(deadline):
+                raise deadline.error(what, "drain", link.peer.cluster_id)
             link.request(Goodbye, deadline, what, "unlink")
         except DeadlineExceeded:
+            _reply(link, Stay())
             link.resume()
+            self._table.touch()
             raise
-        except LLMException:
-            return self._links.get(link.peer.cluster_id) is link
-        return True
+        except LLMException as error:
+            logger.info("%s: %s", what, error)
 
     # --- the control thread ----------------------------------------------------------------------------------------
 
@@ -333,58 +333,44 @@ class LinkManager:
             return
         if isinstance(message, Failed | Farewell):
             return  # late: its caller has given up
-        if isinstance(message, Goodbye):
-            self._on_goodbye(link, message)
-            return
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(f"{type(message).__name__} has no place on a link that is up")
         handler(link, message)
 
-    def _on_goodbye(self, link: Link, message: Goodbye) -> None:
-        link.begin_unlink()
-
-        def farewell() -> None:
-            try:
-                link.send(Farewell(message.id))
-            except LLMException as error:
-                logger.info("farewell to %s not sent: %s", link.peer, error)
-            self._end(link, "the peer unlinked", lost=False)
-
-        link.when_idle(farewell)
+    def _on_stay(self, link: Link) -> None:
+        link.peer_stays()
+        self._table.touch()
 
     def _end(self, link: Link, reason: str, *, lost: bool) -> None:
         """A link is over. Any thread; the first reason counts."""
-        with self._lock:
-            if self._links.get(link.peer.cluster_id) is link:
-                del self._links[link.peer.cluster_id]
-            self._loopback.discard(link)
-            self._changed.notify_all()
-        expected = link.state is LinkState.DRAINING
+        expected = not lost or link.state is LinkState.DRAINING
+        self._table.remove(link)
         if link.end(reason, lost=lost):
-            log = logger.info if expected or not lost else logger.warning
+            log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
             self._on_end(link)
 
-    def _tick(self) -> None:
-        """Every beat: tell every peer we are alive, see who has fallen silent, let pins expire."""
-        now = time.monotonic()
-        # If this process itself was stopped or deaf, the silence was ours: every bound moves by as much.
-        overslept = max(0.0, now - self._last_tick - 2 * _BEAT_SECONDS)
-        self._last_tick = now
-        self._beats += 1
-        for link in self.all():
-            link.last_heard += overslept
-            self._beat(link, now - link.last_heard)
-        self._on_tick(now)
-        self._timer = self._control.loop.call_later(_BEAT_SECONDS, self._tick)
 
-    def _beat(self, link: Link, silence: float) -> None:
-        try:
-            link.send(Beat(self._beats))
-        except LLMException:
-            return  # the channel's end is on its way
-        if silence > self._peer_timeout:
-            self._end(link, f"silent for {silence:.1f} s", lost=True)
-        elif silence > _SUSPECT_SECONDS and link.silent():
-            logger.warning("%s has been silent for %.1f s", link.peer, silence)
+def _claim(link: Link, since: int, *, mutual: bool) -> None:
+    """Count a link that is there as the one asked for, if this call or its twin at the peer made it."""
+    made_meanwhile = link.sequence > since and not link.dialled
+    if link.asked_for or not (made_meanwhile or mutual):
+        raise AlreadyLinked(f"already linked to {link.peer}", peer=link.peer.cluster_id)
+    link.asked_for = True
+
+
+def _reply(link: Link, message: Message) -> None:
+    """Say something that may come too late."""
+    try:
+        link.send(message)
+    except LLMException as error:
+        logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+
+
+def _on_pong(link: Link, message: Pong) -> None:
+    link.last_pong = max(link.last_pong, message.id)
+
+
+def _on_goodbye(link: Link, message: Goodbye) -> None:
+    link.peer_parts(lambda: _reply(link, Farewell(message.id)))

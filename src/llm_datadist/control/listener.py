@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Final, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from llm_datadist.control.channel import FrameParser, tune
-from llm_datadist.control.handshake import GREETING_SECONDS, open_connection, verify_cookie
+from llm_datadist.control.handshake import GREETING_SECONDS
 from llm_datadist.control.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
     Hello,
-    Linked,
     Met,
     Refused,
     Welcome,
@@ -22,6 +22,7 @@ from llm_datadist.control.messages import (
 )
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.log import logger
+from llm_datadist.transport.connect import open_connection
 
 if TYPE_CHECKING:
     from llm_datadist.control.handshake import Identity
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Listener", "bind"]
 
 _BACKLOG: Final = 128
-#: Strangers in the middle of a handshake; the next one is turned away at once.
+#: Strangers in the middle of a handshake; beyond, the one that has been silent for longest makes room.
 _MAX_GREETINGS: Final = 128
+_ACCEPT_PAUSE_SECONDS: Final = 1.0
+M = TypeVar("M", bound="Message")
 
 
 class Host(Protocol):
@@ -45,9 +48,9 @@ class Host(Protocol):
         """Raise LinkError when there may be no link to that peer now."""
 
     def install(
-        self, hello: Hello, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
+        self, hello: Hello, met: Met, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
     ) -> None:
-        """Make the link usable."""
+        """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
@@ -77,8 +80,7 @@ class _Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self._loop = loop
         self._sock = sock
-        self._parser = FrameParser()
-        self._frames: list[bytes] = []
+        self.parser = FrameParser()
 
     async def preamble(self) -> None:
         data = b""
@@ -93,17 +95,16 @@ class _Stream:
     async def send(self, message: Message) -> None:
         await self._loop.sock_sendall(self._sock, frame(message))
 
-    async def receive(self) -> Message:
-        while not self._frames:
+    async def receive(self, kind: type[M]) -> M:
+        while (payload := self.parser.take()) is None:
             data = await self._loop.sock_recv(self._sock, 65536)
             if not data:
                 raise ProtocolError("the connection ended inside the handshake")
-            self._frames = self._parser.feed(data)
-        return decode(self._frames.pop(0))
-
-    def leftover(self) -> bytes:
-        whole = b"".join(len(f).to_bytes(4, "big") + f for f in self._frames)
-        return whole + self._parser.rest()
+            self.parser.feed(data)
+        message = decode(payload)
+        if not isinstance(message, kind):
+            raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
+        return message
 
 
 class Listener:
@@ -125,31 +126,59 @@ class Listener:
         self._rendezvous = rendezvous
         self._host = host
         self._greetings: set[socket.socket] = set()
+        #: Those of them that have not said who they are, the oldest first.
+        self._silent: dict[socket.socket, None] = {}
+        self._resume: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = sock.getsockname()[:2]
-        control.loop.add_reader(sock, self._accept)
+        self._listen()
 
     def close(self) -> None:
         """Stop listening and drop who is still shaking hands. Links that exist are not touched."""
+        if self._resume is not None:
+            self._resume.cancel()
         self._control.loop.remove_reader(self._sock)
         self._sock.close()
         for sock in list(self._greetings):
-            # Shut down, not closed: the greeting's own coroutine sees the end and closes it.
             _hang_up(sock)
+
+    def abandon(self) -> None:
+        """In a forked child: close the child's copies of the sockets, and touch nothing else."""
+        for sock in (self._sock, *self._greetings):
+            sock.close()
+
+    def _listen(self) -> None:
+        self._control.loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
         try:
             sock, address = self._sock.accept()
-        except (BlockingIOError, InterruptedError):
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            logger.warning("listener %s: accept failed: %s", self.address, error)
+            self._pause(error)
             return
-        if len(self._greetings) >= _MAX_GREETINGS:
+        if len(self._greetings) >= _MAX_GREETINGS and not self._make_room():
             sock.close()
             return
         sock.setblocking(False)
         self._greetings.add(sock)
+        self._silent[sock] = None
         self._control.spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+
+    def _pause(self, error: OSError) -> None:
+        # Out of descriptors: the backlog stays readable, so without a pause the loop would do nothing else.
+        logger.warning("listener %s:%d cannot accept and pauses: %s", *self.address, error)
+        self._control.loop.remove_reader(self._sock)
+        self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
+
+    def _make_room(self) -> bool:
+        """Hang up on whoever has been silent for longest; False when everybody is in the middle of a handshake."""
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            return False
+        del self._silent[oldest]
+        _hang_up(oldest)
+        return True
 
     async def _greet(self, sock: socket.socket, who: str) -> None:
         handed_over = False
@@ -158,25 +187,27 @@ class Listener:
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake(sock)
         except (TimeoutError, OSError, LLMException) as error:
-            logger.info("a connection from %s came to nothing: %s", who, error)
+            logger.info("a connection from %s came to nothing: %s", who, str(error) or "it took too long")
         finally:
             self._greetings.discard(sock)
+            self._silent.pop(sock, None)
             if not handed_over:
                 sock.close()
 
     async def _shake(self, sock: socket.socket) -> bool:
         stream = _Stream(self._control.loop, sock)
         await stream.preamble()
-        hello = await stream.receive()
-        if not isinstance(hello, Hello):
-            raise ProtocolError(f"the first frame is a {type(hello).__name__}, not a Hello")
+        hello = await stream.receive(Hello)
+        self._silent.pop(sock, None)
         try:
             self._check(hello)
             await self._host.admit(hello)
-            return await self._answer(sock, stream, hello)
+            met, memory = await self._meet(stream, hello)
+            self._settle(sock, stream, hello, met, memory)
         except LLMException as error:
             await stream.send(Refused(int(error.status_code), str(error)[:4000]))
             raise
+        return True
 
     def _check(self, hello: Hello) -> None:
         mine = self._identity
@@ -194,63 +225,49 @@ class Listener:
                 status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
 
-    async def _answer(self, sock: socket.socket, stream: _Stream, hello: Hello) -> bool:
-        met: list[PeerMemory | LinkError] = []
-        self._rendezvous.expect(hello.token, met.append)
+    async def _meet(self, stream: _Stream, hello: Hello) -> tuple[Met, PeerMemory | LinkError | None]:
+        """Let the peer into the rendezvous, and wait until it says what came of it."""
+        outcome: list[PeerMemory | LinkError] = []
+        self._rendezvous.expect(hello.token, outcome.append)
         try:
-            mine = self._identity
-            await stream.send(
-                Welcome(
-                    version=PROTOCOL_VERSION,
-                    cluster_id=mine.cluster_id,
-                    incarnation=mine.incarnation,
-                    remote_accessible=mine.remote_accessible,
-                    pid=mine.pid,
-                    host=mine.host,
-                    rendezvous=self._rendezvous.name,
-                    cookie=self._exports.guards.cookie,
-                )
-            )
-            choice_of_peer = await stream.receive()
-            if not isinstance(choice_of_peer, Met):
-                raise ProtocolError(f"expected Met, the peer sent {type(choice_of_peer).__name__}")
-            memory = met.pop() if met else None
+            await stream.send(self._welcome())
+            met = await stream.receive(Met)
+            return met, outcome.pop() if outcome else None
         finally:
             self._rendezvous.forget(hello.token)
-            for unused in met:
+            for unused in outcome:
                 if not isinstance(unused, LinkError):
                     unused.close()
-        if memory is not None and not isinstance(memory, LinkError):
-            memory = verify_cookie(memory, hello.cookie)
-        connection, choice = open_connection(hello.incarnation, memory, self._identity.transport)
-        return await self._settle(sock, stream, hello, choice_of_peer, connection, choice)
 
-    async def _settle(
-        self,
-        sock: socket.socket,
-        stream: _Stream,
-        hello: Hello,
-        met: Met,
-        connection: Connection,
-        choice: Choice,
-    ) -> bool:
+    def _welcome(self) -> Welcome:
+        mine = self._identity
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            cluster_id=mine.cluster_id,
+            incarnation=mine.incarnation,
+            remote_accessible=mine.remote_accessible,
+            pid=mine.pid,
+            host=mine.host,
+            rendezvous=self._rendezvous.name,
+            cookie=self._exports.guards.cookie,
+        )
+
+    def _settle(
+        self, sock: socket.socket, stream: _Stream, hello: Hello, met: Met, memory: PeerMemory | LinkError | None
+    ) -> None:
         """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
+        connection, choice = open_connection(hello.incarnation, hello.cookie, memory, self._identity.transport)
         try:
             if met.transport != choice.name:
-                raise LinkRefused(
-                    f"the ends chose differently: {met.transport} ({met.reason}) there, {choice.name} "
-                    f"({choice.reason}) here"
-                )
-            await stream.send(Linked())
-            self._host.install(hello, connection, choice, sock, stream.leftover())
+                theirs = " ".join(f"{met.transport} ({met.reason})".split())
+                raise LinkRefused(f"the ends chose differently: {theirs} there, {choice.name} ({choice.reason}) here")
+            self._host.install(hello, met, connection, choice, sock, stream.parser.rest())
         except BaseException:
             connection.close()
             raise
-        return True
 
 
 def _hang_up(sock: socket.socket) -> None:
-    try:
+    """End a greeting: not closed but shut down, so that its coroutine sees the end and closes."""
+    with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

@@ -30,10 +30,13 @@ __all__ = [
     "Linked",
     "Message",
     "Met",
+    "Ping",
+    "Pong",
     "Refused",
     "Release",
     "Resolve",
     "Resolved",
+    "Stay",
     "Welcome",
     "decode",
     "encode",
@@ -68,7 +71,6 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     version: int
     cluster_id: U64
     incarnation: Identity16
-    sequence: Id
     remote_accessible: bool
     pid: Id
     host: Text
@@ -98,14 +100,23 @@ class Refused(Message, frozen=True, array_like=True, tag="refused"):
 
 
 class Met(Message, frozen=True, array_like=True, tag="met"):
-    """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why."""
+    """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
+
+    ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
+    """
 
     transport: Text
     reason: Text
+    sequence: Id
 
 
 class Linked(Message, frozen=True, array_like=True, tag="linked"):
-    """Target -> initiator: the link is ready on this side too. The last frame of the handshake."""
+    """Target -> initiator: the link is ready on this side too. The last frame of the handshake.
+
+    ``sequence`` is the target's own number for the link, as in :class:`Met`.
+    """
+
+    sequence: Id
 
 
 class Beat(Message, frozen=True, array_like=True, tag="beat"):
@@ -114,16 +125,32 @@ class Beat(Message, frozen=True, array_like=True, tag="beat"):
     count: Id
 
 
+class Ping(Message, frozen=True, array_like=True, tag="ping"):
+    """Either way: are you alive? Answered by :class:`Pong` at once."""
+
+    id: Id
+
+
+class Pong(Message, frozen=True, array_like=True, tag="pong"):
+    """Answer to :class:`Ping`."""
+
+    id: Id
+
+
 class Goodbye(Message, frozen=True, array_like=True, tag="goodbye"):
-    """Either way: unlink. Answered by :class:`Farewell`."""
+    """Either way: let us unlink. Answered by :class:`Farewell` as soon as the receiver's own operations are done."""
 
     id: Id
 
 
 class Farewell(Message, frozen=True, array_like=True, tag="farewell"):
-    """Answer to :class:`Goodbye`: this side has dropped the link too."""
+    """Answer to :class:`Goodbye`: nothing runs here any more. Whoever said goodbye closes, or says :class:`Stay`."""
 
     id: Id
+
+
+class Stay(Message, frozen=True, array_like=True, tag="stay"):
+    """Takes a :class:`Goodbye` back: its answer did not come in time, the link is kept (API §3.4)."""
 
 
 class Resolve(Message, frozen=True, array_like=True, tag="resolve"):
@@ -198,8 +225,11 @@ _ANY = (
     | Met
     | Linked
     | Beat
+    | Ping
+    | Pong
     | Goodbye
     | Farewell
+    | Stay
     | Resolve
     | Resolved
     | Failed

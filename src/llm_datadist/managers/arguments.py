@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from llm_datadist import native
 from llm_datadist.cache.layout import LayerSelection
 from llm_datadist.cache.registry import key_of
 from llm_datadist.checks import (
     INVALID_ID,
-    check_dict,
     check_int64,
-    check_list,
     check_range,
     check_rule,
     check_type,
@@ -19,14 +20,13 @@ from llm_datadist.checks import (
     check_uint64,
     check_uint64_list,
 )
-from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
@@ -38,7 +38,6 @@ __all__ = [
     "check_addresses",
     "check_blocks",
     "check_copy",
-    "check_copy_block_info",
     "check_key_count",
     "check_mem_infos",
     "check_pull_blocks",
@@ -46,14 +45,16 @@ __all__ = [
     "check_push_blocks",
     "check_single_id",
     "check_size",
+    "copy_pairs",
     "layer_selection",
     "naming_request",
     "remote_name",
     "require_rca",
+    "swap_pairs",
 ]
 
 
-# --- making caches -----------------------------------------------------------------------------------------------------
+# --- making caches ----------------------------------------------------------------------------------------------------
 
 
 def check_key_count(keys: Sequence[CacheKey], rows: int) -> None:
@@ -95,13 +96,15 @@ def check_mem_infos(mem_infos: object) -> None:
     infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
     check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
     for i, info in enumerate(infos):
+        if info is None:
+            raise NoneArgument(f"mem_infos[{i}] is None: must be MemInfo")
         if not isinstance(info, MemInfo):
             raise ParamError(f"mem_infos[{i}] is {type(info).__name__}: must be MemInfo")
         check_rule(info.mem_type is Memtype.MEM_TYPE_DEVICE, f"mem_infos[{i}].mem_type={info.mem_type}: only device")
         check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
 
 
-# --- copies ------------------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def check_copy(
@@ -127,24 +130,57 @@ def check_copy(
         check_uint64("req_id", req_id)
 
 
-def check_copy_block_info(info: object) -> None:
-    """A dict of int to list of int (API §6.8)."""
-    for source, targets in check_dict("copy_block_info", info, int, list).items():
-        check_list(f"copy_block_info[{source}]", targets, int)
+def copy_pairs(copy_block_info: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources, destinations), pair by pair in the order given, of a dict of int to list of int (API §6.8)."""
+    pairs = check_type("copy_block_info", copy_block_info, dict)
+    for source, targets in pairs.items():
+        if not isinstance(targets, list):
+            check_type(f"copy_block_info[{source!r}]", targets, list)
+    try:
+        sources = native.parse_indices("copy_block_info", list(pairs))
+        flat = native.parse_indices("copy_block_info", [target for targets in pairs.values() for target in targets])
+    except (TypeError, ParamError):
+        for source, targets in pairs.items():
+            _block_number("key of copy_block_info", source)
+            for i, target in enumerate(targets):
+                _block_number(f"copy_block_info[{source}][{i}]", target)
+        raise
+    return np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs))), flat
+
+
+def swap_pairs(src_to_dst: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources, destinations), in the order given, of a dict of int to int (API §6.9)."""
+    pairs = check_type("src_to_dst", src_to_dst, dict)
+    try:
+        return (
+            native.parse_indices("src_to_dst", list(pairs)),
+            native.parse_indices("src_to_dst", list(pairs.values())),
+        )
+    except (TypeError, ParamError):
+        for source, target in pairs.items():
+            _block_number("key of src_to_dst", source)
+            _block_number(f"src_to_dst[{source}]", target)
+        raise
+
+
+def _block_number(name: str, value: object) -> None:
+    """Name what the native parser, which knows no dicts, has refused."""
+    number = check_int64(name, value)
+    check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
 
 @contextmanager
-def naming_request(req_id: int | None) -> Iterator[None]:
+def naming_request(req_id: object) -> Iterator[None]:
     """Put ``req_id=N`` into the text of every error of the block (R9)."""
     try:
         yield
-    except LLMException as error:
+    except (LLMException, TypeError) as error:
         if req_id is not None and f"req_id={req_id}" not in str(error):
             error.args = (f"{error} (req_id={req_id})", *error.args[1:])
         raise
 
 
-# --- transfers ---------------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:

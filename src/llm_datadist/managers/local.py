@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_datadist.checks import check_dict, check_rule, check_type
+from llm_datadist.checks import check_rule, check_type
 from llm_datadist.managers import arguments
 from llm_datadist.managers.base import EngineUser
 from llm_datadist.types import Cache
@@ -46,7 +46,8 @@ class LocalCalls(EngineUser):
         Source: [seed:copy_cache], API §6.5.
         """
         engine = self._engine
-        arguments.check_copy(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
+        with arguments.naming_request(req_id):
+            arguments.check_copy(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
         what = f"copy_cache req_id={req_id}" if req_id is not None else "copy_cache"
         detail = "dst=%d[%d] src=%d[%d] offset=%d size=%d req_id=%s"
         args = (dst.cache_id, dst_batch_index, src.cache_id, src_batch_index, offset, size, req_id)
@@ -75,10 +76,10 @@ class LocalCalls(EngineUser):
         """
         engine = self._engine
         check_type("cache", cache, Cache)
-        arguments.check_copy_block_info(copy_block_info)
+        src_blocks, dst_blocks = arguments.copy_pairs(copy_block_info)
         check_rule(cache.is_blocks_cache, "cache: not a blocks cache")
         with engine.meters.span("copy_blocks", "id=%d %d sources", cache.cache_id, len(copy_block_info)) as span:
-            span.nbytes = engine.local.copy_blocks(cache.cache_id, copy_block_info, self._deadline())
+            span.nbytes = engine.local.copy_blocks(cache.cache_id, src_blocks, dst_blocks, self._deadline())
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Move blocks between a device and a host blocks cache; ``{src_block: dst_block}``, in the order given.
@@ -90,7 +91,7 @@ class LocalCalls(EngineUser):
         Raises:
             TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
-                DEVICE, or a deallocated cache.
+                DEVICE, a zero address, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: [seed:swap_blocks], API §6.9.
@@ -98,9 +99,9 @@ class LocalCalls(EngineUser):
         engine = self._engine
         check_type("src_cache", src_cache, Cache)
         check_type("dst_cache", dst_cache, Cache)
-        check_dict("src_to_dst", src_to_dst, int, int)
         check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache")
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache")
+        src_blocks, dst_blocks = arguments.swap_pairs(src_to_dst)
         ids = (src_cache.cache_id, dst_cache.cache_id, len(src_to_dst))
         with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
-            span.nbytes = engine.local.swap_blocks(src_cache, dst_cache, src_to_dst)
+            span.nbytes = engine.local.swap_blocks(src_cache, dst_cache, src_blocks, dst_blocks)

@@ -69,8 +69,8 @@ class MemoryCalls(EngineUser):
         check_type("cache", cache, Cache)
         check_rule(not cache.is_blocks_cache, "cache: this is a blocks cache; use deallocate_blocks_cache")
         with engine.meters.span("deallocate_cache", "id=%d", cache.cache_id):
+            cache._empty()  # first: whoever still finds addresses in the handle finds the cache in the registry
             engine.store.deallocate(cache.cache_id)
-        cache._empty()
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Unbind a key, of a registered cache too (R25); later pulls by it fail. To be deprecated.
@@ -124,8 +124,8 @@ class MemoryCalls(EngineUser):
         check_type("cache", cache, Cache)
         check_rule(cache.is_blocks_cache, "cache: not a blocks cache; use deallocate_cache")
         with engine.meters.span("deallocate_blocks_cache", "id=%d", cache.cache_id):
+            cache._empty()  # first, as in deallocate_cache
             engine.store.deallocate(cache.cache_id)
-        cache._empty()
 
     # --- memory of the user ----------------------------------------------------------------------------------------
 

@@ -63,18 +63,20 @@ class RemoteCalls(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
-        with engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span:
-            with engine.store.holding(cache.cache_id, "pull_cache: cache") as local:
-                dst = local.geometry
-                dst.require_row("batch_index", batch_index)
-                arguments.check_size("size", size, dst)
-                layers.check_local("dst_layer_range", layers.dst, dst.num_tensors)
+        with (
+            engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span,
+            engine.store.holding(cache.cache_id, "pull_cache: cache") as local,
+        ):
+            dst = local.geometry
+            dst.require_row("batch_index", batch_index)
+            arguments.check_size("size", size, dst)
+            layers.check_local("dst_layer_range", dst.num_tensors)
 
-                def plan(src: Geometry, row: int) -> Plan:
-                    return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
+            def plan(src: Geometry, row: int, same: bool) -> Plan:
+                return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
 
-                tensors = local.storage.tensors
-                span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_cache")
+            tensors = local.storage.tensors
+            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_cache")
 
     def pull_blocks(
         self,
@@ -119,19 +121,21 @@ class RemoteCalls(EngineUser):
         arguments.check_pull_blocks(src_cache_key, sources, targets)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
         paged = isinstance(src_cache_key, BlocksCacheKey)
-        with engine.meters.span("pull_blocks", "%s -> %d, %d blocks", name, dst_cache.cache_id, len(targets)) as span:
-            with engine.store.holding(dst_cache.cache_id, "pull_blocks: dst_cache") as local:
-                dst = local.geometry
-                arguments.check_blocks("dst_blocks", targets, dst)
-                layers.check_local("dst_layer_range", layers.dst, dst.num_tensors)
+        with (
+            engine.meters.span("pull_blocks", "%s -> %d, %d blocks", name, dst_cache.cache_id, len(targets)) as span,
+            engine.store.holding(dst_cache.cache_id, "pull_blocks: dst_cache") as local,
+        ):
+            dst = local.geometry
+            arguments.check_blocks("dst_blocks", targets, dst)
+            layers.check_local("dst_layer_range", dst.num_tensors)
 
-                def plan(src: Geometry, row: int) -> Plan:
-                    if paged:
-                        return layout.plan_blocks(src, dst, sources, targets, layers)
-                    return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
+            def plan(src: Geometry, row: int, same: bool) -> Plan:
+                if paged:
+                    return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
+                return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
 
-                tensors = local.storage.tensors
-                span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_blocks")
+            tensors = local.storage.tensors
+            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_blocks")
 
     def push_cache(
         self,
@@ -171,19 +175,19 @@ class RemoteCalls(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         check_rule(check_int64("size", size) == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
-        with engine.meters.span("push_cache", "%d[%d] -> %s", src_cache.cache_id, src_batch_index, name) as span:
-            with engine.store.holding(src_cache.cache_id, "push_cache: src_cache") as local:
-                src = local.geometry
-                src.require_row("src_batch_index", src_batch_index)
-                layers.check_local("src_layer_range", layers.src, src.num_tensors)
+        with (
+            engine.meters.span("push_cache", "%d[%d] -> %s", src_cache.cache_id, src_batch_index, name) as span,
+            engine.store.holding(src_cache.cache_id, "push_cache: src_cache") as local,
+        ):
+            src = local.geometry
+            src.require_row("src_batch_index", src_batch_index)
+            layers.check_local("src_layer_range", src.num_tensors)
 
-                def plan(dst: Geometry, row: int) -> Plan:
-                    return layout.plan_row(
-                        src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers
-                    )
+            def plan(dst: Geometry, row: int, same: bool) -> Plan:
+                return layout.plan_row(src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers)
 
-                tensors = local.storage.tensors
-                span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_cache")
+            tensors = local.storage.tensors
+            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_cache")
 
     def push_blocks(
         self,
@@ -224,14 +228,16 @@ class RemoteCalls(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        with engine.meters.span("push_blocks", "%d -> %s, %d blocks", src_cache.cache_id, name, len(sources)) as span:
-            with engine.store.holding(src_cache.cache_id, "push_blocks: src_cache") as local:
-                src = local.geometry
-                arguments.check_blocks("src_blocks", sources, src)
-                layers.check_local("src_layer_range", layers.src, src.num_tensors)
+        with (
+            engine.meters.span("push_blocks", "%d -> %s, %d blocks", src_cache.cache_id, name, len(sources)) as span,
+            engine.store.holding(src_cache.cache_id, "push_blocks: src_cache") as local,
+        ):
+            src = local.geometry
+            arguments.check_blocks("src_blocks", sources, src)
+            layers.check_local("src_layer_range", src.num_tensors)
 
-                def plan(dst: Geometry, row: int) -> Plan:
-                    return layout.plan_blocks(src, dst, sources, targets, layers)
+            def plan(dst: Geometry, row: int, same: bool) -> Plan:
+                return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
 
-                tensors = local.storage.tensors
-                span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_blocks")
+            tensors = local.storage.tensors
+            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_blocks")

@@ -212,6 +212,10 @@ class Connection(ABC):
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
         return self._transfer(plan, local, remote, pool, deadline, write=True)
 
+    def peer_ended(self) -> bool:
+        """Return True when it is certain that the peer's process has ended, or this connection is closed."""
+        return self._closed
+
     def close(self) -> None:
         """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
         self._shut(abort=False)

@@ -30,6 +30,10 @@ class ShmConnection(Connection):
         self._guard_window = Window(peer.guards.address, peer.guards.nbytes, writable=False)
         super().__init__()
 
+    def peer_ended(self) -> bool:
+        """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
+        return not self._peer.alive()
+
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 

@@ -1,0 +1,213 @@
+"""tensor_views and torch_views: arrays over a cache's own memory, and how long they live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist.errors import LLMException, NoneArgument, ParamError
+from llm_datadist.views import tensor_views, torch_views
+from tests.support.world import fill, read
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+    from tests.support.world import World
+
+NUMPY = {
+    DataType.DT_FLOAT: np.float32,
+    DataType.DT_FLOAT16: np.float16,
+    DataType.DT_INT8: np.int8,
+    DataType.DT_INT32: np.int32,
+    DataType.DT_UINT8: np.uint8,
+    DataType.DT_INT16: np.int16,
+    DataType.DT_UINT16: np.uint16,
+    DataType.DT_UINT32: np.uint32,
+    DataType.DT_INT64: np.int64,
+    DataType.DT_UINT64: np.uint64,
+    DataType.DT_DOUBLE: np.float64,
+    DataType.DT_BOOL: np.bool_,
+    DataType.DT_BF16: np.uint16,
+}
+
+
+@pytest.fixture
+def world(end: LocalEnd) -> World:
+    """One initialised LLMDataDist."""
+    end.start("PROMPT", 1)
+    return end.world
+
+
+@pytest.mark.parametrize("data_type", [each for each in DataType if each is not DataType.DT_STRING])
+def test_views_have_the_descriptors_shape_and_type(world: World, data_type: DataType) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(3, [2, 3, 4], data_type))
+    views = tensor_views(cache)
+    assert [view.shape for view in views] == [(2, 3, 4)] * 3
+    assert {view.dtype.type for view in views} == {NUMPY[data_type]}
+    assert [view.ctypes.data for view in views] == cache.tensor_addrs
+    assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
+
+
+def test_a_type_without_a_numpy_counterpart_is_refused(world: World) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_STRING))
+    with pytest.raises(ParamError, match=r"cache_desc.data_type=DT_STRING") as caught:
+        tensor_views(cache)
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(None, NoneArgument), (1, TypeError), ("cache", TypeError)])
+def test_only_a_cache_has_views(wrong: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="cache"):
+        tensor_views(wrong)
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_views_are_the_memory_itself(world: World, placement: Placement, blocks: bool) -> None:
+    desc = CacheDesc(2, [4, 16], DataType.DT_INT32, placement)
+    cache = world.cm.allocate_blocks_cache(desc) if blocks else world.cm.allocate_cache(desc)
+    fill(cache, 1)
+    first, again = tensor_views(cache), tensor_views(cache)
+    first[0][2, 5] = 12345
+    assert again[0][2, 5] == 12345
+    if blocks:
+        world.cm.copy_blocks(cache, {2: [3]})
+        np.testing.assert_array_equal(first[0][3], first[0][2])
+        assert first[0][3, 5] == 12345
+
+
+def test_views_of_registered_memory_are_that_memory(world: World) -> None:
+    own = np.arange(24, dtype=np.int16).reshape(2, 12)
+    cache = world.cm.register_cache(CacheDesc(1, [2, 12], DataType.DT_INT16), [own.ctypes.data])
+    (view,) = tensor_views(cache)
+    np.testing.assert_array_equal(view, own)
+    view[1, 1] = -7
+    assert own[1, 1] == -7
+
+
+def test_views_of_a_cpu_cache_are_that_memory() -> None:
+    own = np.arange(24, dtype=np.float32).reshape(2, 12)
+    cache = Cache.create_cpu_cache(CacheDesc(1, [2, 12], DataType.DT_FLOAT, Placement.HOST), [own.ctypes.data])
+    np.testing.assert_array_equal(tensor_views(cache)[0], own)
+
+
+def test_registered_tensors_in_and_out_of_a_pool_have_views_each(world: World) -> None:
+    pool = world.cm.allocate_blocks_cache(CacheDesc(1, [64], DataType.DT_UINT8))
+    own = np.zeros(16, np.uint8)
+    addrs = [pool.tensor_addrs[0] + 48, own.ctypes.data, pool.tensor_addrs[0] + 3]
+    cache = world.cm.register_blocks_cache(CacheDesc(3, [16], DataType.DT_UINT8), addrs)
+    for value, view in enumerate(tensor_views(cache), 1):
+        view[:] = value
+    assert own.tolist() == [2] * 16
+    whole = tensor_views(pool)[0].tolist()
+    assert (whole[48:], whole[3:19]) == ([1] * 16, [3] * 16)
+
+
+def test_a_deallocated_cache_has_no_views(world: World) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_INT8))
+    world.cm.deallocate_cache(cache)
+    with pytest.raises(ParamError, match="deallocated"):
+        tensor_views(cache)
+
+
+def test_views_outlive_deallocate_and_finalize_without_a_crash(world: World) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(2, [4, 1000], DataType.DT_INT32))
+    views = tensor_views(cache)
+    views[0][:] = 7
+    world.cm.deallocate_cache(cache)
+    views[0][:] = 8
+    world.dd.finalize()
+    assert int(views[0].sum()) == 8 * 4000
+    views[1][:] = 9
+    assert int(views[1].sum()) == 9 * 4000
+
+
+def test_the_pool_is_unmapped_when_the_last_view_goes(world: World) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
+    view = tensor_views(cache)[0]
+    part = view[1:2]
+    world.cm.deallocate_cache(cache)
+    world.dd.finalize()
+    assert _mapped_pools() == 1
+    watch = weakref.ref(view)
+    del view
+    part[:] = 3  # a slice of a view holds the mapping as well
+    assert int(part.sum()) == 3000
+    assert _mapped_pools() == 1
+    del part
+    assert watch() is None
+    assert _mapped_pools() == 0
+
+
+def _mapped_pools() -> int:
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        return sum("/memfd:" in line for line in maps)
+
+
+def _publish(world: World) -> None:
+    world.caches["kv"] = world.cm.allocate_blocks_cache(CacheDesc(1, [4, 8], DataType.DT_FLOAT), BlocksCacheKey(1, 0))
+    tensor_views(world.caches["kv"])[0][:] = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+
+def _pull_into_a_view(world: World) -> tuple[NDArray[Any], NDArray[Any]]:
+    cache = world.cm.allocate_blocks_cache(CacheDesc(1, [4, 8], DataType.DT_FLOAT))
+    fill(cache, 3)
+    (view,) = tensor_views(cache)
+    world.cm.pull_blocks(BlocksCacheKey(1, 0), cache, [3, 0], [0, 2])
+    return view.copy(), read(cache)[0]
+
+
+def test_pulled_bytes_show_in_a_view_that_was_there_before(pair: Pair) -> None:
+    pair.start()
+    pair.prompt.do(_publish)
+    view, raw = pair.decoder.do(_pull_into_a_view)
+    source = np.arange(32, dtype=np.float32).reshape(4, 8)
+    np.testing.assert_array_equal(view[[0, 2]], source[[3, 0]])
+    np.testing.assert_array_equal(view.reshape(-1).view(np.uint8), raw.reshape(-1))
+
+
+# --- torch --------------------------------------------------------------------------------------------------------
+
+
+def test_torch_views_without_torch_say_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_FLOAT))
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(LLMException, match=r"torch_views needs torch.*tensor_views") as caught:
+        torch_views(cache)
+    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+@pytest.mark.parametrize("name", ["DT_FLOAT", "DT_FLOAT16", "DT_BF16", "DT_INT8", "DT_INT64", "DT_UINT8", "DT_BOOL"])
+def test_torch_views_are_the_memory_itself(world: World, name: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is optional: torch_views is all that uses it")
+    wanted = {
+        "DT_FLOAT": torch.float32,
+        "DT_FLOAT16": torch.float16,
+        "DT_BF16": torch.bfloat16,
+        "DT_INT8": torch.int8,
+        "DT_INT64": torch.int64,
+        "DT_UINT8": torch.uint8,
+        "DT_BOOL": torch.bool,
+    }
+    cache = world.cm.allocate_cache(CacheDesc(2, [4, 6], DataType[name]))
+    tensors = torch_views(cache)
+    assert [tuple(tensor.shape) for tensor in tensors] == [(4, 6)] * 2
+    assert {tensor.dtype for tensor in tensors} == {wanted[name]}
+    assert [tensor.data_ptr() for tensor in tensors] == cache.tensor_addrs
+    tensors[1][3] = 1
+    ones = torch.ones(6, dtype=wanted[name])
+    np.testing.assert_array_equal(read(cache)[1][3], ones.view(torch.uint8).numpy())
+
+
+def test_torch_views_outlive_finalize_without_a_crash(world: World) -> None:
+    torch = pytest.importorskip("torch", reason="torch is optional: torch_views is all that uses it")
+    (tensor,) = torch_views(world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_BF16)))
+    world.dd.finalize()
+    tensor[:] = 2
+    assert tensor.sum(dtype=torch.float32).item() == 8000

@@ -1,0 +1,128 @@
+"""What the link tests send to an end: linking and unlinking by plain numbers, states, proof that a link works,
+and calls in the background of an end, which goes on answering meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
+from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.ends import End
+    from tests.support.world import World
+
+__all__ = [
+    "SUCCESS",
+    "alone",
+    "begin_there",
+    "bytes_move_both_ways",
+    "info",
+    "link",
+    "link_when",
+    "links",
+    "result_there",
+    "start_both",
+    "unlink",
+]
+
+OK = LLMStatusCode.LLM_SUCCESS
+SUCCESS = (OK, [OK])
+Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
+
+
+def info(
+    cluster_id: int | None, *ports: int | None, ip: str = "127.0.0.1", local: str | None = "127.0.0.1"
+) -> LLMClusterInfo:
+    """Return a cluster info with one remote endpoint per port; None for an id or an address that is left out."""
+    cluster = LLMClusterInfo()
+    if cluster_id is not None:
+        cluster.remote_cluster_id = cluster_id
+    if local is not None:
+        cluster.append_local_ip_info(local, 0)
+    for port in ports:
+        assert port is not None
+        cluster.append_remote_ip_info(ip, port)
+    return cluster
+
+
+def link(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000) -> Codes:
+    return world.dd.link_clusters(clusters, timeout)
+
+
+def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, force: bool = False) -> Codes:
+    return world.dd.unlink_clusters(clusters, timeout, force)
+
+
+def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int = 1) -> list[LLMStatusCode]:
+    """Spin until the file is there, then link, from several threads at once."""
+    codes: list[LLMStatusCode] = []
+
+    def run() -> None:
+        wait_until(start.exists)
+        codes.append(world.dd.link_clusters([cluster], 20_000)[0])
+
+    runners = [threading.Thread(target=run) for _ in range(threads)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    return codes
+
+
+def links(world: World) -> dict[int, str]:
+    """Return the state of every link, by cluster id."""
+    return {each.remote_cluster_id: each.state for each in world.dd.statistics().links}
+
+
+def alone(*ends: End) -> None:
+    """Wait until no end has a link."""
+    for end in ends:
+        wait_until(lambda end=end: end.do(links) == {})  # type: ignore[misc]
+
+
+def start_both(prompt: End, decoder: End, transport: str, **settings: Any) -> None:
+    """Start cluster 1 and cluster 2, both listening, over one transport."""
+    for end, role, cluster_id in ((prompt, "PROMPT", 1), (decoder, "DECODER", 2)):
+        extra = {"llm.Transport": transport} | settings.get("extra", {})
+        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", **(settings | {"extra": extra}))
+
+
+def bytes_move_both_ways(first: End, second: End) -> None:
+    """Each end pulls blocks from the other; every byte of both caches is compared at both ends."""
+    for here, there in ((first, second), (second, first)):
+        key = BlocksCacheKey(there.cluster_id, 7)
+        source = there.do(make, "proof source", Spec(blocks=True, blocks_key=key), there.cluster_id)
+        target = here.do(make, "proof target", Spec(blocks=True), 10 + here.cluster_id)
+        here.do(call, "pull_blocks", key, Use("proof target"), [1, 6], [0, 3])
+        same_bytes(here.do(show, "proof target"), moved(target, source, [(0, 1), (3, 6)]))
+        same_bytes(there.do(show, "proof source"), source)
+        there.do(forget, "proof source")
+        here.do(forget, "proof target")
+
+
+def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function(world, *args))
+        except BaseException as error:  # noqa: BLE001 (carried to the test)
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    world.memory[name] = (thread, outcome)
+    thread.start()
+
+
+def result_there(world: World, name: str) -> Any:
+    """Return the result, or the exception."""
+    thread, outcome = world.memory.pop(name)
+    thread.join(60)
+    assert not thread.is_alive()
+    return outcome[0]

@@ -1,0 +1,232 @@
+"""What the transfer tests share: caches from a short description, calls by name, oracles, pictures of an end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
+from llm_datadist.errors import LLMException, LLMStatusCode
+from tests.support.world import World, fill, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tests.support.ends import End
+
+    Bytes = list[NDArray[np.uint8]]
+    #: Exception class, arguments, keyword arguments, parts of its text.
+    Case = tuple[type[Exception], tuple[Any, ...], dict[str, Any], tuple[str, ...]]
+
+__all__ = [
+    "BLOCKS",
+    "Spec",
+    "Use",
+    "call",
+    "forget",
+    "make",
+    "moved",
+    "nothing_happens",
+    "picture",
+    "refused",
+    "refused_all",
+    "same_bytes",
+    "show",
+    "wait_until",
+]
+
+DECODER, PROMPT = 2, 1
+BLOCKS = BlocksCacheKey(PROMPT, 0)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A cache to make: ``rows`` blocks or batch rows of ``stride`` bytes in each of ``tensors`` tensors.
+
+    ``memory``: "pool"; "inside" registers memory that lies in a pool; "private" registers memory of the process's own.
+    """
+
+    tensors: int = 4
+    rows: int = 8
+    stride: int = 48
+    keys: tuple[CacheKey, ...] = ()
+    blocks: bool = False
+    blocks_key: BlocksCacheKey | None = None
+    placement: Placement = Placement.DEVICE
+    memory: str = "pool"
+    accessible: bool | None = None
+
+    @property
+    def desc(self) -> CacheDesc:
+        return CacheDesc(self.tensors, [self.rows, self.stride], DataType.DT_UINT8, self.placement)
+
+
+@dataclass(frozen=True)
+class Use:
+    """Stands for a cache of the end where a call arrives."""
+
+    name: str
+
+
+def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
+    """Make a cache and fill every byte of it; return the bytes."""
+    cm, desc = world.cm, spec.desc
+    if spec.memory == "pool":
+        if spec.blocks:
+            cache = cm.allocate_blocks_cache(desc, spec.blocks_key)
+        else:
+            cache = cm.allocate_cache(desc, list(spec.keys))
+    else:
+        if spec.memory == "inside":
+            world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(desc)
+            addrs = list(under.tensor_addrs)
+        else:
+            arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors)]
+            world.memory[name] = arrays
+            addrs = [array.ctypes.data for array in arrays]
+        if spec.blocks:
+            cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible)
+        else:
+            cache = cm.register_cache(desc, addrs, list(spec.keys), spec.accessible)
+    world.caches[name] = cache
+    return fill(cache, seed)
+
+
+def show(world: World, name: str) -> Bytes:
+    """Return every byte of a cache."""
+    return read(world.caches[name])
+
+
+def cache_id(world: World, name: str) -> int:
+    return world.caches[name].cache_id
+
+
+def call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the cache manager; :class:`Use` arguments become caches of this end."""
+    real = [world.caches[a.name] if isinstance(a, Use) else a for a in args]
+    return getattr(world.cm, method)(*real, **kwargs)
+
+
+def forget(world: World, name: str) -> None:
+    """Give a cache back, whatever it is."""
+    cache = world.caches[name]
+    if name in world.memory or f"memory of {name}" in world.caches:
+        world.cm.unregister_cache(cache.cache_id)
+    elif cache.is_blocks_cache:
+        world.cm.deallocate_blocks_cache(cache)
+    else:
+        world.cm.deallocate_cache(cache)
+
+
+def picture(world: World) -> Any:
+    """Return ``statistics()`` without what changes by itself (ages) or is meant to (operations), tables checked."""
+    world.dd.check_integrity()
+    statistics = world.dd.statistics()
+    keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
+    return replace(statistics, keys=keys, operations=())
+
+
+def asked(before: Any) -> Any:
+    """Return a picture without the number of kept answers: a refused call may have asked the peer where a cache is."""
+    return replace(before, links=tuple(replace(link, resolved=0) for link in before.links))
+
+
+def _differences(was: Any, now: Any) -> list[str]:
+    pairs = {name.name: (getattr(was, name.name), getattr(now, name.name)) for name in fields(was)}
+    return [f"{name}: {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Poll until the condition holds."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"not within {seconds} s"
+        time.sleep(0.002)
+
+
+def nothing_happens(ends: Sequence[End], names: Iterable[str], action: Callable[[], None]) -> None:
+    """Run the action; afterwards tables and every byte of the named caches are as before, at all ends."""
+    # The end that was linked learns that the handshake is over a little after the one that linked.
+    wait_until(lambda: not any(link.state == "handshake" for end in ends for link in end.do(picture).links))
+    before = [asked(end.do(picture)) for end in ends]
+    bytes_before = [end.do(_all_bytes, tuple(names)) for end in ends]
+    action()
+    # A release is on its way when the call returns: what must come is waited for, what must not never shows.
+    wait_until(lambda: [end.do(picture).pins for end in ends] == [each.pins for each in before])
+    for end, was in zip(ends, before, strict=True):
+        now = asked(end.do(picture))
+        assert now == was, f"{_differences(was, now)}"
+    for end, old in zip(ends, bytes_before, strict=True):
+        new = end.do(_all_bytes, tuple(names))
+        assert new.keys() == old.keys()
+        for name in old:
+            same_bytes(new[name], old[name])
+
+
+def _all_bytes(world: World, names: tuple[str, ...]) -> dict[str, Bytes]:
+    return {name: show(world, name) for name in names if name in world.caches}
+
+
+def refused(
+    ends: Sequence[End],
+    names: Iterable[str],
+    kind: type[Exception],
+    parts: Sequence[str],
+    function: Callable[..., object],
+    *args: Any,
+    status: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
+    **kwargs: Any,
+) -> None:
+    """``function(*args)`` at the first end raises ``kind``, in one line that holds ``parts``, and nothing happens."""
+
+    def attempt() -> None:
+        with pytest.raises(kind) as caught:
+            ends[0].do(_call_with, function, args, kwargs)
+        if isinstance(caught.value, LLMException):
+            assert caught.value.status_code is status
+        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    nothing_happens(ends, names, attempt)
+
+
+def refused_all(ends: Sequence[End], names: Iterable[str], method: str, cases: Iterable[Case]) -> None:
+    """:func:`refused` for ``method`` of the first end's cache manager with each case's arguments."""
+    names = tuple(names)
+    for case in cases:
+        kind, args, kwargs, parts = case
+        try:
+            refused(ends, names, kind, parts, call, method, *args, **kwargs)
+        except BaseException as error:
+            error.add_note(f"{method} with {case}")
+            raise
+
+
+def _call_with(world: World, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return function(world, *args, **kwargs)
+
+
+def moved(
+    dst: Bytes, src: Bytes, pairs: Iterable[tuple[int, int]], tensors: Iterable[tuple[int, int]] | None = None
+) -> Bytes:
+    """The oracle: (dst block, src block) pairs take effect one after the other, for every (dst, src) tensor pair."""
+    result = [tensor.copy() for tensor in dst]
+    pairs = list(pairs)
+    for to, from_ in [(t, t) for t in range(len(dst))] if tensors is None else tensors:
+        for to_row, from_row in pairs:
+            length = min(result[to].shape[1], src[from_].shape[1])
+            result[to][to_row, :length] = src[from_][from_row, :length]
+    return result
+
+
+def same_bytes(actual: Bytes, expected: Bytes) -> None:
+    """Compare every byte."""
+    assert len(actual) == len(expected)
+    for tensor, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+        np.testing.assert_array_equal(got, wanted, err_msg=f"tensor {tensor}")

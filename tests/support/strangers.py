@@ -1,0 +1,162 @@
+"""Strangers: peers and listeners made of a raw socket and the messages, who say whatever a test wants."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from llm_datadist.control.channel import FrameParser
+from llm_datadist.control.messages import (
+    CONTROL_PREAMBLE,
+    PREAMBLE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Linked,
+    Message,
+    Met,
+    Welcome,
+    decode,
+    frame,
+)
+from llm_datadist.deadline import Deadline
+from llm_datadist.memory import GuardTable
+from llm_datadist.transport import Exports, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Stranger", "listener", "silent_port"]
+
+M = TypeVar("M", bound=Message)
+_SECONDS = 20.0
+
+
+class Stranger:
+    """Somebody at a listener's port. A context manager: closes its socket and its memory."""
+
+    def __init__(self, port: int, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+        self.cluster_id = cluster_id
+        self.incarnation = incarnation or secrets.token_bytes(16)
+        self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
+        self._parser = FrameParser()
+        self._guards: GuardTable | None = None
+
+    def say(self, *what: bytes | Message) -> None:
+        """Send bytes as they are, messages as frames."""
+        self.sock.sendall(b"".join(each if isinstance(each, bytes) else frame(each) for each in what))
+
+    def hear(self, kind: type[M]) -> M:
+        """Return the next message of a kind; others are skipped."""
+        while True:
+            while (payload := self._parser.take()) is None:
+                data = self.sock.recv(65536)
+                assert data, f"hung up on while waiting for {kind.__name__}"
+                self._parser.feed(data)
+            message = decode(payload)
+            if isinstance(message, kind):
+                return message
+
+    def is_hung_up_on(self) -> bool:
+        """Wait for the end of the stream; whatever comes before it is dropped."""
+        try:
+            while self.sock.recv(65536):
+                pass
+        except ConnectionResetError:
+            return True
+        return True
+
+    def hello(self, **changes: object) -> Hello:
+        """Return a Hello without fault, but for the changes."""
+        if self._guards is None:
+            self._guards = GuardTable(slots=2)
+        fields = {
+            "version": PROTOCOL_VERSION,
+            "cluster_id": self.cluster_id,
+            "incarnation": self.incarnation,
+            "remote_accessible": False,
+            "pid": os.getpid(),
+            "host": "stranger",
+            "wanted": None,
+            "token": secrets.token_bytes(16),
+            "cookie": self._guards.cookie,
+        }
+        return Hello(**(fields | changes))  # type: ignore[arg-type]
+
+    def link(self, sequence: int = 1) -> None:
+        """Become linked over shm, properly."""
+        hello = self.hello()
+        self.say(CONTROL_PREAMBLE, hello)
+        welcome = self.hear(Welcome)
+        assert self._guards is not None
+        exports = Exports(self.incarnation, {}, self._guards, writable=False)
+        meet(welcome.rendezvous, hello.token, exports, Deadline.after_ms(10_000)).close()
+        self.say(Met("shm", "a stranger's reason", sequence))
+        self.hear(Linked)
+
+    def __enter__(self) -> Stranger:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.sock.close()
+        if self._guards is not None:
+            self._guards.close()
+
+
+@contextmanager
+def listener(behave: Callable[[socket.socket], None], count: int = 1) -> Iterator[int]:
+    """Listen, and treat ``count`` connections, each in its own thread, as ``behave`` says; yield the port."""
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve(sock: socket.socket) -> None:
+            with sock, suppress(OSError):
+                sock.settimeout(_SECONDS)
+                behave(sock)
+                # Nothing more to say: stay until the other side hangs up or the test is over.
+                while sock.recv(65536) and not stop.is_set():
+                    pass
+
+        def accept() -> None:
+            servants = []
+            for _ in range(count):
+                with suppress(OSError):
+                    servants.append(threading.Thread(target=serve, args=(server.accept()[0],)))
+                    servants[-1].start()
+            for servant in servants:
+                servant.join()
+
+        server.settimeout(_SECONDS)
+        acceptor = threading.Thread(target=accept)
+        acceptor.start()
+        yield server.getsockname()[1]
+        stop.set()
+        acceptor.join()
+
+
+def read_hello(sock: socket.socket) -> Hello:
+    """Read the preamble and the Hello of somebody who dials a listener of the test."""
+    data = b""
+    parser = FrameParser()
+    while True:
+        data += (more := sock.recv(65536))
+        assert more
+        if len(data) > PREAMBLE_BYTES:
+            assert data[:PREAMBLE_BYTES] == CONTROL_PREAMBLE
+            parser.feed(data[PREAMBLE_BYTES:])
+            break
+    while (payload := parser.take()) is None:
+        parser.feed(sock.recv(65536))
+    hello = decode(payload)
+    assert isinstance(hello, Hello)
+    return hello
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port where connections are accepted by the kernel and nobody ever answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]

@@ -1,0 +1,140 @@
+"""What the registry should do, said a second time and as simply as possible: the oracle of test_registry_machine.
+
+Nothing is kept that can be derived: a cache is needed while it has an owner, a bound key or a pin, and that is all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Key = tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class Cache:
+    """One cache that was ever made."""
+
+    name: str
+    owned: bool
+    blocks: bool
+    rows: int
+    tensors: int
+    owner: bool = True
+    withdrawn: bool = False
+    holds: int = 0
+
+
+@dataclass(eq=False)
+class Binding:
+    """One binding that was ever asked for. ``void``: its readers were told to fail."""
+
+    name: str
+    key: Key
+    cache: Cache
+    row: int
+    left: set[int]
+    bound: bool = True
+    void: bool = False
+
+
+@dataclass(eq=False)
+class Pin:
+    """One pin that a peer holds."""
+
+    peer: object
+    cache: Cache
+    binding: Binding | None
+    expires: float
+
+
+@dataclass
+class Model:
+    """All of them, by the registry's numbers."""
+
+    caches: dict[int, Cache] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
+    pins: dict[int, Pin] = field(default_factory=dict)
+
+    # --- questions -------------------------------------------------------------------------------------------------
+
+    def keys(self, cache: Cache) -> list[Binding]:
+        return [b for b in self.bindings if b.bound and b.cache is cache]
+
+    def bound(self, key: Key) -> Binding | None:
+        return next((b for b in self.bindings if b.bound and b.key == key), None)
+
+    def of_row(self, cache: Cache, row: int) -> Binding | None:
+        return next((b for b in self.keys(cache) if b.row == row and b.key[0] == 0), None)
+
+    def readers(self, binding: Binding) -> int:
+        return sum(pin.binding is binding for pin in self.pins.values())
+
+    def pinned(self, cache: Cache) -> int:
+        return cache.holds + sum(pin.cache is cache for pin in self.pins.values())
+
+    def findable(self, cache: Cache) -> bool:
+        return cache.owner or bool(self.keys(cache))
+
+    def freed(self, cache: Cache) -> bool:
+        return not self.findable(cache) and not self.pinned(cache)
+
+    def at(self, cache_id: int) -> Cache | None:
+        cache = self.caches.get(cache_id)
+        return cache if cache is not None and self.findable(cache) else None
+
+    def find(self, key: Key | None, cache_id: int, row: int) -> tuple[Cache, int, Binding | None] | None:
+        if key is not None:
+            binding = self.bound(key)
+            return None if binding is None else (binding.cache, binding.row, binding)
+        cache = self.at(cache_id)
+        return None if cache is None or row >= cache.rows else (cache, row, self.of_row(cache, row))
+
+    # --- what must be true of the guards ---------------------------------------------------------------------------
+
+    def expected(self) -> tuple[set[str], set[str], set[str]]:
+        """Names of the storages that are freed, of the guards that are retired, and of those that are void."""
+        freed = {c.name for c in self.caches.values() if self.freed(c)}
+        retired = freed | {b.name for b in self.bindings if not b.bound and not self.readers(b)}
+        void = retired | {c.name for c in self.caches.values() if c.withdrawn}
+        return freed, retired, void | {b.name for b in self.bindings if b.void}
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def add(self, cache_id: int, cache: Cache, keys: list[tuple[Key, int, str]]) -> None:
+        self.caches[cache_id] = cache
+        for key, row, name in keys:
+            binding = Binding(name, key, cache, row, set(range(cache.tensors)))
+            old = self.bound(key)
+            if old is not None and not cache.owned and not cache.blocks:
+                binding.bound = False  # the first one stays
+            elif old is not None:
+                self.unbind(old)
+            self.bindings.append(binding)
+
+    def unbind(self, binding: Binding) -> None:
+        binding.bound, binding.void = False, True
+
+    def withdraw(self, cache: Cache) -> None:
+        cache.owner, cache.withdrawn = False, True
+        for binding in self.keys(cache):
+            self.unbind(binding)
+
+    def deallocate(self, cache: Cache) -> None:
+        if cache.owned and cache.owner and cache.blocks:
+            self.withdraw(cache)
+        elif cache.owned:
+            cache.owner = False
+
+    def consume(self, binding: Binding | None, first: int, count: int) -> None:
+        if binding is None or not binding.bound or not binding.cache.owned or binding.key[0] != 0:
+            return
+        tensors = range(binding.cache.tensors)
+        if count > 0 and first in tensors and first + count - 1 in tensors:
+            binding.left -= set(range(first, first + count))
+            binding.bound = bool(binding.left)
+
+    def clear(self) -> None:
+        for cache in self.caches.values():
+            if self.findable(cache):
+                self.withdraw(cache)
+        self.pins.clear()

@@ -1,0 +1,407 @@
+"""Plans and layer ranges, without bytes of a peer: against rows and blocks of NumPy arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist.cache import layout
+from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
+from llm_datadist.transfer import _decode_geometry
+from tests.unit import twin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from llm_datadist.native import Plan
+
+ALL = LayerSelection(None, None, 2)
+
+
+def geometry(
+    tensors: int = 4, rows: int = 8, stride: int = 12, kind: CacheKind = CacheKind.CACHE, data_type: int = 4
+) -> Geometry:
+    return Geometry(kind, tensors, rows, stride, rows * stride, (rows, stride), data_type, 1)
+
+
+def blocks(tensors: int = 4, rows: int = 8, stride: int = 12) -> Geometry:
+    return geometry(tensors, rows, stride, CacheKind.BLOCKS)
+
+
+def arrays(of: Geometry, seed: int) -> list[NDArray[np.uint8]]:
+    return twin.noise(seed, of.num_tensors, of.tensor_bytes)
+
+
+def indices(*values: int) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def mismatch(kind: type[LLMException], call: Callable[[], object], *parts: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+    assert "\n" not in str(caught.value)
+    expected = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST if kind is CacheNotFound else LLMStatusCode.LLM_PARAM_INVALID
+    assert caught.value.status_code is expected
+
+
+def check(plan: Plan, dst: Geometry, src: Geometry, oracle: Callable[[Any, Any], None]) -> None:
+    """The plan leaves the bytes that ``oracle(dst row arrays, src row arrays)`` leaves, and counts them."""
+    to, from_ = arrays(dst, 1), arrays(src, 2)
+    wanted = [tensor.copy().reshape(dst.rows, dst.stride) for tensor in to]
+    oracle(wanted, [tensor.reshape(src.rows, src.stride) for tensor in from_])
+    twin.execute(plan, to, from_)
+    for got, expected in zip(to, wanted, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+    assert plan.nbytes == plan.count * int(plan.runs[:, 2].sum())
+
+
+# --- R14: layer ranges and tensor_num_per_layer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_layer", [1, 2, 3, 4, 5, 2**32 - 1])
+def test_r14_default_ranges_move_every_tensor_whatever_the_layer_size(per_layer: int) -> None:
+    selection = LayerSelection(None, None, per_layer)
+    selection.check_local("dst_layer_range", 5)
+    assert selection.tensors(geometry(5), geometry(5)) == (0, 0, 5)
+
+
+def test_r14_default_ranges_need_equal_tensor_counts() -> None:
+    mismatch(CacheMismatch, lambda: ALL.tensors(geometry(4), geometry(6)), "source has 4", "destination 6")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "per_layer", "expected"),
+    [
+        (range(1), range(1), 2, (0, 0, 2)),
+        (range(1, 3), range(2), 2, (0, 2, 4)),
+        (range(2), range(1, 3), 2, (2, 0, 4)),
+        (range(5, 6), range(1), 1, (0, 5, 1)),
+        (range(1), range(1), 6, (0, 0, 6)),  # tensor_num_per_layer goes up to num_tensors
+        (range(1, 2), range(1, 2), 3, (3, 3, 3)),
+        (range(3), None, 2, (0, 0, 6)),
+        (None, range(3), 2, (0, 0, 6)),
+    ],
+)
+def test_r14_a_range_is_layers_of_so_many_tensors(
+    src: range | None, dst: range | None, per_layer: int, expected: tuple[int, int, int]
+) -> None:
+    selection = LayerSelection(src, dst, per_layer)
+    selection.check_local("src_layer_range", 6)
+    selection.check_local("dst_layer_range", 6)
+    assert selection.tensors(geometry(6), geometry(6)) == expected
+
+
+@pytest.mark.parametrize(("src", "dst"), [(range(1), None), (None, range(1)), (range(1), range(1))])
+@pytest.mark.parametrize(("tensors", "per_layer"), [(5, 2), (4, 3), (4, 8), (4, 2**32 - 1)])
+def test_r14_a_given_range_needs_whole_layers(
+    src: range | None, dst: range | None, tensors: int, per_layer: int
+) -> None:
+    selection = LayerSelection(src, dst, per_layer)
+    for name in ("src_layer_range", "dst_layer_range"):
+        mismatch(
+            ParamError,
+            lambda name=name: selection.check_local(name, tensors),  # type: ignore[misc]  # bound at once
+            f"tensor_num_per_layer={per_layer}",
+            f"{tensors} tensors",
+        )
+    mismatch(ParamError, lambda: selection.tensors(geometry(tensors), geometry(tensors)), "tensor_num_per_layer")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (range(2), range(1)),
+        (range(1), None),
+        (None, range(1, 2)),
+        (range(2**70), range(1)),
+        (range(1), range(2**70)),
+        (range(2**70), None),
+    ],
+)
+def test_r14_unequal_lengths_are_refused_and_none_stands_for_all_layers(src: range | None, dst: range | None) -> None:
+    selection = LayerSelection(src, dst, 2)
+    four = geometry(4)
+    with pytest.raises(ParamError, match="layer") as caught:
+        selection.tensors(four, four)
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    # The end that knows both lengths by itself says so before it asks the peer.
+    if src is not None:
+        with pytest.raises(ParamError, match="layer_range"):
+            selection.check_local("dst_layer_range", 4)
+    if dst is not None:
+        with pytest.raises(ParamError, match="layer_range"):
+            selection.check_local("src_layer_range", 4)
+
+
+@pytest.mark.parametrize("layers", [range(3), range(2, 3), range(1, 2**70), range(2**70, 2**70 + 1)])
+def test_r14_a_range_outside_its_cache_is_refused_at_either_end(layers: range) -> None:
+    inside = range(1)
+    mismatch(
+        ParamError,
+        lambda: LayerSelection(layers, layers, 2).check_local("src_layer_range", 4),
+        f"src_layer_range={layers}",
+        "2 layers of 2 tensors",
+    )
+    mismatch(
+        ParamError,
+        lambda: LayerSelection(inside, layers, 2).tensors(geometry(4), geometry(4)),
+        f"dst_layer_range={layers}",
+    )
+    mismatch(
+        ParamError,
+        lambda: LayerSelection(layers, inside, 2).tensors(geometry(4), geometry(4)),
+        f"src_layer_range={layers}",
+    )
+
+
+def test_r14_unequal_tensor_counts_meet_through_ranges() -> None:
+    assert LayerSelection(range(3, 4), None, 2).tensors(geometry(8), geometry(2)) == (0, 6, 2)
+    assert LayerSelection(None, range(3, 4), 2).tensors(geometry(2), geometry(8)) == (6, 0, 2)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 5),
+    st.tuples(st.integers(1, 6), st.integers(1, 40)),
+    st.tuples(st.integers(1, 6), st.integers(1, 40)),
+    st.data(),
+)
+def test_i7_plan_row_moves_the_start_of_one_row(
+    tensors: int, source: tuple[int, int], target: tuple[int, int], data: st.DataObject
+) -> None:
+    src, dst = geometry(tensors, *source), geometry(tensors, *target)
+    src_row = data.draw(st.integers(0, src.rows - 1))
+    dst_row = data.draw(st.integers(0, dst.rows - 1))
+    size = data.draw(st.one_of(st.just(-1), st.integers(1, 50)))
+    length = dst.stride if size == -1 else size
+
+    def plan() -> Plan:
+        return layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=size, layers=ALL)
+
+    if length > min(src.stride, dst.stride):
+        mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
+        return
+
+    def oracle(to: Any, from_: Any) -> None:
+        for t, f in zip(to, from_, strict=True):
+            t[dst_row, :length] = f[src_row, :length]
+
+    check(plan(), dst, src, oracle)
+
+
+def test_plan_row_moves_the_selected_tensors_only() -> None:
+    src, dst = geometry(6), geometry(4)
+    plan = layout.plan_row(src, dst, src_row=3, dst_row=1, size=-1, layers=LayerSelection(range(2, 3), range(1, 2), 2))
+
+    def oracle(to: Any, from_: Any) -> None:
+        to[2][1], to[3][1] = from_[4][3], from_[5][3]
+
+    check(plan, dst, src, oracle)
+
+
+def test_plan_row_refuses_the_wrong_kinds_and_rows() -> None:
+    def plan(src: Geometry, dst: Geometry, src_row: int = 0, dst_row: int = 0) -> Callable[[], Plan]:
+        return lambda: layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=-1, layers=ALL)
+
+    mismatch(CacheMismatch, plan(blocks(), geometry()), "source", "blocks cache")
+    mismatch(CacheMismatch, plan(geometry(), blocks()), "destination", "blocks cache")
+    mismatch(CacheNotFound, plan(geometry(rows=2), geometry(), 2), "2", "rows")
+    mismatch(ParamError, plan(geometry(), geometry(rows=2), 0, 2), "batch_index=2", "2 rows")
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20), st.integers(1, 9), st.data())
+def test_r26_plan_blocks_is_the_pairs_one_after_the_other(
+    tensors: int, src_rows: int, dst_rows: int, stride: int, data: st.DataObject
+) -> None:
+    src, dst = blocks(tensors, src_rows, stride), blocks(tensors, dst_rows, stride)
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, dst_rows - 1), st.integers(0, src_rows - 1)), max_size=30))
+    plan = layout.plan_blocks(src, dst, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL)
+
+    def oracle(to: Any, from_: Any) -> None:
+        for t, f in zip(to, from_, strict=True):
+            for d, s in pairs:
+                t[d] = f[s]
+
+    check(plan, dst, src, oracle)
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20))
+def test_r26_chains_within_one_memory_take_effect_in_order(pairs: list[tuple[int, int]]) -> None:
+    cache = blocks()
+    plan = layout.plan_blocks(
+        cache, cache, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL, alias=True
+    )
+    memory = arrays(cache, 3)
+    wanted = [tensor.copy().reshape(cache.rows, -1) for tensor in memory]
+    for tensor in wanted:
+        for d, s in pairs:
+            tensor[d] = tensor[s].copy()
+    twin.execute(plan, memory, memory)
+    for got, expected in zip(memory, wanted, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+
+
+def test_r26_the_same_block_of_another_layer_is_not_the_same_memory() -> None:
+    cache = blocks()
+    layers = LayerSelection(range(1), range(1, 2), 2)
+    plan = layout.plan_blocks(cache, cache, indices(1, 2), indices(1, 2), layers, alias=True)
+    assert (plan.dst_first, plan.src_first, plan.count, plan.nbytes) == (2, 0, 2, 2 * 2 * cache.stride)
+
+
+def test_r17_plan_blocks_refuses_different_block_sizes() -> None:
+    mismatch(
+        CacheMismatch,
+        lambda: layout.plan_blocks(blocks(stride=12), blocks(stride=16), indices(0), indices(0), ALL),
+        "12 bytes",
+        "16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "parts"),
+    [
+        ((0, 1), (0,), ("dst_blocks has 1", "src_blocks has 2")),
+        ((0, 8), (0, 1), ("src_blocks[1] is 8", "[0, 8)")),
+        ((0, 1), (9, 1), ("dst_blocks[0] is 9", "[0, 9)")),
+        ((2**62,), (0,), ("src_blocks[0]",)),
+    ],
+)
+def test_plan_blocks_refuses_wrong_lists(src: tuple[int, ...], dst: tuple[int, ...], parts: tuple[str, ...]) -> None:
+    def plan() -> Plan:
+        return layout.plan_blocks(blocks(rows=8), blocks(rows=9), indices(*src), indices(*dst), ALL)
+
+    mismatch(ParamError, plan, *parts)
+
+
+def test_plan_blocks_refuses_the_wrong_kinds() -> None:
+    mismatch(
+        CacheMismatch, lambda: layout.plan_blocks(geometry(), blocks(), indices(0), indices(0), ALL), "source is not"
+    )
+    mismatch(
+        CacheMismatch, lambda: layout.plan_blocks(blocks(), geometry(), indices(0), indices(0), ALL), "destination"
+    )
+
+
+# --- pieces -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 50), st.integers(1, 20), st.data())
+def test_i8_plan_pieces_cuts_a_row_and_the_last_piece_may_be_short(
+    tensors: int, src_rows: int, row_bytes: int, block_bytes: int, data: st.DataObject
+) -> None:
+    src, dst = geometry(tensors, src_rows, row_bytes), blocks(tensors, 8, block_bytes)
+    row = data.draw(st.integers(0, src_rows - 1))
+    targets = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=12))
+    pieces = math.ceil(row_bytes / block_bytes)
+
+    def plan() -> Plan:
+        return layout.plan_pieces(src, dst, src_row=row, dst_blocks=indices(*targets), layers=ALL)
+
+    if len(targets) > pieces:
+        mismatch(ParamError, plan, f"dst_blocks has {len(targets)}", f"{pieces} pieces of {block_bytes}")
+        return
+
+    def oracle(to: Any, from_: Any) -> None:
+        for t, f in zip(to, from_, strict=True):
+            for i, d in enumerate(targets):
+                piece = f[row, i * block_bytes : (i + 1) * block_bytes]
+                t[d, : len(piece)] = piece
+
+    check(plan(), dst, src, oracle)
+
+
+def test_plan_pieces_refuses_the_wrong_kinds_and_rows() -> None:
+    def plan(src: Geometry, dst: Geometry, row: int = 0) -> Callable[[], Plan]:
+        return lambda: layout.plan_pieces(src, dst, src_row=row, dst_blocks=indices(0), layers=ALL)
+
+    mismatch(CacheMismatch, plan(blocks(), blocks()), "source is blocks", "BlocksCacheKey")
+    mismatch(CacheMismatch, plan(geometry(), geometry()), "destination cache")
+    mismatch(CacheNotFound, plan(geometry(rows=2), blocks(), 2), "2 rows")
+
+
+# --- geometry, also from a stranger -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CacheKind)
+def test_geometry_counts_rows_by_the_first_dimension_whatever_the_batch_dimension(kind: CacheKind) -> None:
+    desc = CacheDesc(3, [4, 5, 6], DataType.DT_FLOAT16, Placement.HOST, batch_dim_index=1)
+    assert Geometry.of(desc, kind) == Geometry(kind, 3, 4, 60, 240, (4, 5, 6), 1, 0)
+
+
+def test_geometry_refuses_a_cache_without_tensors() -> None:
+    mismatch(ParamError, lambda: Geometry.of(CacheDesc(0, [4], DataType.DT_INT8), CacheKind.CACHE), "num_tensors=0")
+
+
+@given(*[st.one_of(st.integers(-(2**63), 2**64 - 1), st.integers(-2, 40), st.integers(2**62, 2**63 + 2))] * 4)
+def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
+    num_tensors: int, rows: int, stride: int, tensor_bytes: int
+) -> None:
+    sent = Geometry(CacheKind.BLOCKS, num_tensors, rows, stride, tensor_bytes, (), -5, 99)
+    try:
+        got = _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(sent)))
+    except ProtocolError as error:
+        assert "\n" not in str(error)  # noqa: PT017 (the other outcome is as good)
+        return
+    assert got == sent
+    assert 1 <= got.num_tensors <= 2**20
+    assert got.rows >= 1
+    assert got.stride >= 1
+    assert got.rows * got.stride <= got.tensor_bytes < 2**63
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tensors": 0},
+        {"num_tensors": -1},
+        {"num_tensors": 2**20 + 1},
+        {"rows": 0},
+        {"rows": -1},
+        {"stride": 0},
+        {"stride": -12},
+        {"tensor_bytes": 0},
+        {"tensor_bytes": 8 * 12 - 1},
+        {"tensor_bytes": 2**63},
+        {"rows": 2**63, "stride": 2**63},
+        {"rows": -8, "stride": -12},
+    ],
+)
+def test_a_wire_geometry_that_lies_is_a_protocol_error(change: dict[str, int]) -> None:
+    hostile = msgspec.structs.replace(geometry(), **change)
+    with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
+        _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(hostile)))
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"",
+        b"\x90",
+        b"\xc0",
+        msgspec.msgpack.encode([7, 4, 8, 12, 96, [8, 12], 4, 1]),  # no such kind
+        msgspec.msgpack.encode([0, 4, 8, 12, 96, ["8"], 4, 1]),
+        msgspec.msgpack.encode([0, 4.0, 8, 12, 96, [8, 12], 4, 1]),
+        msgspec.msgpack.encode([0, 4, None, 12, 96, [8, 12], 4, 1]),
+    ],
+)
+def test_what_is_no_wire_geometry_is_a_protocol_error(wire: bytes) -> None:
+    with pytest.raises(ProtocolError, match="no cache geometry"):
+        _decode_geometry(msgspec.Raw(wire))

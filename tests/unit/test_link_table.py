@@ -1,0 +1,201 @@
+"""Which of two competing links stays: two tables, every order of the steps that hypothesis can think of."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_datadist.control.link import Link, Peer
+from llm_datadist.control.table import LinkTable
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode
+from llm_datadist.transport import Choice
+from llm_datadist.transport.base import Capabilities, Connection, Window
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_names = itertools.count(1)
+
+
+class Nowhere(Connection):
+    """A connection to nothing, closed from the start, for links that move no bytes."""
+
+    capabilities = Capabilities("nowhere", shared_regions=False, private_memory=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.close()
+
+    def _window(self, region: int) -> Window | None:
+        return None
+
+    def _guards(self) -> Window:
+        raise AssertionError("no guards")
+
+    def _move(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("no bytes")
+
+    def _release(self) -> None:
+        pass
+
+
+class End:
+    """One process: its table, and what its callers were told."""
+
+    def __init__(self, cluster_id: int, incarnation: bytes) -> None:
+        self.me = Peer(cluster_id, incarnation, cluster_id, "host")
+        self.table = LinkTable(incarnation)
+        self.told: list[str] = []
+
+    def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
+        choice = Choice(name, "test")
+        return Link(peer, Nowhere(), choice, dialled=dialled, sequence=sequence, peer_sequence=peer_sequence)
+
+    def end(self, link: Link | None) -> None:
+        if link is not None:
+            self.table.remove(link)
+            link.end("replaced", lost=True)
+
+    def usable(self) -> list[str]:
+        return sorted(link.choice.name for link in self.table.all() if link.usable)
+
+
+def dial(here: End, there: End) -> Iterator[None]:
+    """One call of link_clusters, step by step; between two steps anything else may happen."""
+    while True:
+        yield  # Hello and Welcome are on their way
+        try:
+            number = here.table.commit(there.me, Deadline.after_ms(0))
+        except DeadlineExceeded:
+            continue  # would wait for another call of this end
+        if isinstance(number, Link):
+            here.told.append(number.choice.name)
+            return
+        name = f"{here.me.cluster_id}->{there.me.cluster_id} {next(_names)}"
+        yield  # Met is on its way
+        far = there.link(here.me, name, dialled=False, sequence=0, peer_sequence=number)
+        try:
+            old = there.table.admit(far)
+        except LinkRefused as error:
+            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                raise
+            far.end("refused", lost=False)
+            yield  # Refused is on its way
+            here.table.withdraw(there.me)
+            continue
+        far.ready(None)  # type: ignore[arg-type]  # no channel: nothing is sent over these links
+        there.end(old)
+        yield  # Linked is on its way
+        near = here.link(there.me, name, dialled=True, sequence=number, peer_sequence=far.sequence)
+        near.ready(None)  # type: ignore[arg-type]
+        here.end(here.table.install(near))
+        here.table.withdraw(there.me)
+        here.told.append(name)
+        return
+
+
+def run(dials: list[Iterator[None]], order: Iterator[int]) -> None:
+    """Advance the dials in the given order until all are over."""
+    for _ in range(2000):
+        if not dials:
+            return
+        chosen = dials[next(order, 0) % len(dials)]
+        if next(chosen, "over") == "over":
+            dials.remove(chosen)
+        else:
+            dials.append(dials.pop(dials.index(chosen)))  # nobody starves
+    raise AssertionError("the dials never end")
+
+
+@settings(max_examples=300)
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=80), st.booleans())
+def test_dials_of_both_ends_leave_one_link_and_never_replace_a_link_that_was_told(
+    sides: list[bool], order: list[int], swapped: bool
+) -> None:
+    ends = End(1, b"b" if swapped else b"a"), End(2, b"a" if swapped else b"b")
+    run([dial(ends[side], ends[not side]) for side in sides], iter(order))
+    (name,) = ends[0].usable()
+    assert ends[1].usable() == [name]
+    for end, side in zip(ends, (False, True), strict=True):
+        assert end.told == [name] * sides.count(side), "whoever was told of a link still has it"
+        end.table.check_integrity()
+
+
+@settings(max_examples=100)
+@given(st.booleans(), st.booleans(), st.lists(st.integers(0, 5), max_size=40), st.booleans())
+def test_an_end_that_lost_its_link_gets_a_new_one_whatever_the_other_still_believes(
+    first: bool, loser: bool, order: list[int], both: bool
+) -> None:
+    ends = End(1, b"a"), End(2, b"b")
+    run([dial(ends[first], ends[not first])], iter([]))
+    old = ends[loser].table.get(ends[not loser].me.cluster_id)
+    ends[loser].end(old)  # the other end has not heard of it
+    dials = [dial(ends[loser], ends[not loser])] * (1 + both)
+    run(list(dict.fromkeys(dials)), iter(order))
+    (name,) = ends[loser].usable()
+    assert ends[not loser].usable() == [name]
+    assert old is not None
+    assert name != old.choice.name
+
+
+def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused_naming_both() -> None:
+    here, first, second = End(1, b"a"), End(2, b"b"), End(2, b"c")
+    second.me = Peer(2, b"c", 77, "elsewhere")
+    run([dial(first, here)], iter([]))
+    with pytest.raises(AlreadyLinked) as caught:
+        here.table.commit(second.me, Deadline.after_ms(0))
+    assert caught.value.status_code is LLMStatusCode.LLM_ALREADY_LINK
+    assert all(part in str(caught.value) for part in ("pid 2 on host", "pid 77 on elsewhere"))
+    newcomer = here.link(second.me, "newcomer", dialled=False, sequence=0, peer_sequence=1)
+    assert here.table.rival(second.me) is here.table.get(2)
+    with pytest.raises(AlreadyLinked):
+        here.table.admit(newcomer)
+    newcomer.end("refused", lost=False)
+
+
+def test_a_commit_waits_for_an_unlink_that_is_going_on() -> None:
+    here, there = End(1, b"a"), End(2, b"b")
+    run([dial(here, there)], iter([]))
+    link = here.table.get(2)
+    assert link is not None
+    assert link.begin_unlink()
+    with pytest.raises(DeadlineExceeded) as caught:
+        here.table.commit(there.me, Deadline.after_ms(1))
+    assert caught.value.phase == "link"
+    here.end(link)
+    assert isinstance(here.table.commit(there.me, Deadline.after_ms(0)), int)
+
+
+def test_a_link_to_ourselves_has_both_ends_in_the_table() -> None:
+    here = End(1, b"a")
+    run([dial(here, here)], iter([]))
+    assert len(here.usable()) == 2
+    assert len(set(here.usable())) == 1
+    here.table.check_integrity()
+    dialled = here.table.get(1)
+    assert dialled is not None
+    assert dialled.dialled
+    for link in here.table.all():
+        here.end(link)
+    assert here.table.all() == []
+
+
+def test_a_closed_table_takes_no_link() -> None:
+    here, there = End(1, b"a"), End(2, b"b")
+    going_on = dial(here, there)
+    next(going_on)
+    next(going_on)  # committed
+    assert here.table.close() == []
+    for refused in (
+        lambda: here.table.commit(Peer(3, b"c", 3, ""), Deadline.after_ms(0)),
+        lambda: here.table.install(here.link(there.me, "x", dialled=True, sequence=1, peer_sequence=1)),
+        lambda: here.table.admit(here.link(there.me, "x", dialled=False, sequence=0, peer_sequence=1)),
+    ):
+        with pytest.raises(LinkRefused, match="finalised"):
+            refused()
+    assert here.table.all() == []

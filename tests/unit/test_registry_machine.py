@@ -1,0 +1,316 @@
+"""The registry against a simple model, step by step, under hypothesis (R2 to R5, R25, R27, BEHAVIOUR §3)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llm_datadist.cache.entries import Namespace
+from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.registry import Effects, Entry, Registry
+from llm_datadist.errors import CacheNotFound, KeyInUse
+from tests.unit import registry_model as model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PEERS = (object(), object())
+NORMAL_KEYS = [
+    (Namespace.REQUEST, 0, 0),
+    (Namespace.REQUEST, 1, 0),
+    (Namespace.REQUEST, 0, 1),
+    (Namespace.PREFIX, 0, 0),
+]
+BLOCKS_KEYS = [(Namespace.BLOCKS, 0, m) for m in range(2)]
+#: What a call of the owner, or a message of a peer, may be: the common ones are said more often.
+OWNER_OPS = ["deallocate", "deallocate", "remove_key", "unregister", "hold", "let_go"]
+PEER_OPS = [
+    *["pin"] * 5,
+    *["pull_ends"] * 4,
+    "release_whatever",
+    "release_whatever",
+    "consume_row",
+    "drop_peer",
+    "expire",
+]
+
+
+class Args(NamedTuple):
+    """What an event may need."""
+
+    peer: object
+    pick: int
+    row: int
+    first: int
+    tensors: int
+    time: int
+    flag: bool
+
+
+some_keys = st.lists(st.sampled_from(NORMAL_KEYS), max_size=3) | st.lists(
+    st.sampled_from(BLOCKS_KEYS), min_size=1, max_size=1
+)
+arguments = st.builds(
+    Args,
+    peer=st.sampled_from(PEERS),
+    pick=st.integers(0, 2**16),
+    row=st.sampled_from([0, 0, 0, 1, 3]),
+    first=st.sampled_from([0, 0, 0, 1, 2, -1]),
+    tensors=st.sampled_from([1, 1, 2, 3, 3, 0, 4]),
+    time=st.integers(1, 3),
+    flag=st.booleans(),
+)
+
+
+def geometry(kind: CacheKind, rows: int, tensors: int) -> Geometry:
+    return Geometry(kind, tensors, rows, 8, 8 * rows, (rows, 8), 2, 1)
+
+
+def _pick(values: list[Any], pick: int) -> Any:
+    return values[pick % len(values)]
+
+
+class Ledger:
+    """Carries effects out the way CacheStore does, and refuses to do anything twice."""
+
+    def __init__(self) -> None:
+        self.advanced: set[str] = set()
+        self.retired: set[str] = set()
+        self.freed: set[str] = set()
+
+    def apply(self, effects: Effects) -> None:
+        for guard in effects.advance:
+            assert guard not in self.advanced | self.retired, f"{guard} advanced twice, or after it was retired"
+            self.advanced.add(guard)
+        for guard in effects.retire:
+            assert guard not in self.retired, f"{guard} retired twice"
+            self.retired.add(guard)
+        for storage in effects.free:
+            assert storage not in self.freed, f"{storage} freed twice"
+            assert storage in self.retired, f"{storage} freed before its guard was retired"
+            self.freed.add(storage)
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Names are shared: the storage and the guard of cache 3 are both called "cache 3"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry()
+        self.model = model.Model()
+        self.ledger = Ledger()
+        self.entries: dict[int, Entry] = {}
+        self.held: list[int] = []
+        self.made = self.bound = self.unknown = self.pinned = 0
+
+    # --- what happens ----------------------------------------------------------------------------------------------
+
+    @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([1, 2]))
+    def begin(self, keys: list[Any], tensors: int) -> None:
+        """Something to pull from the first step on."""
+        self.make_cache(True, keys[:2], tensors)
+        self.make_cache(False, [BLOCKS_KEYS[0]], tensors)
+        self.make_cache(True, keys[2:], 1)
+
+    @rule(owned=st.booleans(), keys=some_keys, tensors=st.sampled_from([1, 1, 2, 3]))
+    def make_cache(self, owned: bool, keys: list[Any], tensors: int) -> None:
+        blocks = keys[:1] in ([key] for key in BLOCKS_KEYS)
+        self.made += 1
+        cache = model.Cache(f"cache {self.made}", owned, blocks, 1 if blocks else 3, tensors)
+        wanted = []
+        for row, key in enumerate(keys):
+            self.bound += 1
+            wanted.append((key, row, f"binding {self.bound}"))
+        kind = CacheKind.BLOCKS if blocks else CacheKind.CACHE
+        what = (geometry(kind, cache.rows, tensors), cache.name, cache.name, wanted)
+        if owned and any(self.model.bound(key) for key, _, _ in wanted):
+            with pytest.raises(KeyInUse):
+                self.registry.require_free(key for key, _, _ in wanted)
+            with pytest.raises(KeyInUse):
+                self.registry.add(*what, owned=owned)
+            return
+        entry, effects = self.registry.add(*what, owned=owned)
+        self.ledger.apply(effects)
+        assert entry.cache_id == max(self.model.caches, default=0) + 1
+        self.entries[entry.cache_id] = entry
+        self.model.add(entry.cache_id, cache, wanted)
+
+    @rule(op=st.sampled_from(OWNER_OPS), a=arguments)
+    def owner_acts(self, op: str, a: Args) -> None:
+        getattr(self, op)(a)
+
+    @rule(op=st.sampled_from(PEER_OPS), a=arguments)
+    def peer_acts(self, op: str, a: Args) -> None:
+        getattr(self, op)(a)
+
+    @precondition(lambda self: len(self.model.caches) > 12)
+    @rule()
+    def clear(self) -> None:
+        self.ledger.apply(self.registry.clear())
+        self.model.clear()
+
+    # --- owners, keys, local calls ---------------------------------------------------------------------------------
+
+    def deallocate(self, a: Args) -> None:
+        cache_id = self.some_id(a.pick)
+        self.ledger.apply(self.registry.drop_owner(cache_id))
+        cache = self.model.at(cache_id)
+        if cache is not None:
+            self.model.deallocate(cache)
+
+    def remove_key(self, a: Args) -> None:
+        key = _pick(NORMAL_KEYS + BLOCKS_KEYS, a.pick)
+        self.ledger.apply(self.registry.remove_key(key))
+        binding = self.model.bound(key)
+        if binding is not None:
+            self.model.unbind(binding)
+
+    def unregister(self, a: Args) -> None:
+        cache_id = self.some_id(a.pick)
+        self.ledger.apply(self.registry.unregister(cache_id))
+        cache = self.model.at(cache_id)
+        if cache is not None and not cache.owned:
+            self.model.withdraw(cache)
+
+    # --- pins ------------------------------------------------------------------------------------------------------
+
+    def pin(self, a: Args) -> None:
+        row = a.row
+        key, cache_id = (self.some_key(a.pick), 0) if a.flag else (None, self.some_id(a.pick))
+        found = self.model.find(key, cache_id, row)
+        with self.refused_unless(found is not None):
+            pin = self.registry.pin(a.peer, a.time, key=key, cache_id=cache_id, row=row)
+            assert found is not None
+            cache, found_row, binding = found
+            assert (pin.entry.storage, pin.row) == (cache.name, found_row)
+            assert (pin.binding and pin.binding.guard) == (binding and binding.name)
+            self.pinned = pin.pin_id
+            self.model.pins[pin.pin_id] = model.Pin(a.peer, cache, binding, a.time)
+
+    def release_whatever(self, a: Args) -> None:
+        """A release of a pin that may never have been, or be over, or be another peer's."""
+        self.release(a.peer, a.pick % (self.pinned + 2), a.first, a.tensors, consume=a.flag)
+
+    def pull_ends(self, a: Args) -> None:
+        if self.model.pins:
+            pin_id = _pick(sorted(self.model.pins), a.pick)
+            self.release(self.model.pins[pin_id].peer, pin_id, a.first, a.tensors, consume=True)
+
+    def release(self, peer: object, pin_id: int, first: int, count: int, *, consume: bool) -> None:
+        self.ledger.apply(self.registry.release(peer, pin_id, first, count, consume=consume))
+        pin = self.model.pins.get(pin_id)
+        if pin is None or pin.peer is not peer:
+            self.unknown += 1
+            return
+        if consume:
+            self.model.consume(pin.binding, first, count)
+        del self.model.pins[pin_id]
+
+    def consume_row(self, a: Args) -> None:
+        cache_id = self.some_id(a.pick)
+        self.ledger.apply(self.registry.consume_row(cache_id, a.row, a.first, a.tensors))
+        cache = self.model.at(cache_id)
+        if cache is not None:
+            self.model.consume(self.model.of_row(cache, a.row), a.first, a.tensors)
+
+    def drop_peer(self, a: Args) -> None:
+        self.ledger.apply(self.registry.drop_peer(a.peer))
+        self.model.pins = {n: pin for n, pin in self.model.pins.items() if pin.peer is not a.peer}
+
+    def expire(self, a: Args) -> None:
+        self.ledger.apply(self.registry.expire(a.time))
+        self.model.pins = {n: pin for n, pin in self.model.pins.items() if pin.expires > a.time}
+
+    def hold(self, a: Args) -> None:
+        cache_id = self.some_id(a.pick)
+        cache = self.model.at(cache_id)
+        with self.refused_unless(cache is not None):
+            assert self.registry.hold(cache_id) is self.entries[cache_id]
+            assert cache is not None
+            cache.holds += 1
+            self.held.append(cache_id)
+
+    def let_go(self, a: Args) -> None:
+        if self.held:
+            cache_id = self.held.pop(a.pick % len(self.held))
+            self.ledger.apply(self.registry.let_go(self.entries[cache_id]))
+            self.model.caches[cache_id].holds -= 1
+
+    # --- after every step ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def tables_are_sound(self) -> None:
+        self.registry.check_integrity()
+
+    @invariant()
+    def storages_and_guards_are_where_they_should_be(self) -> None:
+        freed, retired, void = self.model.expected()
+        assert self.ledger.freed == freed
+        assert self.ledger.retired == retired
+        assert self.ledger.retired | self.ledger.advanced == void
+
+    @invariant()
+    def everybody_finds_what_the_model_finds(self) -> None:
+        for key in NORMAL_KEYS + BLOCKS_KEYS:
+            self.same_answer(key, 0, 0)
+        for cache_id in range(1, len(self.model.caches) + 2):
+            for row in range(2):
+                self.same_answer(None, cache_id, row)
+
+    @invariant()
+    def statistics_count_the_same(self) -> None:
+        entries, bindings, pins = self.registry.snapshot()
+        alive = {c.name for c in self.model.caches.values() if not self.model.freed(c)}
+        assert {entry.storage for entry in entries} == alive
+        assert {b.guard for b in bindings} == {b.name for b in self.model.bindings if b.bound}
+        left = {b.name: sum(1 << tensor for tensor in b.left) for b in self.model.bindings}
+        assert all(b.remaining == left[b.guard] for b in bindings)
+        assert pins == len(self.model.pins)
+        assert self.registry.unknown_releases == self.unknown
+
+    def some_id(self, pick: int) -> Any:
+        """A cache that is there, mostly; or one that was, or never."""
+        there = [cache_id for cache_id in self.model.caches if self.model.at(cache_id)]
+        return _pick(there * 5 + list(range(len(self.model.caches) + 2)), pick)
+
+    def some_key(self, pick: int) -> Any:
+        """A key that is bound, mostly."""
+        bound = [binding.key for binding in self.model.bindings if binding.bound]
+        return _pick(bound * 5 + NORMAL_KEYS, pick)
+
+    def same_answer(self, key: Any, cache_id: int, row: int) -> None:
+        expected = self.model.find(key, cache_id, row)
+        with self.refused_unless(expected is not None):
+            entry, found_row, binding = self.registry.find(key=key, cache_id=cache_id, row=row)
+            found = (entry.storage, found_row, binding and binding.guard)
+            assert expected is not None
+            assert found == (expected[0].name, expected[1], expected[2] and expected[2].name)
+
+    @contextlib.contextmanager
+    def refused_unless(self, there: bool) -> Iterator[None]:
+        if there:
+            yield
+        else:
+            with pytest.raises(CacheNotFound):
+                yield
+
+    def teardown(self) -> None:
+        """Finalize: everything goes, exactly once."""
+        self.clear()
+        while self.held:
+            self.let_go(Args(PEERS[0], 0, 0, 0, 0, 0, flag=False))
+        self.tables_are_sound()
+        self.storages_and_guards_are_where_they_should_be()
+        assert self.ledger.freed == {cache.name for cache in self.model.caches.values()}
+        names = {binding.name for binding in self.model.bindings}
+        assert self.ledger.retired == self.ledger.freed | names
+        super().teardown()
+
+
+RegistryMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestRegistryMachine = RegistryMachine.TestCase
