@@ -88,14 +88,7 @@ class Initiator:
         self._links = links
         self._pool = pool
 
-    def pull(
-        self,
-        name: RemoteName,
-        local: Tensors,
-        make_plan: MakePlan,
-        deadline: Deadline,
-        what: str,
-    ) -> int:
+    def pull(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
         """Move the remote cache ``name`` into ``local`` tensors; return the bytes moved.
 
         A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
@@ -112,14 +105,7 @@ class Initiator:
         """
         return self._move(name, local, make_plan, deadline, what, push=False)
 
-    def push(
-        self,
-        name: RemoteName,
-        local: Tensors,
-        make_plan: MakePlan,
-        deadline: Deadline,
-        what: str,
-    ) -> int:
+    def push(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
         """Move ``local`` tensors into the remote cache ``name``; return the bytes moved. Errors as :meth:`pull`."""
         return self._move(name, local, make_plan, deadline, what, push=True)
 

@@ -10,7 +10,7 @@ import pytest
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.ends import ChildEnd
-from tests.support.gates import count_resolves, resolves, stopped
+from tests.support.gates import count_messages, releases, resolves, stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.moves import Bytes
 
-KEY, BUDGET_MS = CacheKey(1, 10), 300
+KEY, BUDGET_MS = CacheKey(1, 10), 700
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
 
 
@@ -51,7 +51,7 @@ def go_on(pair: Pair) -> None:
 
 def both(pair: Pair, source: Spec, target: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
     pair.start(sync_kv_timeout=BUDGET_MS, **settings)
-    pair.prompt.do(count_resolves)
+    pair.prompt.do(count_messages)
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
 
 
@@ -76,7 +76,8 @@ def test_r06_a_target_that_does_not_answer_times_out_in_resolve_and_the_link_sta
     same_bytes(frozen.decoder.do(show, "kv"), dst)
     go_on(frozen)
     # The target answers late; the pin of that answer is given back, and nothing is consumed.
-    wait_until(lambda: frozen.prompt.do(resolves) == 1 and frozen.prompt.do(picture).pins == 0)
+    wait_until(lambda: (frozen.prompt.do(resolves), frozen.prompt.do(releases)) == (1, 1))
+    assert frozen.prompt.do(picture).pins == 0
     assert frozen.prompt.do(picture).keys == before.keys
     frozen.decoder.do(call, "pull_cache", KEY, Use("kv"), 3)
     same_bytes(frozen.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))

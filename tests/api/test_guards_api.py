@@ -8,7 +8,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, TransferFailed
-from tests.support.gates import count_resolves, resolves, stopped
+from tests.support.gates import count_messages, resolves, stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import cluster_info, fill
 
@@ -29,7 +29,7 @@ PAIRS = [(6, 1), (0, 2)]
 
 def both(pair: Pair, source: Spec = PAGED, target: Spec = TARGET, **settings: Any) -> tuple[Bytes, Bytes]:
     pair.start(**settings)
-    pair.prompt.do(count_resolves)
+    pair.prompt.do(count_messages)
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
 
 

@@ -148,7 +148,7 @@ def test_several_clusters_are_linked_in_parallel(end: LocalEnd) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
     end.start("DECODER", 2)
-    with listener(hang_up_when_all_are_here, count) as port:
+    with listener(hang_up_when_all_are_here) as port:
         codes = end.do(link, [info(cluster_id, port) for cluster_id in range(10, 10 + count)], 15_000)
     assert codes == (FAILED, [FAILED] * count)
     assert not together.broken, "all were connected at the same time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -97,6 +98,8 @@ class ChildEnd(_Started):
     def finish(self, seconds: float = _ANSWER_SECONDS) -> Any:
         """Return the result of the call that was begun, or raise what it raised."""
         if not self._pipe.poll(seconds):
+            # A late answer would be taken for that of the next call.
+            self.kill()
             raise TimeoutError(f"the child gave no answer within {seconds} s")
         ok, value = self._pipe.recv()
         if ok:
@@ -131,6 +134,8 @@ def serve(name: str, fd: int) -> None:
     """The child's main loop: call what comes, until the pipe ends."""
     world = World(name)
     pipe = Connection(fd)
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             function, args = pipe.recv()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["STEPS", "Stopped", "begin", "count_resolves", "resolves", "stopped"]
+__all__ = ["STEPS", "Stopped", "begin", "count_messages", "releases", "resolves", "stopped"]
 
 #: step -> (object that has it, its method, stop after it rather than before)
 STEPS = {
@@ -127,21 +127,29 @@ def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], An
     return finish
 
 
-def count_resolves(world: World) -> None:
-    """Count from now on how often a peer asks this end where a cache is."""
+def count_messages(world: World) -> None:
+    """Count from now on how often a peer asks this end where a cache is, and how often it gives a pin back."""
     assert world.dd._engine is not None
     handlers: Any = world.dd._engine.links._handlers
-    original = handlers[Resolve]
-    world.memory["resolves"] = 0
+    resolve, release = handlers[Resolve], handlers[Release]
+    world.memory["resolves"] = world.memory["releases"] = 0
 
-    def counted(link: Any, message: Any) -> None:
-        world.memory["resolves"] += 1
-        original(link, message)
+    def on_resolve(link: Any, message: Any) -> None:
+        world.memory["resolves"] += 1  # before the answer leaves
+        resolve(link, message)
 
-    handlers[Resolve] = counted
+    def on_release(link: Any, message: Any) -> None:
+        release(link, message)
+        world.memory["releases"] += 1  # after its effects
+
+    handlers[Resolve], handlers[Release] = on_resolve, on_release
 
 
 def resolves(world: World) -> int:
-    """Return the count."""
-    count: int = world.memory["resolves"]
-    return count
+    """Return how often a peer asked."""
+    return int(world.memory["resolves"])
+
+
+def releases(world: World) -> int:
+    """Return how often a peer gave a pin back."""
+    return int(world.memory["releases"])

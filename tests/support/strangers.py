@@ -107,34 +107,35 @@ class Stranger:
 
 
 @contextmanager
-def listener(behave: Callable[[socket.socket], None], count: int = 1) -> Iterator[int]:
-    """Listen, and treat ``count`` connections, each in its own thread, as ``behave`` says; yield the port."""
+def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Listen, and treat every connection, each in its own thread, as ``behave`` says; yield the port."""
     stop = threading.Event()
+    servants: list[threading.Thread] = []
+
+    def serve(sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            sock.settimeout(_SECONDS)
+            behave(sock)
+            # Nothing more to say: stay until the other side hangs up or the test is over.
+            while sock.recv(65536) and not stop.is_set():
+                pass
+
+    def accept(server: socket.socket) -> None:
+        while not stop.is_set():
+            with suppress(TimeoutError):
+                servants.append(threading.Thread(target=serve, args=(server.accept()[0],)))
+                servants[-1].start()
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve(sock: socket.socket) -> None:
-            with sock, suppress(OSError):
-                sock.settimeout(_SECONDS)
-                behave(sock)
-                # Nothing more to say: stay until the other side hangs up or the test is over.
-                while sock.recv(65536) and not stop.is_set():
-                    pass
-
-        def accept() -> None:
-            servants = []
-            for _ in range(count):
-                with suppress(OSError):
-                    servants.append(threading.Thread(target=serve, args=(server.accept()[0],)))
-                    servants[-1].start()
-            for servant in servants:
-                servant.join()
-
-        server.settimeout(_SECONDS)
-        acceptor = threading.Thread(target=accept)
+        server.settimeout(0.05)
+        acceptor = threading.Thread(target=accept, args=(server,))
         acceptor.start()
-        yield server.getsockname()[1]
-        stop.set()
-        acceptor.join()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            stop.set()
+            for thread in (acceptor, *servants):
+                thread.join()
 
 
 def read_hello(sock: socket.socket) -> Hello:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.memory.device import Device
 
-__all__ = ["World", "cluster_info", "fill", "make_config", "read", "residue"]
+__all__ = ["World", "cluster_info", "fill", "make_config", "read", "residue", "settled"]
 
 
 def make_config(**settings: Any) -> dict[str, str]:
@@ -96,6 +97,14 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
     """Return copies of every byte of a cache, one (rows, stride) array per tensor."""
     rows = cache.cache_desc.shape[0]
     return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
+
+
+def settled(before: dict[str, Any]) -> dict[str, Any]:
+    """Return :func:`residue`, once it equals ``before`` or 5 s have passed: joined threads linger a moment."""
+    give_up = time.monotonic() + 5
+    while (now := residue()) != before and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return now
 
 
 def residue() -> dict[str, Any]:

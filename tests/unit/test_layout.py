@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist import LLMStatusCode
 from llm_datadist.cache import layout
 from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection
-from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
-from llm_datadist.transfer import _decode_geometry
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError
 from tests.unit import twin
 
 if TYPE_CHECKING:
@@ -332,76 +331,67 @@ def test_plan_pieces_refuses_the_wrong_kinds_and_rows() -> None:
         return lambda: layout.plan_pieces(src, dst, src_row=row, dst_blocks=indices(0), layers=ALL)
 
     mismatch(CacheMismatch, plan(blocks(), blocks()), "source is blocks", "BlocksCacheKey")
-    mismatch(CacheMismatch, plan(geometry(), geometry()), "destination cache")
+    mismatch(CacheMismatch, plan(geometry(), geometry()), "destination continuous")
     mismatch(CacheNotFound, plan(geometry(rows=2), blocks(), 2), "2 rows")
 
 
-# --- geometry, also from a stranger -------------------------------------------------------------------------------
+# --- copies inside one process (R8) ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CacheKind)
-def test_geometry_counts_rows_by_the_first_dimension_whatever_the_batch_dimension(kind: CacheKind) -> None:
-    desc = CacheDesc(3, [4, 5, 6], DataType.DT_FLOAT16, Placement.HOST, batch_dim_index=1)
-    assert Geometry.of(desc, kind) == Geometry(kind, 3, 4, 60, 240, (4, 5, 6), 1, 0)
-
-
-def test_geometry_refuses_a_cache_without_tensors() -> None:
-    mismatch(ParamError, lambda: Geometry.of(CacheDesc(0, [4], DataType.DT_INT8), CacheKind.CACHE), "num_tensors=0")
-
-
-@given(*[st.one_of(st.integers(-(2**63), 2**64 - 1), st.integers(-2, 40), st.integers(2**62, 2**63 + 2))] * 4)
-def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
-    num_tensors: int, rows: int, stride: int, tensor_bytes: int
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 30)),
+    st.tuples(st.integers(1, 4), st.integers(1, 30)),
+    st.integers(0, 32),
+    st.one_of(st.just(-1), st.integers(1, 32)),
+    st.data(),
+)
+def test_r08_plan_copy_row_moves_a_range_of_a_row_to_the_same_offset(
+    source: tuple[int, int], target: tuple[int, int], offset: int, size: int, data: st.DataObject
 ) -> None:
-    sent = Geometry(CacheKind.BLOCKS, num_tensors, rows, stride, tensor_bytes, (), -5, 99)
-    try:
-        got = _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(sent)))
-    except ProtocolError as error:
-        assert "\n" not in str(error)  # noqa: PT017 (the other outcome is as good)
+    src, dst = geometry(3, *source), geometry(3, *target)
+    src_row, dst_row = data.draw(st.integers(0, src.rows - 1)), data.draw(st.integers(0, dst.rows - 1))
+
+    def plan() -> Plan:
+        return layout.plan_copy_row(src, dst, src_row=src_row, dst_row=dst_row, offset=offset, size=size)
+
+    if size == -1 and src.stride != dst.stride:
+        mismatch(CacheMismatch, plan, "size=-1", "row shapes")
         return
-    assert got == sent
-    assert 1 <= got.num_tensors <= 2**20
-    assert got.rows >= 1
-    assert got.stride >= 1
-    assert got.rows * got.stride <= got.tensor_bytes < 2**63
+    end = src.stride if size == -1 else offset + size
+    if end <= offset or end > min(src.stride, dst.stride):
+        mismatch(ParamError, plan, f"offset={offset}", f"size={size}", f"{min(src.stride, dst.stride)} bytes")
+        return
+
+    def oracle(to: Any, from_: Any) -> None:
+        for t, f in zip(to, from_, strict=True):
+            t[dst_row, offset:end] = f[src_row, offset:end]
+
+    check(plan(), dst, src, oracle)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("dst", "rows", "kind", "parts"),
     [
-        {"num_tensors": 0},
-        {"num_tensors": -1},
-        {"num_tensors": 2**20 + 1},
-        {"rows": 0},
-        {"rows": -1},
-        {"stride": 0},
-        {"stride": -12},
-        {"tensor_bytes": 0},
-        {"tensor_bytes": 8 * 12 - 1},
-        {"tensor_bytes": 2**63},
-        {"rows": 2**63, "stride": 2**63},
-        {"rows": -8, "stride": -12},
+        (geometry(5), (0, 0), CacheMismatch, ("src has 4 tensors", "dst 5")),
+        (geometry(data_type=2), (0, 0), CacheMismatch, ("data type 4", "2")),
+        (geometry(), (8, 0), ParamError, ("src_batch_index=8", "8 rows")),
+        (geometry(rows=2), (0, 2), ParamError, ("dst_batch_index=2", "2 rows")),
     ],
 )
-def test_a_wire_geometry_that_lies_is_a_protocol_error(change: dict[str, int]) -> None:
-    hostile = msgspec.structs.replace(geometry(), **change)
-    with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
-        _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(hostile)))
-    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+def test_r08_descriptors_that_do_not_match_are_refused(
+    dst: Geometry, rows: tuple[int, int], kind: type[LLMException], parts: tuple[str, ...]
+) -> None:
+    def plan() -> Plan:
+        return layout.plan_copy_row(geometry(), dst, src_row=rows[0], dst_row=rows[1], offset=0, size=4)
+
+    mismatch(kind, plan, *parts)
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [
-        b"",
-        b"\x90",
-        b"\xc0",
-        msgspec.msgpack.encode([7, 4, 8, 12, 96, [8, 12], 4, 1]),  # no such kind
-        msgspec.msgpack.encode([0, 4, 8, 12, 96, ["8"], 4, 1]),
-        msgspec.msgpack.encode([0, 4.0, 8, 12, 96, [8, 12], 4, 1]),
-        msgspec.msgpack.encode([0, 4, None, 12, 96, [8, 12], 4, 1]),
-    ],
-)
-def test_what_is_no_wire_geometry_is_a_protocol_error(wire: bytes) -> None:
-    with pytest.raises(ProtocolError, match="no cache geometry"):
-        _decode_geometry(msgspec.Raw(wire))
+def test_r08_equal_bytes_of_another_row_shape_need_a_size() -> None:
+    src, dst = geometry(), msgspec.structs.replace(geometry(), shape=(8, 3, 4))
+
+    def plan(size: int) -> Plan:
+        return layout.plan_copy_row(src, dst, src_row=0, dst_row=0, offset=0, size=size)
+
+    mismatch(CacheMismatch, lambda: plan(-1), "[12]", "[3, 4]")
+    assert plan(12).nbytes == 4 * 12

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llm_datadist.cache.entries import Namespace
-from llm_datadist.cache.layout import CacheKind, Geometry
-from llm_datadist.cache.registry import Effects, Entry, Registry
+from llm_datadist.cache.layout import CacheKind
+from llm_datadist.cache.registry import Entry, Registry
 from llm_datadist.errors import CacheNotFound, KeyInUse
 from tests.unit import registry_model as model
+from tests.unit.ledger import Ledger, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,33 +68,8 @@ arguments = st.builds(
 )
 
 
-def geometry(kind: CacheKind, rows: int, tensors: int) -> Geometry:
-    return Geometry(kind, tensors, rows, 8, 8 * rows, (rows, 8), 2, 1)
-
-
 def _pick(values: list[Any], pick: int) -> Any:
     return values[pick % len(values)]
-
-
-class Ledger:
-    """Carries effects out the way CacheStore does, and refuses to do anything twice."""
-
-    def __init__(self) -> None:
-        self.advanced: set[str] = set()
-        self.retired: set[str] = set()
-        self.freed: set[str] = set()
-
-    def apply(self, effects: Effects) -> None:
-        for guard in effects.advance:
-            assert guard not in self.advanced | self.retired, f"{guard} advanced twice, or after it was retired"
-            self.advanced.add(guard)
-        for guard in effects.retire:
-            assert guard not in self.retired, f"{guard} retired twice"
-            self.retired.add(guard)
-        for storage in effects.free:
-            assert storage not in self.freed, f"{storage} freed twice"
-            assert storage in self.retired, f"{storage} freed before its guard was retired"
-            self.freed.add(storage)
 
 
 class RegistryMachine(RuleBasedStateMachine):
@@ -312,5 +288,5 @@ class RegistryMachine(RuleBasedStateMachine):
         super().teardown()
 
 
-RegistryMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+RegistryMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestRegistryMachine = RegistryMachine.TestCase

@@ -34,6 +34,11 @@ class CacheKind(IntEnum):
     CACHE = 0
     BLOCKS = 1
 
+    @property
+    def word(self) -> str:
+        """What texts call it."""
+        return "blocks" if self is CacheKind.BLOCKS else "continuous"
+
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
     """Shape of a cache in bytes, as both ends of a link need it. Travels inside ``Resolved``."""
@@ -89,8 +94,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
     def require_kind(self, name: str, kind: CacheKind) -> None:
         """Raise ParamError unless the cache is of ``kind``."""
         if self.kind is not kind:
-            wanted, got = kind.name.lower(), self.kind.name.lower()
-            raise ParamError(f"{name}: a {wanted} cache is needed here, this is a {got} cache")
+            raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +235,8 @@ def plan_pieces(
     """
     if src.kind is not CacheKind.CACHE or dst.kind is not CacheKind.BLOCKS:
         raise CacheMismatch(
-            f"a row of a continuous cache goes into blocks here: source is {src.kind.name.lower()}, "
-            f"destination {dst.kind.name.lower()}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
+            f"a row of a continuous cache goes into blocks here: source is {src.kind.word}, "
+            f"destination {dst.kind.word}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
         )
     _require_remote_row(src, src_row)
     first_dst, first_src, count = layers.tensors(src, dst)

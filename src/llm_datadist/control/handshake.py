@@ -151,7 +151,10 @@ class Dial:
         self._check(welcome, wanted)
         forced = self._identity.transport
         memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
-        self.connection, self.choice = open_connection(welcome.incarnation, welcome.cookie, memory, forced)
+        try:
+            self.connection, self.choice = open_connection(welcome.incarnation, welcome.cookie, memory, forced)
+        except LinkRefused as error:
+            raise LinkRefused(f"{self._what}: {error}") from error
         self._undo.callback(self.connection.close)
         self.peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
 

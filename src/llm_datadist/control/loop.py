@@ -96,6 +96,8 @@ class ControlLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        # One more turn, so that every coroutine has begun: one that is cancelled before gives nothing back.
+        self.loop.run_until_complete(asyncio.sleep(0))
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

@@ -78,7 +78,9 @@ class PromptSide:
         first_token = model.prefill(workload.prompt(), kv, workload.chunk, _progress(emit, "prefill"))
         blocks = kv.used_blocks().tolist()
         emit(Said(f"published cache {cache.cache_id}: {len(blocks)} blocks in {workload.num_tensors} tensors"))
-        return Offer(self.datadist.listen_port, blocks, kv.length, first_token, kv.digest())
+        port = self.datadist.listen_port
+        assert port is not None, "the options ask for a port"
+        return Offer(port, blocks, kv.length, first_token, kv.digest())
 
     def close(self) -> None:
         """Give back the cache and the port."""

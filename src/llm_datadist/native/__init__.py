@@ -11,7 +11,7 @@ import numpy as np
 
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.native import _native
-from llm_datadist.native._native import CopyPool, advance_generation, load_generation, plan_row
+from llm_datadist.native._native import CopyPool, advance_generation, load_generation, peek_process, plan_row
 from llm_datadist.native.cpus import usable_cpus
 from llm_datadist.native.plan import Plan, Tensors
 
@@ -25,8 +25,10 @@ __all__ = [
     "Tensors",
     "advance_generation",
     "execute",
+    "execute_process",
     "load_generation",
     "parse_indices",
+    "peek_process",
     "plan_blocks",
     "plan_pieces",
     "plan_row",
@@ -163,4 +165,48 @@ def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadl
         plan.nbytes,
         pool,
         min(deadline_ns, NO_DEADLINE),
+    )
+
+
+def execute_process(
+    plan: Plan, local: Tensors, remote: Tensors, pid: int, pool: CopyPool | None, deadline_ns: int, *, write: bool
+) -> int:
+    """Move the bytes of ``plan`` between this process and another one of the same host, by the kernel's hand.
+
+    As :func:`execute`, but the two ends must not overlap in any memory that the processes share. Nothing says that
+    process ``pid`` is still the one that was meant: the caller asks its pidfd after the copy.
+
+    Args:
+        plan: What to move; the destination is ``remote`` when writing, else ``local``.
+        local: Memory of this process.
+        remote: Memory of process ``pid``, by its addresses there.
+        pid: The other process.
+        pool: Threads to help, or None.
+        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+        write: True to move from ``local`` to ``remote``.
+
+    Returns:
+        Bytes done: fewer than ``plan.nbytes`` only when the deadline passed, which is looked at about every 4 MiB.
+
+    Raises:
+        OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
+            any more; ``PermissionError``: it may not be touched; ``errno.EFAULT``: an end is not mapped that way.
+        ParamError: As :func:`execute`; nothing is written.
+    """
+    dst, src = (remote, local) if write else (local, remote)
+    return _native.execute_process(
+        dst.bases,
+        dst.extent,
+        plan.dst_first,
+        src.bases,
+        src.extent,
+        plan.src_first,
+        plan.count,
+        plan.runs,
+        plan.ordered,
+        plan.nbytes,
+        pool,
+        min(deadline_ns, NO_DEADLINE),
+        pid,
+        write,
     )

@@ -13,6 +13,7 @@
 #include "parse.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
+#include "process.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -76,20 +77,43 @@ OwnedRuns py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int
     return give_runs(plan_row(dst_offset, src_offset, length).runs);
 }
 
+End end_of(const Addresses& bases, std::int64_t extent, std::int64_t first, const char* name) {
+    return {bases.data(), bases.size(), extent, first, name};
+}
+
+// Not checked yet.
+Copy copy_of(const End& dst, const End& src, std::int64_t count, const Runs& runs, bool ordered) {
+    const auto* first = reinterpret_cast<const Run*>(runs.data());
+    return {dst, src, static_cast<std::size_t>(count), first, runs.shape(0), ordered};
+}
+
 std::uint64_t py_execute(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
                          const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first,
                          std::int64_t count, const Runs& runs, bool ordered, std::int64_t nbytes, CopyPool* pool,
                          std::int64_t deadline_ns) {
-    const Copy copy{{dst_bases.data(), dst_bases.size(), dst_extent, dst_first, "dst"},
-                    {src_bases.data(), src_bases.size(), src_extent, src_first, "src"},
-                    static_cast<std::size_t>(count),
-                    reinterpret_cast<const Run*>(runs.data()),
-                    runs.shape(0),
-                    ordered};
+    const Copy copy = copy_of(end_of(dst_bases, dst_extent, dst_first, "dst"),
+                              end_of(src_bases, src_extent, src_first, "src"), count, runs, ordered);
     const std::uint64_t per_pair = check(copy, count, nbytes);
     std::optional<nb::gil_scoped_release> released;
     if (nbytes > release_gil_above_bytes) released.emplace();
     return execute(copy, per_pair, pool, deadline_ns);
+}
+
+std::uint64_t py_execute_process(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
+                                 const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first,
+                                 std::int64_t count, const Runs& runs, bool ordered, std::int64_t nbytes,
+                                 CopyPool* pool, std::int64_t deadline_ns, int pid, bool write) {
+    const Copy copy = copy_of(end_of(dst_bases, dst_extent, dst_first, "dst"),
+                              end_of(src_bases, src_extent, src_first, "src"), count, runs, ordered);
+    const std::uint64_t per_pair = check(copy, count, nbytes);
+    std::optional<nb::gil_scoped_release> released;
+    if (nbytes > release_gil_above_bytes) released.emplace();
+    return execute_process(copy, per_pair, {pid, write}, pool, deadline_ns);
+}
+
+nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
+    const std::string bytes = peek_process(pid, address, nbytes);
+    return nb::bytes(bytes.data(), bytes.size());
 }
 
 std::string py_repr(const CopyPool& pool) {
@@ -108,6 +132,17 @@ void raise_rule_errors_as_param_errors() {
     });
 }
 
+// Python picks the subclass of OSError by the errno.
+void raise_process_errors_as_os_errors() {
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const ProcessError& error) {
+            PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code, error.what()).ptr());
+        }
+    });
+}
+
 }  // namespace
 }  // namespace datadist
 
@@ -115,6 +150,7 @@ NB_MODULE(_native, m) {
     using namespace datadist;
     nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
     raise_rule_errors_as_param_errors();
+    raise_process_errors_as_os_errors();
     watch_forks();
 
     m.def("parse_indices", &py_parse_indices, "name"_a, "values"_a);
@@ -134,6 +170,13 @@ NB_MODULE(_native, m) {
           "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
           "ParamError: a null or misaligned address.");
 
+    m.def("execute_process", &py_execute_process, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
+          "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a,
+          "nbytes"_a, "pool"_a.none(), "deadline_ns"_a, "pid"_a, "write"_a);
+    m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
+          "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
+          "OSError: the kernel refused; errno says why. ParamError: too many bytes.");
+
     nb::class_<CopyPool>(m, "CopyPool", nb::is_final(),
                          "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the\n"
                          "caller's own among them. Several callers may use one pool at a time. A closed pool, or one\n"
@@ -143,4 +186,5 @@ NB_MODULE(_native, m) {
         .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")
         .def("close", &CopyPool::close, nb::call_guard<nb::gil_scoped_release>(), "Join the threads. Idempotent.")
         .def("__repr__", &py_repr);
+
 }

@@ -1,4 +1,5 @@
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,28 @@ def advance_generation(address: int) -> int:
     """Add one to the uint64 at ``address``, sequentially consistent among all processes, and return the new value.
 
     ParamError: a null or misaligned address.
+    """
+
+def execute_process(
+    dst_bases: NDArray[np.uint64],
+    dst_extent: int,
+    dst_first: int,
+    src_bases: NDArray[np.uint64],
+    src_extent: int,
+    src_first: int,
+    count: int,
+    runs: NDArray[np.uint64],
+    ordered: bool,
+    nbytes: int,
+    pool: CopyPool | None,
+    deadline_ns: int,
+    pid: int,
+    write: bool,
+) -> int: ...
+def peek_process(pid: int, address: int, nbytes: int) -> bytes:
+    """Return ``nbytes`` (at most 1 MiB) bytes at ``address`` of process ``pid``: a probe, not a transfer.
+
+    OSError: the kernel refused; errno says why. ParamError: too many bytes.
     """
 
 @final

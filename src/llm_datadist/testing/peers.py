@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,8 +61,12 @@ class Peer(ABC):
         """Return a copy of a region's bytes, shape (nbytes,)."""
 
     @abstractmethod
-    def private_address(self) -> int:
-        """Return the address of the peer's private memory in its own process."""
+    def address(self, region: int) -> int:
+        """Return the address of a region in the peer's own process."""
+
+    def place(self, region: int, offset: int) -> tuple[int, int]:
+        """Return the (region, offset) by which a connection is asked for a byte of region 1 or 2."""
+        return region, offset
 
     @abstractmethod
     def guard(self) -> tuple[int, int]:
@@ -74,11 +78,16 @@ class Peer(ABC):
 
 
 class LocalPeer(Peer):
-    """A peer in this process, registered for the inproc transport until :meth:`close`. Owns its memory."""
+    """A peer in this process, registered for the inproc transport until :meth:`close`. Owns its memory.
 
-    def __init__(self, *, writable: bool) -> None:
+    Args:
+        private: True to keep what is called region 1 and 2 here in private memory, instead of the exported segments.
+    """
+
+    def __init__(self, *, writable: bool, private: bool = False) -> None:
         self.exports = new_exports(writable=writable)
-        self._private = np.zeros(PRIVATE_BYTES, np.uint8)
+        sizes = {PRIVATE: PRIVATE_BYTES} | (REGION_BYTES if private else {})
+        self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
         inproc.register(self.exports)
 
     def connect(self) -> Connection:
@@ -93,9 +102,9 @@ class LocalPeer(Peer):
         """Return a copy of a region's bytes."""
         return self._bytes(region).copy()
 
-    def private_address(self) -> int:
-        """Return the address of the private memory."""
-        return self._private.ctypes.data
+    def address(self, region: int) -> int:
+        """Return the address of a region."""
+        return self._bytes(region).ctypes.data
 
     def guard(self) -> tuple[int, int]:
         """Allocate a guard."""
@@ -106,13 +115,17 @@ class LocalPeer(Peer):
         """Advance a guard."""
         return self.exports.guards.advance(slot)
 
+    def cookie_address(self) -> int:
+        """Return the address of the guard table's cookie."""
+        return self.exports.guards.segment.address
+
     def close(self) -> None:
         """Take the peer out of the process-wide table and free its memory. Idempotent."""
         inproc.unregister(self.exports.incarnation)
         close_exports(self.exports)
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
-        return self._private if region == PRIVATE else self.exports.regions[region].view()
+        return self._private[region] if region in self._private else self.exports.regions[region].view()
 
     def __enter__(self) -> Self:
         return self
@@ -126,14 +139,19 @@ class PeerProcess(Peer):
 
     Args:
         open_connection: Makes the connection under test of what the rendezvous yielded, and owns that.
+        private: True to test with private memory of the child only, for a transport that reaches nothing else.
     """
 
-    def __init__(self, open_connection: Callable[[PeerMemory], Connection]) -> None:
+    module: ClassVar[str] = __name__
+    """What the child runs."""
+
+    def __init__(self, open_connection: Callable[[PeerMemory], Connection], *, private: bool = False) -> None:
         self._open_connection = open_connection
+        self._private = private
         self._exports = new_exports(writable=False)
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = [sys.executable, "-m", self.module, str(theirs.fileno())]
             self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._pipe = Pipe(ours.detach())
 
@@ -145,7 +163,7 @@ class PeerProcess(Peer):
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
         """Let the child export fresh, zeroed memory for the length of the block."""
-        self._tell("serve", writable)
+        self._tell("serve", writable, self._private)
         try:
             yield self
         finally:
@@ -166,9 +184,15 @@ class PeerProcess(Peer):
         """Return a copy of a region's bytes."""
         return np.frombuffer(self._ask(bytes, "peek", region), np.uint8)
 
-    def private_address(self) -> int:
-        """Return the address of the private memory in the child."""
-        return self._ask(int, "private_address")
+    def address(self, region: int) -> int:
+        """Return the address of a region in the child."""
+        return self._ask(int, "address", region)
+
+    def place(self, region: int, offset: int) -> tuple[int, int]:
+        """Return how a connection is asked for a byte: by address where the child keeps all in private memory."""
+        return (
+            (PRIVATE, self.address(region) + offset) if self._private and region in REGION_BYTES else (region, offset)
+        )
 
     def guard(self) -> tuple[int, int]:
         """Allocate a guard."""
@@ -178,6 +202,10 @@ class PeerProcess(Peer):
     def advance(self, slot: int) -> int:
         """Advance a guard."""
         return self._ask(int, "advance", slot)
+
+    def cookie_address(self) -> int:
+        """Return the address of the guard table's cookie in the child."""
+        return self._ask(int, "cookie_address")
 
     def kill(self) -> None:
         """Kill the child, as ``kill -9`` does, and return when it has ended."""
@@ -204,7 +232,7 @@ class PeerProcess(Peer):
         self.close()
 
 
-class _Child:
+class Child:
     """The child's side: the main thread obeys commands, a second one runs the listener's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -231,8 +259,8 @@ class _Child:
     def _poke(self, region: int, data: bytes) -> None:
         self._peer.poke(region, np.frombuffer(data, np.uint8))
 
-    def _serve(self, writable: bool) -> None:
-        self._peer = LocalPeer(writable=writable)
+    def _serve(self, writable: bool, private: bool) -> None:
+        self._peer = LocalPeer(writable=writable, private=private)
         self._listener = SameHostListener(self._peer.exports, None)
         self._loop.call_soon_threadsafe(self._listener.start, self._loop)
 
@@ -277,9 +305,10 @@ def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-def _main(fd: int) -> None:
+def child_main(fd: int, make: Callable[[asyncio.AbstractEventLoop], Child] = Child) -> None:
+    """Be the child: obey what comes over the pipe ``fd`` until it ends."""
     with Pipe(fd) as pipe, loop_thread() as loop:
-        child = _Child(loop)
+        child = make(loop)
         while True:
             try:
                 verb, *arguments = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[Any])
@@ -289,4 +318,4 @@ def _main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    child_main(int(sys.argv[1]))

@@ -55,6 +55,7 @@ class Scene:
         images: The peer's regions as they were filled.
         starts: Local byte offset of each tensor.
         places: (region, offset) of each of the peer's tensors.
+        peer: Whose tensors they are.
     """
 
     block_bytes: int
@@ -63,6 +64,7 @@ class Scene:
     images: dict[int, NDArray[np.uint8]]
     starts: list[int]
     places: list[tuple[int, int]]
+    peer: Peer
 
     @classmethod
     def build(cls, seed: int, peer: Peer) -> Scene:
@@ -78,7 +80,7 @@ class Scene:
         starts = [index * (extent + 999) + gap for index, gap in enumerate(gaps)]
         # The last one ends exactly at the end of its region.
         places = [(1, start) for start in starts[:3]] + [(2, gaps[3]), (2, REGION_BYTES[2] - extent)]
-        return cls(block_bytes, extent, memory, images, starts, places)
+        return cls(block_bytes, extent, memory, images, starts, places, peer)
 
     @property
     def local(self) -> Tensors:
@@ -87,9 +89,7 @@ class Scene:
 
     def remote(self, connection: Connection, *, writable: bool) -> RemoteTensors:
         """Return the peer's tensors, mapped through a connection."""
-        regions = np.array([region for region, _ in self.places], np.uint32)
-        offsets = np.array([offset for _, offset in self.places], np.uint64)
-        return connection.map(regions, offsets, self.extent, writable=writable)
+        return _map(self.peer, connection, self.places, self.extent, writable=writable)
 
     def plan(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> Plan:
         """Return the plan of blocks ``dst[i] <- src[i]`` from tensors ``first`` (destination, source) on."""
@@ -114,10 +114,10 @@ class Scene:
         start = offset + block * self.block_bytes
         return self.images[region][start : start + self.block_bytes]
 
-    def check_peer(self, peer: Peer) -> None:
+    def check_peer(self) -> None:
         """Compare every byte of the peer with the images."""
         for region, image in self.images.items():
-            assert np.array_equal(peer.peek(region), image), f"region {region} differs"
+            assert np.array_equal(self.peer.peek(region), image), f"region {region} differs"
 
 
 class PassesLater(Deadline):
@@ -138,7 +138,7 @@ def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]
     inside, go, move = threading.Event(), threading.Event(), connection._move
 
     def gated(
-        plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+        plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
     ) -> Transfer:
         inside.set()
         assert go.wait(BUDGET_MS / 1e3)
@@ -197,14 +197,23 @@ def tensors_over(memory: NDArray[np.uint8]) -> Tensors:
     return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
 
 
-def beginning_of(connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
-    """Map one tensor of ``extent`` bytes at the beginning of a region."""
-    return connection.map(np.array([region], np.uint32), np.array([0], np.uint64), extent, writable=writable)
+def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
+    """Map one tensor of ``extent`` bytes at the beginning of a region of the peer."""
+    return _map(peer, connection, [(region, 0)], extent, writable=writable)
 
 
-def read_beginning(connection: Connection, into: NDArray[np.uint8]) -> None:
+def _map(
+    peer: Peer, connection: Connection, places: list[tuple[int, int]], extent: int, *, writable: bool
+) -> RemoteTensors:
+    asked = [peer.place(region, offset) for region, offset in places]
+    regions = np.array([region for region, _ in asked], np.uint32)
+    offsets = np.array([offset for _, offset in asked], np.uint64)
+    return connection.map(regions, offsets, extent, writable=writable)
+
+
+def read_beginning(peer: Peer, connection: Connection, into: NDArray[np.uint8]) -> None:
     """Read the beginning of region 1 into an array, shape (nbytes,)."""
-    remote = beginning_of(connection, 1, into.size, writable=False)
+    remote = beginning_of(peer, connection, 1, into.size, writable=False)
     plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
     connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
 
@@ -213,7 +222,8 @@ def child_of_fork(connection: Connection) -> int:
     """Return 0 when a forked child is refused by every verb and can close. Runs in the child."""
     signal.alarm(20)  # a child that hangs must not outlive the test
     try:
-        for call in (lambda: connection.generation(1), lambda: beginning_of(connection, 1, 64, writable=False)):
+        nowhere = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+        for call in (lambda: connection.generation(1), lambda: connection.map(*nowhere, 64, writable=False)):
             try:
                 call()
             except StateError:

@@ -53,11 +53,14 @@ class Capabilities:
         name: Name of the transport, as in ``llm.Transport``.
         shared_regions: True when exported regions (ids from 1) can be reached.
         private_memory: True when :data:`PRIVATE` memory can be reached.
+        remote_guards: True when the owner of the memory checks its guards by itself, before the first byte and after
+            the last: :meth:`Connection.generation` is not available then, and a change is ``TransferFailed``.
     """
 
     name: str
     shared_regions: bool
     private_memory: bool
+    remote_guards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,12 @@ class RemoteTensors(Tensors):
     Attributes:
         owner: Serial number of that connection: another one would read these addresses blindly.
         writable: False when the mapping is read-only and a write would be a segmentation fault.
+        handle: What the owner of the memory needs to find it again, opaque to transports.
     """
 
     owner: int
     writable: bool
+    handle: bytes = b""
 
 
 class Transfer:
@@ -143,7 +148,13 @@ class Connection(ABC):
         return self._closed
 
     def map(
-        self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, *, writable: bool
+        self,
+        regions: NDArray[np.uint32],
+        offsets: NDArray[np.uint64],
+        extent: int,
+        *,
+        writable: bool,
+        handle: bytes = b"",
     ) -> RemoteTensors:
         """Return where the peer's tensors are, every one checked against its region.
 
@@ -152,6 +163,7 @@ class Connection(ABC):
             offsets: Shape (T,): byte offset in its region, or absolute address for :data:`PRIVATE`.
             extent: Bytes of each tensor.
             writable: True when the tensors will be written.
+            handle: What the peer needs to find these tensors again; only transports with ``remote_guards`` send it.
 
         Raises:
             ProtocolError: The peer has no such region, or a tensor ends outside it.
@@ -166,7 +178,7 @@ class Connection(ABC):
                 chosen = regions == region
                 window = self._checked_window(region, writable)
                 bases[chosen] = _addresses(window, region, bases[chosen], extent)
-            return RemoteTensors(bases, extent, self._serial, writable)
+            return RemoteTensors(bases, extent, self._serial, writable, handle)
         finally:
             self._leave()
 
@@ -236,7 +248,14 @@ class Connection(ABC):
 
     @abstractmethod
     def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        *,
+        write: bool,
     ) -> Transfer:
         """Start or do the movement; the tensors are this connection's and the deadline has not passed yet."""
 

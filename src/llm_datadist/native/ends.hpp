@@ -1,0 +1,85 @@
+// The two ends of a copy, and the check that a plan stays inside both.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "error.hpp"
+#include "plan.hpp"
+
+namespace datadist {
+
+// The tensors of one end: addresses in this process, or in the one that the mover of the bytes knows.
+struct End {
+    const std::uint64_t* bases;
+    std::size_t tensors;
+    std::int64_t extent;  // bytes of each tensor
+    std::int64_t first;   // the first tensor of the plan
+    const char* name;     // "dst" or "src", for errors
+
+    char* address(std::size_t pair, std::uint64_t offset) const {
+        return reinterpret_cast<char*>(bases[static_cast<std::size_t>(first) + pair] + offset);
+    }
+};
+
+// `pairs` tensors times runs.
+struct Copy {
+    End dst;
+    End src;
+    std::size_t pairs;
+    const Run* runs;
+    std::size_t run_count;
+    bool ordered;
+};
+
+inline void check_tensors(const End& end, std::int64_t pairs) {
+    const auto tensors = static_cast<std::int64_t>(end.tensors);
+    if (end.first < 0 || pairs < 0 || end.first > tensors || pairs > tensors - end.first)
+        refuse("plan.", end.name, "_first is ", end.first, " and plan.count ", pairs, ": the ", end.name, " end has ",
+               tensors, " tensors");
+    if (end.extent < 0) refuse(end.name, ".extent is ", end.extent, ": must not be negative");
+    for (std::int64_t i = end.first; i < end.first + pairs; ++i) {
+        const std::uint64_t base = end.bases[i];
+        if (base == 0 || base > UINT64_MAX - static_cast<std::uint64_t>(end.extent))
+            refuse(end.name, ".bases[", i, "] is ", base, ": no address of ", end.extent, " bytes");
+    }
+}
+
+inline bool run_ends_outside(std::uint64_t offset, std::uint64_t bytes, std::uint64_t extent) {
+    return offset > extent || bytes > extent - offset;
+}
+
+[[noreturn]] inline void refuse_run(const Copy& copy, std::size_t at) {
+    const Run& run = copy.runs[at];
+    const bool dst = run_ends_outside(run.dst, run.bytes, static_cast<std::uint64_t>(copy.dst.extent));
+    refuse("plan.runs[", at, "] is ", run.bytes, " bytes at ", dst ? "dst" : "src", " offset ", dst ? run.dst : run.src,
+           ": ends outside the tensor of ", dst ? copy.dst.extent : copy.src.extent, " bytes");
+}
+
+// Checks every run against both extents; returns the bytes of one tensor.
+inline std::uint64_t check_runs(const Copy& copy) {
+    const auto dst_extent = static_cast<std::uint64_t>(copy.dst.extent);
+    const auto src_extent = static_cast<std::uint64_t>(copy.src.extent);
+    std::uint64_t total = 0;
+    for (std::size_t i = 0; i < copy.run_count; ++i) {
+        const Run& run = copy.runs[i];
+        if (run_ends_outside(run.dst, run.bytes, dst_extent) || run_ends_outside(run.src, run.bytes, src_extent))
+            refuse_run(copy, i);
+        if (__builtin_add_overflow(total, run.bytes, &total)) refuse("plan.runs hold more than 2**64 - 1 bytes");
+    }
+    return total;
+}
+
+// Throws RuleError unless every byte the plan addresses exists at both ends; returns the bytes of one tensor.
+inline std::uint64_t check(const Copy& copy, std::int64_t pairs, std::int64_t nbytes) {
+    check_tensors(copy.dst, pairs);
+    check_tensors(copy.src, pairs);
+    const std::uint64_t per_pair = check_runs(copy);
+    std::uint64_t total = 0;
+    const bool overflow = __builtin_mul_overflow(per_pair, copy.pairs, &total);
+    if (overflow || nbytes < 0 || total != static_cast<std::uint64_t>(nbytes))
+        refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
+    return per_pair;
+}
+
+}  // namespace datadist

@@ -1,0 +1,75 @@
+"""One peer's memory for several connections of its link: mapped once, given back by the last of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llm_datadist.errors import StateError
+
+if TYPE_CHECKING:
+    from llm_datadist.transport.peermemory import PeerMemory
+
+__all__ = ["SharedPeer"]
+
+
+class SharedPeer:
+    """One holder's share of a :class:`PeerMemory`, which is closed with the last share of it.
+
+    Constructed it is the first share, and owns the memory. Each share has one holder, who closes it; different shares
+    may be used and closed by different threads at once.
+
+    Attributes:
+        regions: As in :class:`PeerMemory`, like all below.
+        guards: The peer's guard table, read-only.
+        pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
+        uid: Its effective user.
+        cookie: 16 bytes read from the mapped guard table's header.
+        incarnation: What the peer says its incarnation is.
+    """
+
+    def __init__(self, memory: PeerMemory, *, _others: list[None] | None = None) -> None:
+        self._memory: PeerMemory | None = memory
+        # One item for every open share but one. Each use is one atomic list operation: no lock that a fork, or a
+        # connection's __del__, could meet while it is held.
+        self._others: list[None] = [] if _others is None else _others
+        self.regions = memory.regions
+        self.guards = memory.guards
+        self.pid = memory.pid
+        self.uid = memory.uid
+        self.cookie = memory.cookie
+        self.incarnation = memory.incarnation
+
+    def share(self) -> SharedPeer:
+        """Return one more share.
+
+        Raises:
+            StateError: This one is closed: the memory may be gone.
+        """
+        if self._memory is None:
+            raise StateError(f"share: {self!r} is closed")
+        self._others.append(None)
+        return SharedPeer(self._memory, _others=self._others)
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._memory is None
+
+    def alive(self) -> bool:
+        """Return False once the peer's process has ended, reaped or not. False when closed."""
+        memory = self._memory
+        return memory is not None and memory.alive()
+
+    def close(self) -> None:
+        """Give the share back, and with the last one the memory. Idempotent."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        try:
+            self._others.pop()
+        except IndexError:
+            memory.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self._others) + 1} shares open"
+        return f"<SharedPeer of pid {self.pid}: {state}>"

@@ -1,0 +1,371 @@
+"""Peers that are killed, frozen, restarted or finalised over shm, and what their survivors see (R22, BEHAVIOUR I3)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
+from tests.support.ends import ChildEnd
+from tests.support.gates import stopped
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    begin_there,
+    bytes_move_both_ways,
+    info,
+    link,
+    links,
+    result_there,
+)
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World, fill, make_config, residue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
+
+KEY = CacheKey(1, 10)
+ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
+LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own time
+PATIENT = {"llm.PeerTimeout": "600"}  # ... nor by missed beats
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
+
+
+class Family:
+    """The processes of one test. Survivors must have nothing left when they have finalized."""
+
+    def __init__(self) -> None:
+        self._newborn: dict[ChildEnd, Any] = {}
+
+    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
+        end = ChildEnd(f"{role.lower()} {cluster_id}")
+        self._newborn[end] = end.do(_residue)
+        extra = {"llm.Transport": "shm"} | settings.pop("extra", {})
+        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
+        return end
+
+    def kill(self, end: ChildEnd) -> None:
+        del self._newborn[end]
+        end.kill()
+
+    def part(self) -> None:
+        for end in self._newborn:
+            end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
+        try:
+            for end, newborn in self._newborn.items():
+                end.stop()
+                assert end.do(_residue) == newborn
+                end.close()
+        finally:
+            for end in self._newborn:
+                end.kill()
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    before = files_of_ours()
+    family = Family()
+    yield family
+    family.part()
+    assert files_of_ours() == before
+
+
+def files_of_ours() -> list[str]:
+    names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
+    return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+
+
+def _residue(world: World) -> dict[str, Any]:
+    return residue()
+
+
+def freeze(end: ChildEnd) -> None:
+    """SIGSTOP, and wait until no thread of it runs any more."""
+    end.signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{end.pid}/task")
+
+    def state(thread: Path) -> str:
+        return (thread / "stat").read_text("ascii").rpartition(")")[2].split()[0]
+
+    wait_until(lambda: all(state(thread) == "T" for thread in threads.iterdir()))
+
+
+def waiting(world: World, peer: int) -> int:
+    """Return how many calls of this end wait for an answer of the peer."""
+    assert world.dd._engine is not None
+    return len(world.dd._engine.links.get(peer)._waiters)
+
+
+def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:
+    """Freeze the prompt, and begin two pulls that wait for its answer."""
+    freeze(prompt)
+    decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)
+    decoder.do(begin_there, "paged pull", call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
+    wait_until(lambda: decoder.do(waiting, 1) == 2)
+
+
+def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
+    """Both end with PeerLost, which says who, where and why."""
+    for name in ("row pull", "paged pull"):
+        error = decoder.do(result_there, name)
+        assert isinstance(error, PeerLost), error
+        assert error.status_code is LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
+        assert (error.peer, error.phase) == (1, "resolve")
+        for part in (rf"cluster 1 \(pid {prompt.pid} ", "phase resolve", reason):
+            assert re.search(part, str(error)), error
+
+
+def not_linked(end: End, peer: int = 1) -> None:
+    """Every further call says at once that there is no link."""
+    rows, paged = (CacheKey(peer, 10), Use("rows"), 5), (BlocksCacheKey(peer, 0), Use("paged"), [1], [0])
+    for method, args in (("pull_cache", rows), ("pull_blocks", paged)):
+        with pytest.raises(NotLinked) as caught:
+            end.do(call, method, *args)
+        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+        assert f"cluster {peer}" in str(caught.value)
+
+
+def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
+    """Make a published and an addressed cache of either kind; return their bytes, rows first."""
+    source = [prompt.do(make, "rows", ROWS, 1), prompt.do(make, "paged", PAGED, 2)]
+    return source, [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]
+
+
+def unchanged(end: End, was: list[Bytes]) -> None:
+    for name, old in zip(("rows", "paged"), was, strict=True):
+        same_bytes(end.do(show, name), old)
+
+
+def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[Bytes]) -> None:
+    """Both pulls move the right bytes, and the key is consumed."""
+    decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
+    unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
+    unchanged(prompt, source)
+    wait_until(lambda: prompt.do(picture).pins == 0 and len(prompt.do(picture).keys) == 1)
+    with pytest.raises(CacheNotFound):
+        decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
+    _, target = caches(prompt, decoder)
+    tables, held = decoder.do(picture), decoder.do(_residue)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    pull_in_vain(decoder, prompt)
+    family.kill(prompt)
+    both_pulls_lost(decoder, prompt, KILLED)
+    not_linked(decoder)
+    unchanged(decoder, target)
+    # What was mapped of the dead is given back at once, not at finalize.
+    wait_until(lambda: decoder.do(_residue) == held)
+    assert decoder.do(picture) == tables
+
+
+def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes_nothing(
+    family: Family, tmp_path: Path
+) -> None:
+    prompt = family.born("PROMPT", 1, extra=PATIENT)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
+    source, target = caches(prompt, decoder)
+    tables, held = prompt.do(picture), prompt.do(_residue)
+    for step in ("resolved", "release"):
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        (folder := tmp_path / step).mkdir()
+        with stopped(decoder, step, folder, "pull_cache", KEY, Use("rows"), 5):
+            assert prompt.do(picture).pins == 1
+            family.kill(decoder)
+            wait_until(lambda: prompt.do(picture) == tables)
+            wait_until(lambda: prompt.do(_residue) == held)
+        unchanged(prompt, source)
+        decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
+        target = [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    pulls_arrive(prompt, decoder, source, target)
+
+
+def keep_pulling(world: World, peer: int, stop: Path, rows: Bytes, paged: Bytes) -> int:
+    """Pull a row and two blocks again and again, and compare every byte each time; return how often."""
+    count = 0
+    while not stop.exists():
+        before = [fill(world.caches[name], 2 * count + i) for i, name in enumerate(("other rows", "other paged"))]
+        to, from_ = count % 8, 3 * count % 8
+        call(world, "pull_cache", CacheKeyByIdAndIndex(peer, 1, from_), Use("other rows"), to)  # consumes no key
+        call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use("other paged"), [from_, 7 - from_], [to, 7 - to])
+        same_bytes(show(world, "other rows"), moved(before[0], rows, [(to, from_)]))
+        same_bytes(show(world, "other paged"), moved(before[1], paged, [(to, from_), (7 - to, 7 - from_)]))
+        world.memory["pulls"] = count = count + 1
+    return count
+
+
+def pulls(world: World) -> int:
+    """Return how often so far; raise what ended it."""
+    _, outcome = world.memory["puller"]
+    if outcome:
+        raise outcome[0]
+    return int(world.memory.get("pulls", 0))
+
+
+def test_r22_the_link_to_a_third_process_moves_data_all_the_while(family: Family, tmp_path: Path) -> None:
+    prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
+    caches(prompt, decoder)
+    rows = third.do(make, "rows", Spec(), 5)
+    paged = third.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(3, 0)), 6)
+    decoder.do(make, "other rows", Spec(), 7)
+    decoder.do(make, "other paged", Spec(blocks=True), 8)
+    assert decoder.do(link, [info(1, prompt.port), info(3, third.port)]) == (SUCCESS[0], SUCCESS[1] * 2)
+    decoder.do(begin_there, "puller", keep_pulling, 3, tmp_path / "stop", rows, paged)
+
+    def many_more() -> None:
+        count = decoder.do(pulls)
+        wait_until(lambda: decoder.do(pulls) > count + 20)
+
+    many_more()
+    pull_in_vain(decoder, prompt)
+    many_more()
+    family.kill(prompt)
+    both_pulls_lost(decoder, prompt, KILLED)
+    many_more()
+    not_linked(decoder)
+    (tmp_path / "stop").touch()
+    total = decoder.do(result_there, "puller")
+    assert isinstance(total, int), total
+    (left,) = decoder.do(picture).links
+    assert (left.remote_cluster_id, left.peer_pid, left.state) == (3, third.pid, "ready")
+    assert left.read_bytes == total * 4 * 3 * 48  # tensors, a row and two blocks: the same link all along
+    unchanged(third, [rows, paged])
+
+
+# --- restarted --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same_address", [True, False])
+def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
+    family: Family, tmp_path: Path, same_address: bool
+) -> None:
+    # Another address comes with socket files, of which the killed prompt leaves one.
+    extra = {} if same_address else {"llm.ShmSocketDir": str(tmp_path)}
+    prompt = family.born("PROMPT", 1, extra=extra)
+    decoder = family.born("DECODER", 2, extra=extra)
+    _, target = caches(prompt, decoder)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [0, 7], [2, 3])  # its answer is kept
+    target[1] = decoder.do(show, "paged")
+    family.kill(prompt)
+    prompt = family.born("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
+    alone(decoder)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("paged"), [0], [1])):
+        with pytest.raises(CacheNotFound):  # nothing the dead one said counts any more
+            decoder.do(call, method, *args)
+    unchanged(decoder, target)
+    source = [prompt.do(make, "rows", ROWS, 11), prompt.do(make, "paged", PAGED, 12)]
+    pulls_arrive(prompt, decoder, source, target)
+    bytes_move_both_ways(prompt, decoder)
+    assert len(list(tmp_path.iterdir())) == (0 if same_address else 2)
+
+
+def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Family) -> None:
+    prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
+    caches(prompt, old)
+    assert old.do(link, [info(1, prompt.port)]) == SUCCESS
+    freeze(old)
+    decoder = family.born("DECODER", 2)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    bytes_move_both_ways(prompt, decoder)
+    old.signal(signal.SIGCONT)
+    alone(old)
+    not_linked(old)
+    assert [each.peer_pid for each in prompt.do(picture).links] == [decoder.pid]
+    bytes_move_both_ways(prompt, decoder)
+
+
+# --- finalized --------------------------------------------------------------------------------------------------------
+
+
+def finalize(world: World) -> None:
+    world.dd.finalize()
+
+
+def init_again(world: World, options: dict[str, str]) -> int | None:
+    """Initialise the same object."""
+    world.dd.init(options)
+    return world.dd.listen_port
+
+
+@pytest.mark.parametrize("leaver", ["prompt", "decoder"])
+def test_r22_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair, leaver: str) -> None:
+    pair.start(extra=PATIENT)
+    left = caches(pair.prompt, pair.decoder)
+    gone, stays = (pair.prompt, pair.decoder) if leaver == "prompt" else (pair.decoder, pair.prompt)
+    gone.do(finalize)
+    alone(stays)
+    not_linked(stays, gone.cluster_id)
+    unchanged(stays, left[0] if stays is pair.prompt else left[1])
+    extra = PATIENT | {"llm.Transport": pair.transport}
+    listen = "127.0.0.1:0" if gone is pair.prompt else None
+    gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
+    not_linked(stays, gone.cluster_id)
+    pair.link()
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    unchanged(stays, left[0] if stays is pair.prompt else left[1])
+
+
+# --- frozen -----------------------------------------------------------------------------------------------------------
+
+
+def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
+    source, target = caches(prompt, decoder)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1], [0])
+    freeze(prompt)
+    wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
+    # The answer is known, so nobody has to be asked; the other pull waits for the peer to come back.
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
+    unchanged(decoder, [target[0], moved(target[1], source[1], [(0, 1), (3, 6)])])
+    decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)
+    wait_until(lambda: decoder.do(waiting, 1) == 1)
+    assert decoder.do(links) == {1: "suspect"}
+    prompt.signal(signal.SIGCONT)
+    assert decoder.do(result_there, "row pull") is None
+    wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
+    unchanged(prompt, source)
+    bytes_move_both_ways(prompt, decoder)
+
+
+def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "3"})
+    source, target = caches(prompt, decoder)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    pull_in_vain(decoder, prompt)
+    both_pulls_lost(decoder, prompt, "silent for")
+    not_linked(decoder)
+    unchanged(decoder, target)
+    assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
+    assert decoder.do(links) == {}
+    prompt.signal(signal.SIGCONT)
+    # At once: the prompt may not yet know that its end of the old link is dead.
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    pulls_arrive(prompt, decoder, source, target)
+    assert (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"})

@@ -1,0 +1,70 @@
+"""The cma transport keeps the contract of all transports, over private memory of another real process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import PeerLost, ProtocolError, TransferFailed
+from llm_datadist.native import Plan, plan_row
+from llm_datadist.testing import PeerProcess, TransportConformance
+from llm_datadist.testing.scene import beginning_of, tensors_over
+from llm_datadist.transport import PRIVATE
+from llm_datadist.transport.cma import CmaConnection
+from llm_datadist.transport.sharedpeer import SharedPeer
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from llm_datadist.testing import Peer
+    from llm_datadist.transport import Connection, PeerMemory
+
+PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+
+
+def connect(memory: PeerMemory) -> CmaConnection:
+    return CmaConnection(SharedPeer(memory), writable=all(region.writable for region in memory.regions.values()))
+
+
+class TestCma(TransportConformance):
+    process: PeerProcess
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.process = PeerProcess(connect, private=True)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls.process.close()
+
+    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
+        return self.process.serving(writable=writable)
+
+    @pytest.mark.parametrize(("address", "extent"), [(2**63 - 64, 64), (2**63, 1), (2**64 - 1, 64), (0, 2**63)])
+    def test_no_tensor_ends_outside_the_address_space(self, connection: Connection, address: int, extent: int) -> None:
+        with pytest.raises(ProtocolError, match="region 0 "):
+            connection.map(np.array([PRIVATE], np.uint32), np.array([address], np.uint64), extent, writable=False)
+
+    def test_memory_that_is_not_mapped_there_is_a_failed_transfer(self, connection: Connection) -> None:
+        remote = connection.map(np.array([PRIVATE], np.uint32), np.array([8], np.uint64), 64, writable=True)
+        for verb in (connection.read, connection.write):
+            with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
+                verb(PLAN, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline.after_ms(1000))
+        assert connection.bytes_read == connection.bytes_written == 0
+
+
+def test_the_memory_of_a_killed_peer_is_gone() -> None:
+    data = np.ones(64, np.uint8)
+    with PeerProcess(connect, private=True) as process, process.serving(writable=True), process.connect() as connection:
+        remote = beginning_of(process, connection, 1, 64, writable=True)
+        connection.write(PLAN, tensors_over(data), remote, None, Deadline.after_ms(1000))
+        assert not connection.peer_ended()
+        process.kill()
+        assert connection.peer_ended()
+        for verb in (connection.read, connection.write):
+            with pytest.raises(PeerLost, match=f"process {process.pid} has ended"):
+                verb(PLAN, tensors_over(data), remote, None, Deadline.after_ms(1000))
+        assert (connection.bytes_read, connection.bytes_written) == (0, 64)

@@ -1,0 +1,124 @@
+"""For the tests of calls inside one process: caches over plain memory, and proof that a refused call did nothing."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pytest
+
+from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+from llm_datadist.errors import NoneArgument, ParamError
+from tests.support.world import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tests.support.world import World
+
+__all__ = [
+    "cpu_cache",
+    "desc",
+    "equal",
+    "pool",
+    "refused",
+    "settled",
+    "state",
+    "user_memory",
+]
+
+T = TypeVar("T")
+
+#: Longer than a message takes; only a failing test waits for it.
+_SETTLE_SECONDS = 10.0
+
+#: What R1 says an error of each kind is at once, and is not.
+_CLASSES: dict[type[Exception], tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]] = {
+    TypeError: ((TypeError,), (LLMException, ValueError)),
+    NoneArgument: ((LLMException, TypeError, AttributeError), (ValueError,)),
+    ParamError: ((LLMException, ValueError), (TypeError,)),
+}
+
+
+def desc(
+    num_tensors: int = 2,
+    shape: Sequence[int] = (4, 16),
+    data_type: DataType = DataType.DT_FLOAT,
+    placement: Placement = Placement.DEVICE,
+) -> CacheDesc:
+    """Return a descriptor; by default 2 tensors of 4 rows (or blocks) of 64 bytes on the device."""
+    return CacheDesc(num_tensors, list(shape), data_type, placement)
+
+
+def user_memory(world: World, name: str, cache_desc: CacheDesc) -> list[int]:
+    """Return the addresses of fresh memory of the user for a cache; it lives as long as the world's initialisation."""
+    arrays = [np.zeros(cache_desc.size, np.uint8) for _ in range(cache_desc.num_tensors)]
+    world.memory[name] = arrays
+    return [array.ctypes.data for array in arrays]
+
+
+def cpu_cache(world: World, name: str, cache_desc: CacheDesc) -> Cache:
+    """Make a CPU cache over memory of the user."""
+    cache = Cache.create_cpu_cache(cache_desc, user_memory(world, name, cache_desc))
+    world.caches[name] = cache
+    return cache
+
+
+def pool(world: World, name: str = "device") -> Any:
+    """Return the statistics of one pool."""
+    return next(each for each in world.dd.statistics().pools if each.name == name)
+
+
+def state(world: World) -> tuple[Any, dict[str, Any]]:
+    """Return all that a refused call must leave alone: statistics (but operations and ages) and every byte there is."""
+    statistics = world.dd.statistics()
+    keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
+    caches = {
+        name: (list(cache.tensor_addrs), [tensor.tobytes() for tensor in read(cache)])
+        for name, cache in world.caches.items()
+        if cache.tensor_addrs
+    }
+    return replace(statistics, operations=(), keys=keys), caches
+
+
+@contextmanager
+def refused(
+    world: World, kind: type[Exception], *parts: str, status: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
+) -> Iterator[None]:
+    """The block raises ``kind`` (with all that R1 says it is) and ``status``, in one line that holds all ``parts``.
+
+    And nothing has happened.
+    """
+    before = state(world)
+    with pytest.raises(kind) as caught:
+        yield
+    is_also, is_not = _CLASSES.get(kind, ((), ()))
+    assert all(isinstance(caught.value, each) for each in is_also)
+    assert not any(isinstance(caught.value, each) for each in is_not)
+    if isinstance(caught.value, LLMException):
+        assert caught.value.status_code is status
+    text = str(caught.value)
+    assert "\n" not in text
+    assert [part for part in parts if part not in text] == [], text
+    assert state(world) == before
+    world.dd.check_integrity()
+
+
+def settled(now: Callable[[], T], expected: T) -> T:
+    """Return ``now()`` as soon as it is ``expected``, or what it is in the end: a peer's release is on its way."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (found := now()) != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def equal(found: list[NDArray[np.uint8]], expected: list[NDArray[np.uint8]]) -> None:
+    """Every byte of every tensor."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)

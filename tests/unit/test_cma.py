@@ -1,0 +1,234 @@
+"""Who may use cma and who is told why not; a recycled pid; and peers that are shared by two connections."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import PeerLost, StateError
+from llm_datadist.native import Plan, plan_row
+from llm_datadist.testing import PeerProcess
+from llm_datadist.testing.peers import PRIVATE_BYTES
+from llm_datadist.testing.scene import residue, tensors_over
+from llm_datadist.transport import PRIVATE, PeerMemory, ShmConnection, cma
+from llm_datadist.transport.cma import CmaConnection, probe
+from llm_datadist.transport.sharedpeer import SharedPeer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llm_datadist.transport import Connection
+
+SOURCE = Path(__file__).parents[2] / "src"
+PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+
+
+class Met:
+    """A child that was met once, and what the rendezvous yielded."""
+
+    def __init__(self) -> None:
+        self.memory: PeerMemory
+        self.process = PeerProcess(self._keep)
+
+    def _keep(self, memory: PeerMemory) -> Connection:
+        self.memory = memory
+        return CmaConnection(SharedPeer(memory), writable=True)
+
+
+@pytest.fixture(scope="module")
+def met() -> Iterator[Met]:
+    met = Met()
+    with met.process as process, process.serving(writable=True), process.connect():
+        yield met
+
+
+@pytest.fixture
+def peer(met: Met) -> SharedPeer:
+    """A share that the test does not need to close."""
+    return SharedPeer(met.memory)
+
+
+@pytest.fixture
+def cookie(met: Met) -> bytes:
+    """What lies at the beginning of the child's private memory."""
+    cookie = secrets.token_bytes(16)
+    met.process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
+    return cookie
+
+
+# The probe
+
+
+def test_the_peer_that_shows_its_cookie_can_be_reached(met: Met, peer: SharedPeer, cookie: bytes) -> None:
+    assert probe(peer, met.process.address(PRIVATE), cookie) is None
+
+
+def test_the_header_of_the_guard_table_serves_as_cookie(met: Met, peer: SharedPeer) -> None:
+    assert probe(peer, met.process.cookie_address(), peer.cookie) is None
+
+
+def test_another_cookie_is_another_process(met: Met, peer: SharedPeer, cookie: bytes) -> None:
+    reason = probe(peer, met.process.address(PRIVATE) + 1, cookie)
+    assert reason == f"pid {peer.pid} shows another cookie than the peer's: it is another process"
+
+
+def test_an_unmapped_address_is_another_process(peer: SharedPeer, cookie: bytes) -> None:
+    assert probe(peer, 8, cookie) == f"pid {peer.pid} has no cookie where the peer has it: it is another process"
+
+
+@pytest.mark.parametrize("address", [-1, 0, 2**63 - 1, 2**63, 2**64, 2**200])
+def test_an_address_from_the_wire_is_not_trusted(peer: SharedPeer, cookie: bytes, address: int) -> None:
+    assert probe(peer, address, cookie) == f"the peer told an impossible address of its cookie: {address}"
+
+
+def test_a_peer_of_another_pid_namespace(peer: SharedPeer, cookie: bytes) -> None:
+    peer.pid = 0  # what SO_PEERCRED says then
+    assert probe(peer, 4096, cookie) == "the peer's process is not visible from our pid namespace"
+
+
+STRANGER = """
+import os, sys
+from types import SimpleNamespace
+from llm_datadist.transport.cma import probe
+
+pid, address = map(int, sys.argv[1:])
+os.setuid(65534)
+for uid in (0, 65534):
+    print(probe(SimpleNamespace(pid=pid, uid=uid, alive=lambda: True), address, b"0" * 16))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_the_kernel_refuses_another_user(met: Met, peer: SharedPeer) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", STRANGER, str(peer.pid), str(met.process.address(PRIVATE))]
+    said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
+    other_user, same_user = said.splitlines()
+    assert other_user == f"the kernel does not let us into pid {peer.pid}: it runs as uid 0, this process as uid 65534"
+    scope = cma._ptrace_scope()
+    expected = f"ptrace_scope is {scope}, so that only" if scope not in ("", "0") else "not dumpable"
+    assert expected in same_user
+
+
+def test_the_reason_holds_the_value_of_ptrace_scope(
+    peer: SharedPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = tmp_path / "ptrace_scope"
+    monkeypatch.setattr(cma, "_YAMA", scope)
+    assert "not dumpable" in cma._why_not_permitted(peer)
+    scope.write_text("0\n")
+    assert "not dumpable" in cma._why_not_permitted(peer)
+    scope.write_text("1\n")
+    assert f"{scope} is 1, so that only its parent" in cma._why_not_permitted(peer)
+
+
+# Ends of the peer
+
+
+def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
+    """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
+    met = Met()
+    mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    with met.process as process, process.serving(writable=True), process.connect() as connection:
+        process.kill()
+        peer = SharedPeer(met.memory)
+        peer.pid = os.getpid()
+        stranger = CmaConnection(peer, writable=True)
+        at = np.array([mine.ctypes.data], np.uint64)
+        remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
+        for verb in (stranger.read, stranger.write):
+            with pytest.raises(PeerLost, match="has ended"):
+                verb(PLAN, tensors_over(local), remote, None, Deadline.after_ms(1000))
+        assert mine.tolist() == list(range(64))
+        assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
+        stranger.close()  # with it the memory: its only counted share
+        connection.close()
+
+
+# Sharing
+
+
+def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
+    """Regions over shm, private memory over cma, guards over both; either may go first."""
+    opened: list[tuple[CmaConnection, PeerMemory]] = []
+
+    def both(memory: PeerMemory) -> Connection:
+        peer = SharedPeer(memory)
+        opened.append((CmaConnection(peer.share(), writable=True), memory))
+        return ShmConnection(cast("PeerMemory", peer))
+
+    with PeerProcess(both) as process, process.serving(writable=True):
+        process.poke(1, np.full(64, 1, np.uint8))
+        process.poke(PRIVATE, np.full(PRIVATE_BYTES, 2, np.uint8))
+        process.connect().close()
+        opened.pop()[0].close()
+        before = residue()
+        for first in (0, 1):
+            shm = process.connect()
+            cma_connection, memory = opened.pop()
+            ends = [shm, cma_connection]
+            ends.pop(first).close()
+            assert not memory.closed
+            (left,) = ends
+            slot, generation = process.guard()
+            assert left.generation(slot) == generation
+            left.close()
+            assert memory.closed
+            del memory
+            assert residue() == before
+
+
+def test_shares_are_counted_once_each(met: Met) -> None:
+    process = PeerProcess(ShmConnection)
+    with process, process.serving(writable=False), process.connect() as connection:
+        memory = connection._peer  # type: ignore[attr-defined]
+        first = SharedPeer(memory)
+        second, third = first.share(), first.share()
+        assert repr(first) == f"<SharedPeer of pid {process.pid}: 3 shares open>"
+        for share in (second, first):
+            share.close()
+            share.close()  # again: nothing
+            assert share.closed
+            assert not share.alive()
+            assert third.alive()
+        with pytest.raises(StateError, match="closed"):
+            first.share()
+        assert not memory.closed
+        third.close()
+        assert memory.closed
+        assert repr(third) == f"<SharedPeer of pid {process.pid}: closed>"
+
+
+def test_shares_closed_by_many_threads_close_the_memory_once() -> None:
+    class Memory:
+        """Counts its closes; the real one would close a stranger's descriptor the second time."""
+
+        regions, guards, pid, uid, cookie, incarnation, closes = (), None, 1, 0, b"", b"", 0
+
+        def close(self) -> None:
+            self.closes += 1
+
+    def close(share: SharedPeer, gate: threading.Barrier) -> None:
+        gate.wait()
+        share.close()
+
+    for _ in range(50):
+        memory = Memory()
+        first = SharedPeer(memory)  # type: ignore[arg-type] # on purpose
+        shares = [first, *(first.share() for _ in range(7))]
+        gate = threading.Barrier(len(shares))
+        threads = [threading.Thread(target=close, args=(share, gate)) for share in shares]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert memory.closes == 1

@@ -1,0 +1,399 @@
+"""The executor between two processes: every byte of both, as their owners see them, and each refusal of the kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_datadist.errors import ParamError
+from llm_datadist.native import (
+    NO_DEADLINE,
+    CopyPool,
+    Plan,
+    Tensors,
+    execute_process,
+    parse_indices,
+    peek_process,
+    plan_blocks,
+    plan_row,
+)
+
+from . import twin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+MIB = 1 << 20
+MEMORY = 24 * MIB  # private memory of the other process
+PAGE = os.sysconf("SC_PAGESIZE")
+SOURCE = Path(__file__).parents[2] / "src"
+
+HOLDER = f"""
+import ctypes, sys
+from multiprocessing.connection import Connection
+import numpy as np
+
+memory = np.zeros({MEMORY}, np.uint8)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+edge = libc.mmap(None, {2 * PAGE}, 3, 0x22, -1, 0) + {PAGE}
+assert libc.munmap(edge, {PAGE}) == 0
+pipe = Connection(int(sys.argv[1]))
+pipe.send((memory.ctypes.data, edge))
+while True:
+    try:
+        verb, data = pipe.recv()
+    except EOFError:
+        break
+    if verb == "fill":
+        memory[: len(data)] = np.frombuffer(data, np.uint8)
+    elif verb == "hide":  # as a process that may not be traced, whoever asks
+        assert libc.prctl(4, 0, 0, 0, 0) == 0
+    pipe.send_bytes(memory[:data] if verb == "show" else b"")
+"""
+
+
+class Holder:
+    """Another process with private memory, filled and shown by itself.
+
+    Attributes:
+        address: Of its memory, :data:`MEMORY` bytes.
+        edge: An address from which on nothing is mapped, with a page before it.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HOLDER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        self._pipe = Connection(ours.detach())
+        self.address, self.edge = self._pipe.recv()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def fill(self, data: twin.Bytes) -> None:
+        self._ask("fill", data.tobytes())
+
+    def show(self, nbytes: int) -> twin.Bytes:
+        return np.frombuffer(self._ask("show", nbytes), np.uint8)
+
+    def hide(self) -> None:
+        self._ask("hide", None)
+
+    def tensors(self, count: int, extent: int) -> Tensors:
+        return Tensors(np.array([self.address + i * extent for i in range(count)], np.uint64), extent)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _ask(self, verb: str, data: object) -> bytes:
+        self._pipe.send((verb, data))
+        return self._pipe.recv_bytes()
+
+
+@pytest.fixture(scope="module")
+def holder() -> Iterator[Holder]:
+    with closing(Holder()) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CopyPool]:
+    shared = CopyPool(3)
+    yield shared
+    shared.close()
+
+
+def split(memory: twin.Bytes, extent: int) -> list[twin.Bytes]:
+    return list(memory.reshape(-1, extent))
+
+
+def check(holder: Holder, plan: Plan, tensors: int, extent: int, pool: CopyPool | None) -> None:
+    """Read and write the plan here and in the twin; every byte of both processes must come out the same."""
+    for write in (False, True):
+        ours, theirs = twin.noise(1, 2, tensors * extent)
+        holder.fill(theirs)
+        want_ours, want_theirs = ours.copy(), theirs.copy()
+        ends = (want_theirs, want_ours) if write else (want_ours, want_theirs)
+        twin.execute(plan, *(split(end, extent) for end in ends))
+        local, remote = twin.tensors_of(split(ours, extent)), holder.tensors(tensors, extent)
+        assert execute_process(plan, local, remote, holder.pid, pool, NO_DEADLINE, write=write) == plan.nbytes
+        assert np.array_equal(ours, want_ours)
+        assert np.array_equal(holder.show(theirs.size), want_theirs)
+
+
+def read(holder: Holder, plan: Plan, into: twin.Bytes, at: int, pool: CopyPool | None = None, **changes: Any) -> int:
+    """Read into one local tensor from the one at an address of the holder."""
+    local = Tensors(np.array([into.ctypes.data], np.uint64), into.size)
+    remote = Tensors(np.array([at], np.uint64), into.size)
+    arguments: dict[str, Any] = {"pid": holder.pid, "deadline_ns": NO_DEADLINE, "write": False} | changes
+    return execute_process(plan, local, remote, pool=pool, **arguments)
+
+
+# Bytes
+
+BLOCKS = 16
+BLOCK = 24
+PAIRS = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)), max_size=30)
+
+
+@given(PAIRS, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3))
+def test_blocks_between_two_processes(
+    holder: Holder, pairs: list[tuple[int, int]], dst_first: int, src_first: int, count: int
+) -> None:
+    """Blocks that occur twice among them: such plans are ordered."""
+    dst, src = (parse_indices("blocks", [pair[end] for pair in pairs]) for end in (0, 1))
+    runs, ordered = plan_blocks(dst, src, block_bytes=BLOCK, dst_count=BLOCKS, src_count=BLOCKS, alias=False)
+    plan = twin.make_plan(runs, ordered=ordered, dst_first=dst_first, src_first=src_first, count=count)
+    check(holder, plan, 5, BLOCKS * BLOCK, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count"),
+    [
+        ([9 * MIB + 11], 2),  # one run, many chunks
+        ([512] * 3000, 3),  # more ranges than a call takes, in one chunk
+        ([4096] * 1024, 1),  # exactly as many as a call takes
+        ([5000, 1, 0, 7 * MIB + 1, 3, 63, 64, 65, 4095, 4097], 3),
+        ([777], 5000),  # many small tensors in one chunk
+        ([MIB, MIB], 1),
+        ([0, 0], 4),
+    ],
+)
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_every_byte_whatever_the_shape_of_the_plan(
+    holder: Holder, lengths: list[int], count: int, threads: int
+) -> None:
+    gap = 7  # bytes between runs that must stay as they were, and misalignment
+    starts = np.cumsum([gap, *(n + gap for n in lengths)])
+    runs = np.array([(starts[i], starts[i] + 3, n) for i, n in enumerate(lengths)], dtype=np.uint64)
+    pool = CopyPool(threads) if threads else None
+    check(holder, twin.make_plan(runs, count=count), count, int(starts[-1]) + 3, pool)
+    if pool:
+        pool.close()
+
+
+def test_an_ordered_plan_of_many_calls_and_chunks_takes_effect_in_its_order(holder: Holder, pool: CopyPool) -> None:
+    """Every source block goes to one of three places: only the last to each may be seen."""
+    block, blocks = 4096, 2000
+    runs = np.array([(i % 3 * block, i * block, block) for i in range(blocks)], np.uint64)
+    check(holder, twin.make_plan(runs, ordered=True), 1, blocks * block, pool)
+
+
+# Refusals of the plan
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dst_first": 1}, "plan.dst_first is 1 and plan.count 1: the dst end has 1 tensors"),
+        ({"src_first": -1}, "plan.src_first is -1 and plan.count 1: the src end has 1 tensors"),
+        ({"nbytes": 65}, "plan.nbytes is 65: the plan is 1 tensors of 64 bytes"),
+        ({"runs": plan_row(1, 0, 64)}, "plan.runs[0] is 64 bytes at dst offset 1: ends outside the tensor of 64 bytes"),
+        ({"runs": plan_row(0, 2, 64)}, "plan.runs[0] is 64 bytes at src offset 2: ends outside the tensor of 64 bytes"),
+    ],
+)
+@pytest.mark.parametrize("write", [False, True])
+def test_a_plan_outside_the_ends_moves_nothing(holder: Holder, change: dict[str, Any], text: str, write: bool) -> None:
+    ours, theirs = twin.noise(2, 2, 64)
+    holder.fill(theirs)
+    before = ours.copy()
+    with pytest.raises(ParamError) as caught:
+        read(holder, replace(twin.make_plan(plan_row(0, 0, 64)), **change), ours, holder.address, write=write)
+    assert str(caught.value).startswith(text)
+    assert np.array_equal(ours, before)
+    assert np.array_equal(holder.show(64), theirs)
+
+
+# Refusals of the kernel
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+@pytest.mark.parametrize("write", [False, True])
+def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
+    with closing(Holder()) as dead:
+        dead.process.kill()
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        if reaped:
+            dead.process.wait()
+        call = "process_vm_writev" if write else "process_vm_readv"
+        with pytest.raises(ProcessLookupError, match=rf"{call} of pid {dead.pid}, 64 bytes at .*: No such process"):
+            read(dead, twin.make_plan(plan_row(0, 0, 64)), np.zeros(64, np.uint8), dead.address, write=write)
+        with pytest.raises(ProcessLookupError):
+            peek_process(dead.pid, dead.address, 16)
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31 - 1])
+def test_a_pid_that_is_none(holder: Holder, pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        read(holder, twin.make_plan(plan_row(0, 0, 64)), np.zeros(64, np.uint8), holder.address, pid=pid)
+
+
+STRANGER = """
+import errno, os, sys
+from llm_datadist.native import peek_process
+
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may look into everything
+try:
+    peek_process(int(sys.argv[1]), int(sys.argv[2]), 16)
+except PermissionError as error:
+    assert error.errno == errno.EPERM, error
+    sys.exit(7)
+"""
+
+
+def test_a_process_that_may_not_be_touched() -> None:
+    with closing(Holder()) as hidden:
+        hidden.hide()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-c", STRANGER, str(hidden.pid), str(hidden.address)]
+        assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 7
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_is_mapped_moves_and_the_rest_is_named(holder: Holder, write: bool) -> None:
+    """The kernel moves the mapped part without a word; the call that goes on from there is told why it cannot."""
+    ours = np.arange(256, dtype=np.uint8)
+    theirs = peek_process(holder.pid, holder.edge - 128, 128)
+    runs = np.array([(0, 0, 64), (64, 64, 128), (192, 192, 64)], np.uint64)
+    with pytest.raises(OSError, match=rf"64 bytes at its address 0x{holder.edge:x}: Bad address") as caught:
+        read(holder, twin.make_plan(runs), ours, holder.edge - 128, write=write)
+    assert caught.value.errno == errno.EFAULT
+    moved = bytes(range(128)) if write else theirs
+    assert peek_process(holder.pid, holder.edge - 128, 128) == ours[:128].tobytes() == moved
+    assert ours[192:].tolist() == list(range(192, 256))
+
+
+def test_local_memory_that_is_not_there(holder: Holder) -> None:
+    plan = twin.make_plan(plan_row(0, 0, 64))
+    nowhere, there = (Tensors(np.array([at], np.uint64), 64) for at in (8, holder.address))
+    with pytest.raises(OSError, match="Bad address"):
+        execute_process(plan, nowhere, there, holder.pid, None, NO_DEADLINE, write=False)
+
+
+def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: CopyPool) -> None:
+    """64 GiB would follow the chunk that fails."""
+    good = np.repeat(plan_row(0, 0, 8 * MIB), 8000, axis=0)
+    runs = np.concatenate([plan_row(0, 16 * MIB, 8 * MIB), good])
+    local, _ = twin.noise(3, 2, 24 * MIB)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="Bad address"):
+        read(holder, twin.make_plan(runs), local, holder.edge - 20 * MIB, pool)
+    assert time.monotonic() - started < 5
+
+
+# Deadlines and threads
+
+
+@pytest.mark.parametrize("nbytes", [64, 8 * MIB])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_passed_deadline_moves_nothing(holder: Holder, pool: CopyPool, nbytes: int, ordered: bool) -> None:
+    ours = twin.noise(4, 1, nbytes)[0]
+    before = ours.copy()
+    plan = twin.make_plan(plan_row(0, 0, nbytes), ordered=ordered)
+    assert read(holder, plan, ours, holder.address, pool, deadline_ns=time.monotonic_ns() - 1) == 0
+    assert np.array_equal(ours, before)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_deadline_ends_a_copy_between_chunks(holder: Holder, pool: CopyPool, ordered: bool) -> None:
+    ours, theirs = twin.noise(5, 2, 8 * MIB)
+    holder.fill(theirs)
+    runs = np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0)  # 160 GiB: no machine is done in 50 ms
+    started = time.monotonic()
+    deadline = time.monotonic_ns() + 50_000_000
+    done = read(holder, twin.make_plan(runs, ordered=ordered), ours, holder.address, pool, deadline_ns=deadline)
+    assert 0 < done < 20_000 * 8 * MIB
+    assert 0.05 <= time.monotonic() - started < 5
+    assert np.array_equal(ours, theirs)
+
+
+def test_other_python_threads_run_during_a_large_copy(holder: Holder) -> None:
+    stop = threading.Event()
+    gaps = [0.0]
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not stop.is_set():
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    runs = np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0)
+    thread = threading.Thread(target=tick)
+    thread.start()
+    deadline = time.monotonic_ns() + 500_000_000
+    read(holder, twin.make_plan(runs), np.zeros(8 * MIB, np.uint8), holder.address, deadline_ns=deadline)
+    stop.set()
+    thread.join()
+    assert max(gaps) < 0.45  # the copy took 0.5 s
+
+
+@pytest.mark.parametrize("close_meanwhile", [False, True])
+def test_several_callers_share_one_pool(holder: Holder, close_meanwhile: bool) -> None:
+    theirs = twin.noise(6, 1, 4 * MIB)[0]
+    holder.fill(theirs)
+    plan = twin.make_plan(plan_row(0, 0, 4 * MIB))
+    pool = CopyPool(3)
+
+    def read_often() -> bool:
+        into: NDArray[np.uint8] = np.zeros(4 * MIB, np.uint8)
+        for _ in range(10):
+            into.fill(0xA5)
+            if read(holder, plan, into, holder.address, pool) != into.size or not np.array_equal(into, theirs):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as callers:
+        results = [callers.submit(read_often) for _ in range(4)]
+        if close_meanwhile:
+            pool.close()
+        assert all(result.result() for result in results)
+    pool.close()
+
+
+def test_peek_returns_the_bytes(holder: Holder) -> None:
+    data = twin.noise(7, 1, MIB)[0]
+    holder.fill(data)
+    assert peek_process(holder.pid, holder.address + 3, 16) == data[3:19].tobytes()
+    assert peek_process(holder.pid, holder.address, MIB) == data.tobytes()
+    assert peek_process(holder.pid, holder.address, 0) == b""
+
+
+@pytest.mark.parametrize("nbytes", [-1, MIB + 1])
+def test_peek_is_for_few_bytes(holder: Holder, nbytes: int) -> None:
+    with pytest.raises(ParamError, match=rf"^nbytes is {nbytes}: must be in \[0, {MIB}\]"):
+        peek_process(holder.pid, holder.address, nbytes)
+
+
+@pytest.mark.parametrize("address", [0, 8, 2**63, 2**64 - 1])
+def test_peek_at_an_address_that_is_none(holder: Holder, address: int) -> None:
+    with pytest.raises(OSError, match="Bad address") as caught:
+        peek_process(holder.pid, address, 16)
+    assert caught.value.errno == errno.EFAULT
