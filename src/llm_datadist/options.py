@@ -66,6 +66,7 @@ _CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
 
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
+_MAX_COPY_THREADS: Final = 1024
 _DEFAULT_LINK_SECONDS: Final = 120
 
 
@@ -207,7 +208,7 @@ class Options:
             transport=_transport(reader),
             shm_socket_dir=_socket_dir(reader),
             pool_prefault=reader.flag(POOL_PREFAULT, default=False),
-            copy_threads=reader.integer(COPY_THREADS, 1, _INT32_MAX),
+            copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
         )
         reader.warn_unknown()

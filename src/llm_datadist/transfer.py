@@ -259,7 +259,12 @@ class Target:
             answer: Message = self._resolved(link, message)
         except LLMException as error:
             answer = Failed(message.id, int(error.status_code), str(error)[:4000])
-        self._send(link, answer)
+        try:
+            self._send(link, answer)
+        except ProtocolError as error:
+            # More tensors than a frame can name: the caller must hear so, not wait.
+            self._store.apply(self._store.registry.release(link, answer.pin if isinstance(answer, Resolved) else 0))
+            self._send(link, Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
         """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
@@ -333,7 +338,7 @@ class Target:
     def _send(self, link: Link, message: Message) -> None:
         try:
             link.send(message)
-        except LLMException as error:
+        except LinkError as error:
             logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_datadist.caches import Storage
 from llm_datadist.checks import check_type
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
 from llm_datadist.memory.segment import ExternalSegment, Segment
@@ -46,7 +47,8 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
 
     Raises:
         TypeError: Not a Cache.
-        ParamError: The cache was deallocated, or its element type has no NumPy counterpart (``DT_STRING``).
+        ParamError: The cache was deallocated, its descriptor was made larger since, or its element type has no NumPy
+            counterpart (``DT_STRING``).
     """
     check_type("cache", cache, Cache)
     desc, addresses = cache.cache_desc, cache.tensor_addrs
@@ -55,7 +57,13 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
     dtype = _NUMPY.get(desc.data_type)
     if dtype is None:
         raise ParamError(f"cache_desc.data_type={desc.data_type.name}: NumPy has no such element type")
-    segments = cache._memory if isinstance(cache._memory, tuple) else ()
+    storage = cache._memory if isinstance(cache._memory, Storage) else None
+    if storage is not None and desc.size > storage.tensors.extent:
+        raise ParamError(
+            f"cache_desc.shape={list(desc.shape)}: changed since the cache was made, whose tensors have "
+            f"{storage.tensors.extent} bytes"
+        )
+    segments = () if storage is None else storage.segments
     return [_bytes(address, desc.size, segments).view(dtype).reshape(tuple(desc.shape)) for address in addresses]
 
 

@@ -18,7 +18,7 @@ from llm_datadist import (
 from llm_datadist.errors import LLMException, NoneArgument, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.memory.device import HostDevice
 from tests.support.source import ROOT
-from tests.support.world import make_config, residue
+from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def nothing_is_left() -> Iterator[None]:
     before = residue()
     yield
     assert LLMDataDist.llm_engine_instance is None
-    assert residue() == before
+    assert settled(before) == before
 
 
 def live(cluster_id: int, **settings: Any) -> LLMDataDist:
@@ -90,7 +90,7 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
         assert part in str(caught.value)
         assert "\n" not in str(caught.value)
         assert LLMDataDist.llm_engine_instance is None
-        assert residue() == before
+        assert settled(before) == before
     datadist._device = None
     datadist.init(make_config(**listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen["listen_ip_info"]
@@ -134,7 +134,7 @@ def test_a_busy_port_is_llm_failed_naming_the_address_and_leaves_nothing() -> No
         assert caught.value.status_code is LLMStatusCode.LLM_FAILED
         assert address in str(caught.value)
         assert "\n" not in str(caught.value)
-        assert residue() == before
+        assert settled(before) == before
     datadist.init(make_config(listen_ip_info=address))
     datadist.finalize()
 

@@ -30,7 +30,7 @@ from llm_datadist.views import tensor_views
 from tests.support.linking import SUCCESS, info
 from tests.support.moves import wait_until
 from tests.support.strangers import listener
-from tests.support.world import make_config, residue
+from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def nothing_is_left() -> Iterator[None]:
     before = residue()
     yield
     assert LLMDataDist.llm_engine_instance is None
-    assert residue() == before
+    assert settled(before) == before
 
 
 def live(cluster_id: int, **settings: Any) -> LLMDataDist:

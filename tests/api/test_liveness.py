@@ -35,7 +35,7 @@ def survivor() -> Iterator[ChildEnd]:
     before = end.do(left)
     yield end
     end.stop()
-    assert end.do(left) == before
+    wait_until(lambda: end.do(left) == before)
     end.close()
 
 

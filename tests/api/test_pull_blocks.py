@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -294,3 +294,22 @@ def test_order_of_checks_types_own_cluster_local_cache_local_geometry_link_remot
     refused(ends, names, CacheNotFound, ("model_id=0",), pull, BLOCKS, [99], [0], {}, status=NOT_EXIST)
     pair.prompt.do(make, "kv", Spec(stride=16, blocks=True, blocks_key=BLOCKS), 3)
     refused(ends, names, CacheMismatch, ("block sizes",), pull, BLOCKS, [99], [0], {})
+
+
+def _publish_too_many_tensors(world: World) -> None:
+    pool = world.cm.allocate_blocks_cache(CacheDesc(1, [1, 64], DataType.DT_UINT8))
+    count = 90_000
+    desc = CacheDesc(count, [1, 16], DataType.DT_UINT8)
+    world.cm.register_blocks_cache(desc, [pool.tensor_addrs[0]] * count, BlocksCacheKey(1, 77))
+
+
+def _pull_too_many_tensors(world: World) -> None:
+    cache = world.cm.allocate_blocks_cache(CacheDesc(1, [1, 16], DataType.DT_UINT8))
+    world.cm.pull_blocks(BlocksCacheKey(1, 77), cache, [0], [0])
+
+
+def test_a_cache_with_more_tensors_than_a_frame_can_name_is_refused_and_not_waited_for(pair: Pair) -> None:
+    pair.start()
+    pair.prompt.do(_publish_too_many_tensors)
+    with pytest.raises(ParamError, match="too many tensors"):
+        pair.decoder.do(_pull_too_many_tensors)

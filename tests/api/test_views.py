@@ -54,6 +54,16 @@ def test_views_have_the_descriptors_shape_and_type(world: World, data_type: Data
     assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
 
 
+def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
+    desc = CacheDesc(1, [2, 3], DataType.DT_FLOAT)
+    cache = world.cm.allocate_cache(desc)
+    desc.update_dim(0, 4000)
+    with pytest.raises(ParamError, match=r"cache_desc.shape=\[4000, 3\]: changed .* 24 bytes"):
+        tensor_views(cache)
+    desc.update_dim(0, 1)
+    assert tensor_views(cache)[0].shape == (1, 3)
+
+
 def test_a_type_without_a_numpy_counterpart_is_refused(world: World) -> None:
     cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_STRING))
     with pytest.raises(ParamError, match=r"cache_desc.data_type=DT_STRING") as caught:

@@ -49,11 +49,18 @@ def test_a_value_out_of_range_is_named(values: list[int], at: int, bad: int) -> 
     assert str(caught.value) == f"src_blocks[{at}] is {bad}: must be in [0, 2**63)"
 
 
-@given(INDICES, st.sampled_from([1.5, "3", None, b"1", [1]]))
+@given(INDICES, st.sampled_from([1.5, "3", b"1", [1]]))
 def test_an_element_of_another_type_is_named(values: list[int], bad: object) -> None:
     with pytest.raises(TypeError) as caught:
         parse_indices("src_blocks", (*values, bad))
     assert str(caught.value) == f"src_blocks[{len(values)}] is {bad!r}: must be an int, not {type(bad).__name__}"
+
+
+@given(INDICES)
+def test_r01_none_among_the_elements_is_a_none_argument(values: list[int]) -> None:
+    with pytest.raises(NoneArgument) as caught:
+        parse_indices("src_blocks", [*values, None])
+    assert str(caught.value) == f"src_blocks[{len(values)}] is None: must be a block number"
 
 
 def test_bools_numpy_scalars_and_index_objects_are_ints() -> None:

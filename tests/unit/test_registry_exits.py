@@ -102,7 +102,7 @@ def test_exit_key_bound_again_while_a_pull_of_the_old_binding_runs(owner: Owner)
     assert not owner.bound(req(1))
 
 
-def test_exit_key_bound_again_in_the_same_cache_is_another_binding(owner: Owner) -> None:
+def test_exit_blocks_key_bound_again_by_a_newer_cache_fails_readers_of_the_old_binding(owner: Owner) -> None:
     entry = owner.add("a", blocks(), kind=CacheKind.BLOCKS)
     pin = owner.pin(P, blocks())
     again = owner.add("b", blocks(), owned=False, kind=CacheKind.BLOCKS)

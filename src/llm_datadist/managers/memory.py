@@ -228,5 +228,5 @@ def _handle(entry: Entry, cache_desc: CacheDesc) -> Cache:
         cache_desc,
         storage.tensors.bases.tolist(),
         entry.geometry.kind is CacheKind.BLOCKS,
-        memory=storage.segments,
+        memory=storage,
     )

@@ -52,12 +52,22 @@ def parse_indices(name: str, values: object) -> NDArray[np.int64]:
         ParamError: An element is negative or does not fit int64.
     """
     if isinstance(values, list | tuple):
-        return _native.parse_indices(name, values)
+        try:
+            return _native.parse_indices(name, values)
+        except TypeError:
+            _refuse_none(name, values)
+            raise
     if isinstance(values, np.ndarray):
         return _parse_array(name, values)
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
     raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+
+
+def _refuse_none(name: str, values: list[object] | tuple[object, ...]) -> None:
+    for i, value in enumerate(values):
+        if value is None:
+            raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
 
 
 def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:

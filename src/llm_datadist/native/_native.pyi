@@ -1,5 +1,4 @@
-from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
