@@ -139,7 +139,19 @@ def _plan_swap(
             f"swap_blocks: src_cache and dst_cache are both on {Placement(src.placement).name}; one must be HOST and "
             "one DEVICE"
         )
+    if not alias and _overlap(source.tensors, target.tensors):
+        raise ParamError("swap_blocks: tensors of src_cache and dst_cache overlap without being the same")
     return plan
+
+
+def _overlap(one: Tensors, other: Tensors) -> bool:
+    """Return True when a byte belongs to both ends."""
+    starts = np.sort(other.bases)
+    after = np.searchsorted(starts, one.bases, side="right")
+    below, above = starts[np.maximum(after, 1) - 1], starts[np.minimum(after, len(starts) - 1)]
+    from_below = (below <= one.bases) & (one.bases - below < np.uint64(other.extent))
+    from_above = (above >= one.bases) & (above - one.bases < np.uint64(one.extent))
+    return bool((from_below | from_above).any())
 
 
 def _plan(

@@ -13,6 +13,7 @@ import numpy as np
 
 from llm_datadist.caches import Storage
 from llm_datadist.checks import check_type
+from llm_datadist.data_type import dtype_to_np_dtype
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
 from llm_datadist.memory.segment import ExternalSegment, Segment
 from llm_datadist.types import Cache, DataType
@@ -22,22 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["tensor_views", "torch_views"]
 
-_NUMPY = {
-    DataType.DT_FLOAT: np.float32,
-    DataType.DT_FLOAT16: np.float16,
-    DataType.DT_INT8: np.int8,
-    DataType.DT_INT32: np.int32,
-    DataType.DT_UINT8: np.uint8,
-    DataType.DT_INT16: np.int16,
-    DataType.DT_UINT16: np.uint16,
-    DataType.DT_UINT32: np.uint32,
-    DataType.DT_INT64: np.int64,
-    DataType.DT_UINT64: np.uint64,
-    DataType.DT_DOUBLE: np.float64,
-    DataType.DT_BOOL: np.bool_,
-    # NumPy has no bfloat16: the 16 bits as they are. torch_views gives torch.bfloat16.
-    DataType.DT_BF16: np.uint16,
-}
+# NumPy has no bfloat16: the 16 bits as they are (torch_views gives torch.bfloat16). A string element is no array type.
+_NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
+del _NUMPY[DataType.DT_STRING]
 
 
 def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.testing import StagedDevice
 from tests.support.memory import cpu_cache, refused
-from tests.support.world import fill, make_config
+from tests.support.world import fill, make_config, read
 
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
@@ -181,13 +182,21 @@ def test_swap_refuses_a_zero_address(world: World, staged: StagedDevice, at: int
     refuse(world, staged, ParamError, ("dst_cache", *parts), "device", bad, GOOD)
 
 
-@pytest.mark.parametrize("change", [(0, 100), (1, 8)])
+@pytest.mark.parametrize(("dim", "value"), [(0, 100), (1, 8)])
 def test_swap_goes_by_the_memory_that_was_allocated_not_by_a_shape_that_changed_since(
-    world: World, staged: StagedDevice, change: tuple[int, int]
+    world: World, dim: int, value: int
 ) -> None:
-    world.caches["device"].cache_desc.update_dim(*change)
-    refuse(world, staged, ParamError, ("sources of src_to_dst", str(BLOCKS)), "device", "host", {BLOCKS: 0})
-    refuse(world, staged, ParamError, ("destinations of src_to_dst", str(BLOCKS)), "host", "device", {0: BLOCKS})
+    shape = world.caches["device"].cache_desc
+    before = {name: read(cache) for name, cache in world.caches.items()}
+    was = shape.shape[dim]
+    shape.update_dim(dim, value)
+    with pytest.raises(ParamError, match=f"sources of src_to_dst.*{BLOCKS}"):
+        world.cm.swap_blocks(world.caches["device"], world.caches["host"], {BLOCKS: 0})
+    with pytest.raises(ParamError, match=f"destinations of src_to_dst.*{BLOCKS}"):
+        world.cm.swap_blocks(world.caches["host"], world.caches["device"], {0: BLOCKS})
+    shape.update_dim(dim, was)
+    for name, cache in world.caches.items():
+        np.testing.assert_array_equal(read(cache), before[name])
 
 
 @pytest.mark.parametrize("end_of_life", ["finalize", "init again"])
@@ -200,3 +209,16 @@ def test_r21_swap_of_a_stale_manager_is_refused(end: LocalEnd, world: World, end
     with pytest.raises(LLMException) as caught:
         stale.swap_blocks(caches["device"], caches["host"], GOOD)
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+@pytest.mark.parametrize("out", [True, False])
+@pytest.mark.parametrize("shift", [-64, 64, 63, -(BLOCKS - 1) * 64, (BLOCKS - 1) * 64])
+def test_r26_operands_that_overlap_without_being_the_same_are_refused(
+    world: World, staged: StagedDevice, shift: int, out: bool
+) -> None:
+    device = world.caches["device"]
+    host = Cache.create_cpu_cache(
+        desc(BLOCKS, placement=Placement.HOST), [address + shift for address in device.tensor_addrs]
+    )
+    src, dst = (device, host) if out else (host, device)
+    refuse(world, staged, ParamError, ("src_cache", "dst_cache", "overlap"), src, dst, {0: 0, 1: 1})
