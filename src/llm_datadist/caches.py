@@ -62,6 +62,14 @@ class Storage:
     allocation: Allocation | None
     segments: tuple[Segment, ...]
 
+    def names(self) -> tuple[bytes, bytes]:
+        """Return (regions, offsets), as a transport that maps exported regions wants them."""
+        return self.regions, self.offsets
+
+    def private_names(self) -> tuple[bytes, bytes]:
+        """Return (regions, offsets) by address, as a transport that maps nothing wants them."""
+        return bytes(4 * len(self.tensors.bases)), self.tensors.bases.astype("<u8").tobytes()
+
 
 class CacheStore:
     """All caches of one LLMDataDist. Callers' threads and the control thread; the parts lock for themselves.
@@ -167,6 +175,9 @@ class CacheStore:
                 inside = (addresses >= start) & (addresses <= np.uint64(end - nbytes))
                 regions[inside] = _REGIONS[placement]
                 offsets[inside] -= np.uint64(start)
+        if (regions == PRIVATE).any():
+            # One way of naming for the whole cache, so that one transport reaches all of it.
+            return np.full(addresses.shape, PRIVATE, dtype=np.uint32), addresses
         return regions, offsets
 
     def _segment_of(self, address: int, nbytes: int) -> Segment:

@@ -128,7 +128,7 @@ class Initiator:
                 try:
                     # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                     if self._current(link, remote, what):
-                        plan = make_plan(remote.geometry, remote.row, _same_memory(local, remote.tensors))
+                        plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
                         self._copy(link, plan, local, remote, deadline, what, push=push)
                         moved = plan
                         return plan.nbytes
@@ -138,6 +138,14 @@ class Initiator:
         raise TransferFailed(
             f"{what}: {name} changed twice while it was being resolved", peer=name.cluster_id, phase="resolve"
         )
+
+    @staticmethod
+    def _same_memory(link: Link, local: Tensors, remote: _Resolution) -> bool:
+        """Return True when both ends are one memory: a link to ourselves, or two ends over the same tensors."""
+        theirs = remote.tensors
+        if theirs.private and not link.connection.capabilities.same_addresses:
+            return False
+        return bool(local.bases[0] == theirs.bases[0]) and np.array_equal(local.bases, theirs.bases)
 
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
@@ -303,13 +311,15 @@ class Target:
             entry = store.registry.lookup(message.cache_id, "cache_id")
             entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         pin, entry, row, binding = self._found(link, message, key)
+        shared = link.connection.capabilities.shared_regions
+        regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
         return Resolved(
             id=message.id,
             cache_id=entry.cache_id,
             geometry=msgspec.Raw(msgspec.msgpack.encode(entry.geometry)),
             row=row,
-            regions=entry.storage.regions,
-            offsets=entry.storage.offsets,
+            regions=regions,
+            offsets=offsets,
             guards=_guards(entry, binding if key is not None else None),
             pin=pin,
         )
@@ -349,11 +359,6 @@ def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
 
 def _remote_first(plan: Plan, *, push: bool) -> int:
     return plan.dst_first if push else plan.src_first
-
-
-def _same_memory(local: Tensors, remote: Tensors) -> bool:
-    """Return True when both ends are one memory: a link to ourselves, or two ends over the same registered tensors."""
-    return bool(local.bases[0] == remote.bases[0]) and np.array_equal(local.bases, remote.bases)
 
 
 def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:

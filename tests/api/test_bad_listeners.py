@@ -71,6 +71,7 @@ def welcome(**changes: Any) -> Welcome:
         "host": "stranger",
         "rendezvous": "@llm-datadist-nobody",
         "cookie": b"c" * 16,
+        "cookie_address": 4096,
     }
     return Welcome(**(fields | changes))
 

@@ -83,6 +83,7 @@ class Stranger:
             "wanted": None,
             "token": secrets.token_bytes(16),
             "cookie": self._guards.cookie,
+            "cookie_address": 4096,
         }
         return Hello(**(fields | changes))  # type: ignore[arg-type]
 

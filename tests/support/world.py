@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -100,11 +100,8 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
 
 
 def settled(before: dict[str, Any]) -> dict[str, Any]:
-    """Return :func:`residue`, once it equals ``before`` or 5 s have passed: joined threads linger a moment."""
-    give_up = time.monotonic() + 5
-    while (now := residue()) != before and time.monotonic() < give_up:
-        time.sleep(0.001)
-    return now
+    """Return :func:`residue`, once it equals ``before`` or 5 s have passed."""
+    return scene.settled(before, residue)
 
 
 def residue() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from llm_datadist.errors import PeerLost, StateError
 from llm_datadist.native import Plan, plan_row
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.peers import PRIVATE_BYTES
-from llm_datadist.testing.scene import residue, tensors_over
+from llm_datadist.testing.scene import residue, settled, tensors_over
 from llm_datadist.transport import PRIVATE, PeerMemory, ShmConnection, cma
 from llm_datadist.transport.cma import CmaConnection, probe
 from llm_datadist.transport.sharedpeer import SharedPeer
@@ -184,7 +184,7 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
             left.close()
             assert memory.closed
             del memory
-            assert residue() == before
+            assert settled(before) == before
 
 
 def test_shares_are_counted_once_each(met: Met) -> None:

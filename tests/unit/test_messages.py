@@ -225,4 +225,5 @@ def test_a_hello_holds_nothing_that_is_not_announced() -> None:
         "wanted",
         "token",
         "cookie",
+        "cookie_address",
     )

@@ -25,7 +25,7 @@ import pytest
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, LLMException, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
-from llm_datadist.testing.scene import residue
+from llm_datadist.testing.scene import residue, settled
 from llm_datadist.transport import Choice, PeerMemory, SameHostListener, choose, meet, peermemory, samehost
 from llm_datadist.transport.exports import RegionDescriptor
 from llm_datadist.transport.fdwire import VERSION, Hello, Refusal, decode, receive_packet, send_packet
@@ -116,7 +116,7 @@ def stage() -> Iterator[Stage]:
     with staged() as stage:
         yield stage
         assert stage.results.empty(), "a result that the test did not look at"
-    assert residue() == before
+    assert settled(before) == before
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def unchanged() -> Iterator[None]:
     """Check that what happens inside leaves no descriptor, mapping or thread."""
     before = residue()
     yield
-    assert residue() == before
+    assert settled(before) == before
 
 
 # What it yields
@@ -141,7 +141,7 @@ def test_both_ends_get_the_other_ends_memory(tmp_path: Path, in_folder: bool) ->
             assert got.alive()
         assert not got.alive()
         got.close()  # again: nothing
-    assert residue() == before
+    assert settled(before) == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -432,7 +432,7 @@ def test_a_silent_peer_is_dropped() -> None:
         assert other.recv(100) == b""
         stage.settled()
         assert repr(stage.listener) == f"<SameHostListener {stage.listener.name}: 0 expected, 0 pending>"
-    assert residue() == before
+    assert settled(before) == before
 
 
 def test_no_more_than_64_silent_peers(stage: Stage) -> None:
@@ -634,7 +634,7 @@ def test_close_with_silent_peers_from_the_loop_and_from_outside(tmp_path: Path) 
                 assert list(tmp_path.iterdir()) == []
                 assert silent.recv(10) == b""
         assert list(tmp_path.iterdir()) == []
-    assert residue() == before
+    assert settled(before) == before
 
 
 def test_close_after_the_loop_is_closed() -> None:
@@ -646,7 +646,7 @@ def test_close_after_the_loop_is_closed() -> None:
     loop.close()
     listener.close()
     close_exports(exports)
-    assert residue() == before
+    assert settled(before) == before
 
 
 def test_a_forgotten_close_is_a_warning(tmp_path: Path) -> None:
@@ -689,7 +689,7 @@ def test_choose() -> None:
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
     assert choose(same_process=True, same_host=None, forced=None).name == "inproc"
     assert choose(same_process=False, same_host=peer, forced=None) == Choice(
-        "shm", "shm: the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process"
+        "shm", "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process"
     )
     assert choose(same_process=True, same_host=peer, forced="shm").name == "shm"
     with pytest.raises(LinkRefused, match="'inproc' cannot reach the peer: not inproc: the peer is in another process"):
@@ -698,7 +698,12 @@ def test_choose() -> None:
         choose(same_process=True, same_host=LinkRefused("no such socket"), forced="shm")
     with pytest.raises(LinkRefused, match=r"no transport .* not inproc: .*; not shm: no same-host rendezvous was made"):
         choose(same_process=False, same_host=None, forced=None)
-    with pytest.raises(ParamError, match="known are inproc, shm"):
+    assert choose(same_process=False, same_host=peer, forced="cma", private=None) == Choice(
+        "cma", "the kernel lets us into the peer's memory"
+    )
+    with pytest.raises(LinkRefused, match="'cma' cannot reach the peer: not cma: it runs as uid 5"):
+        choose(same_process=False, same_host=peer, forced="cma", private="it runs as uid 5")
+    with pytest.raises(ParamError, match="known are inproc, shm, cma"):
         choose(same_process=True, same_host=None, forced="rdma")
 
 

@@ -34,7 +34,7 @@ from llm_datadist.control.messages import (
     frame,
 )
 from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError, code_2_status
-from llm_datadist.transport.connect import meet_peer, open_connection
+from llm_datadist.transport.connect import Claim, meet_peer, open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +152,8 @@ class Dial:
         forced = self._identity.transport
         memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
         try:
-            self.connection, self.choice = open_connection(welcome.incarnation, welcome.cookie, memory, forced)
+            claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address)
+            self.connection, self.choice = open_connection(claim, memory, forced, self._exports.writable)
         except LinkRefused as error:
             raise LinkRefused(f"{self._what}: {error}") from error
         self._undo.callback(self.connection.close)
@@ -180,6 +181,7 @@ class Dial:
             wanted=wanted,
             token=token,
             cookie=self._exports.guards.cookie,
+            cookie_address=self._exports.guards.segment.address,
         )
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:

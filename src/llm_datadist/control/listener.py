@@ -22,7 +22,7 @@ from llm_datadist.control.messages import (
 )
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.log import logger
-from llm_datadist.transport.connect import open_connection
+from llm_datadist.transport.connect import Claim, open_connection
 
 if TYPE_CHECKING:
     from llm_datadist.control.handshake import Identity
@@ -250,13 +250,19 @@ class Listener:
             host=mine.host,
             rendezvous=self._rendezvous.name,
             cookie=self._exports.guards.cookie,
+            cookie_address=self._exports.guards.segment.address,
         )
 
     def _settle(
         self, sock: socket.socket, stream: _Stream, hello: Hello, met: Met, memory: PeerMemory | LinkError | None
     ) -> None:
         """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
-        connection, choice = open_connection(hello.incarnation, hello.cookie, memory, self._identity.transport)
+        connection, choice = open_connection(
+            Claim(hello.incarnation, hello.cookie, hello.cookie_address),
+            memory,
+            self._identity.transport,
+            self._exports.writable,
+        )
         try:
             if met.transport != choice.name:
                 theirs = " ".join(f"{met.transport} ({met.reason})".split())

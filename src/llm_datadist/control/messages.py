@@ -65,7 +65,8 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     """Initiator -> target, first frame: who I am and what I want.
 
     ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``token`` opens the same-host
-    rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page.
+    rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
+    what cma must find at ``cookie_address`` of our address space.
     """
 
     version: int
@@ -77,6 +78,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     wanted: U64 | None
     token: Identity16
     cookie: Identity16
+    cookie_address: U64
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
@@ -90,6 +92,7 @@ class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
     host: Text
     rendezvous: Text
     cookie: Identity16
+    cookie_address: U64
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):

@@ -13,6 +13,17 @@ from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.native import _native
 from llm_datadist.native._native import CopyPool, advance_generation, load_generation, peek_process, plan_row
 from llm_datadist.native.cpus import usable_cpus
+from llm_datadist.native.lanes import (
+    Ending,
+    LaneEngine,
+    LaneEvent,
+    LaneLost,
+    Outcome,
+    ReadAsked,
+    Served,
+    WriteAsked,
+    check_plan,
+)
 from llm_datadist.native.plan import Plan, Tensors
 
 if TYPE_CHECKING:
@@ -21,9 +32,18 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_DEADLINE",
     "CopyPool",
+    "Ending",
+    "LaneEngine",
+    "LaneEvent",
+    "LaneLost",
+    "Outcome",
     "Plan",
+    "ReadAsked",
+    "Served",
     "Tensors",
+    "WriteAsked",
     "advance_generation",
+    "check_plan",
     "execute",
     "execute_process",
     "load_generation",

@@ -10,6 +10,7 @@
 
 #include "copy.hpp"
 #include "guard.hpp"
+#include "lanes_python.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -187,4 +188,5 @@ NB_MODULE(_native, m) {
         .def("close", &CopyPool::close, nb::call_guard<nb::gil_scoped_release>(), "Join the threads. Idempotent.")
         .def("__repr__", &py_repr);
 
+    bind_lanes(m);
 }

@@ -1,4 +1,5 @@
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,3 +91,82 @@ class CopyPool:
         """True once close() was called."""
     def close(self) -> None:
         """Join the threads. Idempotent."""
+
+def check_plan(
+    dst_bases: NDArray[np.uint64],
+    dst_extent: int,
+    dst_first: int,
+    src_bases: NDArray[np.uint64],
+    src_extent: int,
+    src_first: int,
+    count: int,
+    runs: NDArray[np.uint64],
+    nbytes: int,
+) -> None: ...
+
+@final
+class LaneEngine:
+    """Threads that move the bytes of jobs over stream sockets.
+
+    Any thread may call; in a forked child everything but close() is a ParamError.
+    """
+
+    def __init__(self, threads: int, drain_ms: int = 10_000) -> None: ...
+    @property
+    def threads(self) -> int:
+        """Threads that move bytes."""
+    @property
+    def closed(self) -> bool:
+        """True once close() was called."""
+    def close(self) -> None:
+        """Lose every lane and join the threads. Idempotent."""
+    def add_lane(self, fd: int) -> int:
+        """Take a connected stream socket over; return its lane."""
+    def reserve_lane(self) -> int:
+        """Return the number of a lane to be attached."""
+    def attach_lane(self, lane: int, fd: int) -> None:
+        """Take a connected stream socket over as a reserved lane."""
+    def drop_lane(self, lane: int) -> None:
+        """Close a lane; what is on it fails."""
+    def event_fd(self) -> int:
+        """Return a descriptor that is readable while there are events."""
+    def poll_events(
+        self,
+    ) -> list[
+        tuple[Literal["read"], int, int, bytes]
+        | tuple[Literal["write"], int, int, bytes, int]
+        | tuple[Literal["lost"], int, str]
+        | tuple[Literal["done"], int, int, int, int]
+    ]:
+        """Return the events since the last call."""
+    def start(
+        self,
+        lane: int,
+        write: bool,
+        meta: bytes,
+        bases: NDArray[np.uint64],
+        extent: int,
+        first: int,
+        count: int,
+        runs: NDArray[np.uint64],
+        nbytes: int,
+    ) -> int: ...
+    def wait(self, job: int, deadline_ns: int) -> tuple[int, int, int, str]: ...
+    def give_up(self, job: int) -> tuple[int, int, int, str]: ...
+    def grant(
+        self,
+        lane: int,
+        id: int,
+        write: bool,
+        bases: NDArray[np.uint64],
+        extent: int,
+        first: int,
+        count: int,
+        runs: NDArray[np.uint64],
+        nbytes: int,
+        guards: Sequence[tuple[int, int]],
+        tag: int,
+    ) -> None: ...
+    def refuse(self, lane: int, id: int, code: int, text: str) -> None: ...
+    def quiesce(self, tag: int) -> None:
+        """End all use of memory granted under the tag; none is touched once this returns."""

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from llm_datadist.native import CopyPool, Plan, Tensors, plan_blocks, plan_row
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -36,6 +37,7 @@ __all__ = [
     "random_blocks",
     "read_beginning",
     "residue",
+    "settled",
     "stopped_before_the_move",
     "tensors_over",
 ]
@@ -163,6 +165,14 @@ def residue() -> dict[str, Any]:
         "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
         "threads": sorted(os.listdir("/proc/self/task")),
     }
+
+
+def settled(before: dict[str, Any], look: Callable[[], dict[str, Any]] = residue) -> dict[str, Any]:
+    """Return what ``look`` sees, once it equals ``before`` or 5 s have passed: joined threads linger a moment."""
+    give_up = time.monotonic() + 5
+    while (now := look()) != before and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return now
 
 
 def _descriptors() -> list[str]:

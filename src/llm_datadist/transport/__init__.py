@@ -37,7 +37,7 @@ __all__ = [
     "meet",
 ]
 
-TRANSPORTS: Final = ("inproc", "shm")
+TRANSPORTS: Final = ("inproc", "shm", "cma")
 """Names of all transports, the best first."""
 
 
@@ -54,13 +54,20 @@ class Choice:
     reason: str
 
 
-def choose(*, same_process: bool, same_host: PeerMemory | LinkError | None, forced: str | None) -> Choice:
+def choose(
+    *,
+    same_process: bool,
+    same_host: PeerMemory | LinkError | None,
+    forced: str | None,
+    private: str | None = "nobody tried",
+) -> Choice:
     """Return the best transport that both ends can use, or the forced one.
 
     Args:
         same_process: The peer's incarnation lives in this process.
         same_host: Outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
         forced: Value of ``llm.Transport``; None for the best one.
+        private: Why cma cannot reach the peer's private memory, None when it can.
 
     Raises:
         ParamError: ``forced`` names no transport.
@@ -68,13 +75,13 @@ def choose(*, same_process: bool, same_host: PeerMemory | LinkError | None, forc
     """
     if forced is not None and forced not in TRANSPORTS:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
-    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host)}
+    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host), "cma": _cma(private)}
     candidates = TRANSPORTS if forced is None else (forced,)
     against: list[str] = []
     for name in candidates:
         possible, reason = verdicts[name]
         if possible:
-            return Choice(name, "; ".join([f"{name}: {reason}", *against]))
+            return Choice(name, "; ".join([reason, *against]))
         against.append(f"not {name}: {reason}")
     wanted = "no transport reaches the peer" if forced is None else f"llm.Transport={forced!r} cannot reach the peer"
     raise LinkRefused(f"{wanted}: {'; '.join(against)}")
@@ -82,6 +89,10 @@ def choose(*, same_process: bool, same_host: PeerMemory | LinkError | None, forc
 
 def _inproc(same_process: bool) -> tuple[bool, str]:
     return same_process, "the peer is in this process" if same_process else "the peer is in another process"
+
+
+def _cma(private: str | None) -> tuple[bool, str]:
+    return private is None, "the kernel lets us into the peer's memory" if private is None else private
 
 
 def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:

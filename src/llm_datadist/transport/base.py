@@ -55,12 +55,14 @@ class Capabilities:
         private_memory: True when :data:`PRIVATE` memory can be reached.
         remote_guards: True when the owner of the memory checks its guards by itself, before the first byte and after
             the last: :meth:`Connection.generation` is not available then, and a change is ``TransferFailed``.
+        same_addresses: True when an address of the peer means the same memory here.
     """
 
     name: str
     shared_regions: bool
     private_memory: bool
     remote_guards: bool = False
+    same_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,13 @@ class RemoteTensors(Tensors):
         owner: Serial number of that connection: another one would read these addresses blindly.
         writable: False when the mapping is read-only and a write would be a segmentation fault.
         handle: What the owner of the memory needs to find it again, opaque to transports.
+        private: True when the addresses are those of the peer's private memory.
     """
 
     owner: int
     writable: bool
     handle: bytes = b""
+    private: bool = False
 
 
 class Transfer:
@@ -174,11 +178,14 @@ class Connection(ABC):
         self._enter("map")
         try:
             bases = offsets.astype(np.uint64)
-            for region in sorted(set(regions.tolist())):
+            named = sorted(set(regions.tolist()))
+            if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
+                raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
+            for region in named:
                 chosen = regions == region
                 window = self._checked_window(region, writable)
                 bases[chosen] = _addresses(window, region, bases[chosen], extent)
-            return RemoteTensors(bases, extent, self._serial, writable, handle)
+            return RemoteTensors(bases, extent, self._serial, writable, handle, named[:1] == [PRIVATE])
         finally:
             self._leave()
 

@@ -51,7 +51,7 @@ class InprocConnection(Connection):
     Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does.
     """
 
-    capabilities = Capabilities("inproc", shared_regions=True, private_memory=True)
+    capabilities = Capabilities("inproc", shared_regions=True, private_memory=True, same_addresses=True)
 
     def __init__(self, exports: Exports) -> None:
         self._exports = exports

@@ -10,18 +10,19 @@ from llm_datadist.transport.base import Capabilities, Connection, Window, move_m
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
     from llm_datadist.native import CopyPool, Plan, Tensors
-    from llm_datadist.transport.base import Transfer
+    from llm_datadist.transport.base import RemoteTensors, Transfer
     from llm_datadist.transport.peermemory import PeerMemory
+    from llm_datadist.transport.sharedpeer import SharedPeer
 
 __all__ = ["ShmConnection"]
 
 
 class ShmConnection(Connection):
-    """A connection over mapped memory of another process. Threads as in the base class; owns the ``PeerMemory``."""
+    """A connection over mapped memory of another process. Threads as in the base class; owns the peer's memory."""
 
     capabilities = Capabilities("shm", shared_regions=True, private_memory=False)
 
-    def __init__(self, peer: PeerMemory) -> None:
+    def __init__(self, peer: PeerMemory | SharedPeer) -> None:
         self._peer = peer
         self._windows = {
             region: Window(segment.address, segment.nbytes, segment.writable)
@@ -41,7 +42,14 @@ class ShmConnection(Connection):
         return self._guard_window
 
     def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        *,
+        write: bool,
     ) -> Transfer:
         transfer = move_mapped(plan, local, remote, pool, deadline, write=write)
         # The mapping outlives its owner: a write that nobody is left to see must not be reported as delivered. A read

@@ -1,0 +1,61 @@
+// A file descriptor that is closed by whoever holds it last, and the eventfd that threads wake each other with.
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+#include <utility>
+
+namespace datadist {
+
+class Fd {
+public:
+    Fd() = default;
+    explicit Fd(int fd) : fd_(fd) {}
+    ~Fd() { reset(); }
+
+    Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Fd& operator=(Fd&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+
+    int get() const { return fd_; }
+
+    void reset() {
+        if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+    }
+
+private:
+    int fd_ = -1;
+};
+
+// Returns what a system call gave, or throws its errno.
+inline int checked(int result, const char* call) {
+    if (result < 0) throw std::system_error(errno, std::generic_category(), call);
+    return result;
+}
+
+// Readable from the first ring() on, until clear().
+class Bell {
+public:
+    int fd() const { return fd_.get(); }
+
+    void ring() {
+        const std::uint64_t one = 1;
+        [[maybe_unused]] const auto written = ::write(fd_.get(), &one, sizeof one);  // full means: rung already
+    }
+
+    void clear() {
+        std::uint64_t count;
+        [[maybe_unused]] const auto got = ::read(fd_.get(), &count, sizeof count);  // empty means: clear already
+    }
+
+private:
+    Fd fd_{checked(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")};
+};
+
+}  // namespace datadist

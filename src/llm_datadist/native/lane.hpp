@@ -1,0 +1,393 @@
+// One lane: a stream socket that carries our jobs and the peer's at once. Touched by one thread of the engine only.
+//
+// A job of ours:       waiting (for the window) -> queued -> sent -> [receiving] -> its ticket is finished
+// A request of theirs: asked (an event tells) -> answering -> answered
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "events.hpp"
+#include "fd.hpp"
+#include "receiver.hpp"
+#include "sender.hpp"
+#include "ticket.hpp"
+
+namespace datadist {
+
+// What one end may have unanswered at the other, per lane. Ours wait for it; a peer that exceeds it loses the lane.
+constexpr std::size_t window_jobs = 32;
+constexpr std::uint64_t window_meta_bytes = 4u << 20;
+
+// A job of this end, as its starter hands it over.
+struct Job {
+    Kind kind;  // read or write
+    std::uint64_t id;
+    std::string meta;
+    std::shared_ptr<Payload> payload;
+    std::shared_ptr<Ticket> ticket;
+    bool sent = false;      // all of its frame
+    bool given_up = false;  // its answer will be dropped
+};
+
+// What the owner of the memory says to a request of the peer.
+struct Grant {
+    std::uint64_t id;
+    std::shared_ptr<Payload> payload;
+    Guards guards;
+    std::int64_t tag;
+};
+
+class Lane {
+public:
+    // `max_drain_ns`: how long a payload may take that is only dropped.
+    Lane(std::uint64_t number, Fd fd, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns)
+        : number_(number), fd_(std::move(fd)), events_(events), scrap_(scrap), max_drain_ns_(max_drain_ns) {}
+
+    int fd() const { return fd_.get(); }
+
+    bool wants_to_read() const { return !receiver_.paused(); }
+    bool wants_to_write() const { return !sender_.idle(); }
+
+    // When what is only dropped must have ended, or nothing.
+    std::optional<std::int64_t> drains_until() const {
+        return receiver_.discarding() ? std::optional(drain_until_) : std::nullopt;
+    }
+
+    // What the socket is ready for. Any of these throws LaneError when the lane is broken.
+
+    void receive() {
+        std::uint64_t budget = slice_bytes;
+        bool drained = false;
+        while (true) {
+            enter_next_stages();
+            if (receiver_.paused() || drained || budget == 0) return;
+            const Receiver::Step step = receiver_.step(fd_.get(), budget, scrap_);
+            drained = step.drained;
+            budget -= std::min(budget, std::max(step.moved, least_charge_bytes));
+        }
+    }
+
+    void on_room() { sender_.unblock(); }
+
+    void send() {
+        if (sender_.blocked()) return;
+        sender_.pump(fd_.get(), slice_bytes, [this](Frame frame) { on_sent(frame); });
+    }
+
+    // Our jobs.
+
+    void start(Job job) {
+        waiting_.push_back(std::move(job));
+        admit();
+    }
+
+    // Finishes the job as timed out, unless it has an end already: its memory is not touched any more.
+    void give_up(std::uint64_t id) {
+        const auto found = jobs_.find(id);
+        if (found == jobs_.end()) return give_up_waiting(id);
+        Job& job = found->second;
+        const bool half_sent = sender_.reading_memory_for(job.kind, id);
+        job.ticket->finish({Ending::timeout, half_sent ? lost : good, job.payload->done(), ""});
+        if (half_sent) break_lane("a WRITE was given up half way");
+        if (sender_.withdraw(job.kind, id)) return forget(found);
+        job.given_up = true;
+        detach(*job.payload);
+    }
+
+    // The peer's requests.
+
+    void serve(Grant grant) {
+        Request* request = asked(Kind::read, grant.id);
+        if (request == nullptr) return tell_done(grant.id, lost, 0);
+        request->answered = true;
+        const std::uint64_t bytes = grant.payload->total();
+        Frame frame{Kind::data, grant.id, encode_header({Kind::data, grant.id, 0, bytes})};
+        frame.payload = std::move(grant.payload);
+        frame.guards = std::move(grant.guards);
+        frame.tag = grant.tag;
+        frame.granted = true;
+        frame.bytes = bytes;
+        sender_.push(std::move(frame));
+    }
+
+    void accept(Grant grant) {
+        Request* request = asked(Kind::write, grant.id);
+        if (request == nullptr) return tell_done(grant.id, lost, 0);
+        request->answered = true;
+        const bool fits = request->payload_bytes == grant.payload->total();
+        if (!fits || !grant.guards.current()) {
+            answer_write(grant.id, fits ? changed : misfit, 0);
+            return drop_payload(request->payload_bytes);
+        }
+        receive_payload(grant.payload, false);
+        accepted_ = Accepted{std::move(grant), good};
+        enter_next_stages();  // a payload of no bytes is complete
+    }
+
+    void refuse(std::uint64_t id, std::uint32_t code, const std::string& why) {
+        Request* request = asked(id);
+        if (request == nullptr) return;
+        request->answered = true;
+        push_result(id, code, why);
+        if (request->kind == Kind::write) drop_payload(request->payload_bytes);
+    }
+
+    void quiesce(std::int64_t tag) {
+        sender_.quiesce(tag);
+        if (!accepted_ || accepted_->grant.tag != tag) return;
+        detach(*accepted_->grant.payload);
+        accepted_->status = aborted;
+    }
+
+    // Fails everything that is on the lane.
+    void lose(const std::string& why) {
+        sender_.clear([this](const Frame& frame) {
+            if (frame.granted) tell_done(frame.id, lost, 0);
+        });
+        if (accepted_) tell_done(accepted_->grant.id, lost, 0);
+        accepted_.reset();
+        for (auto& [id, job] : jobs_) job.ticket->finish({Ending::lost, 0, job.payload->done(), why});
+        for (Job& job : waiting_) job.ticket->finish({Ending::lost, 0, 0, why});
+        jobs_.clear();
+        waiting_.clear();
+        requests_.clear();
+    }
+
+private:
+    struct Request {
+        Kind kind;
+        std::uint64_t meta_bytes;
+        std::uint64_t payload_bytes;
+        bool answered = false;
+    };
+
+    // A WRITE whose payload is on its way into granted memory.
+    struct Accepted {
+        Grant grant;
+        Status status;
+    };
+
+    using Jobs = std::unordered_map<std::uint64_t, Job>;
+
+    // The stages of what comes in.
+
+    void enter_next_stages() {
+        while (receiver_.complete()) enter_next_stage();
+    }
+
+    void enter_next_stage() {
+        switch (receiver_.stage()) {
+            case Receiver::Stage::header: return on_header();
+            case Receiver::Stage::meta: return on_meta();
+            case Receiver::Stage::payload: return on_payload();
+            case Receiver::Stage::trailer: return on_trailer();
+            case Receiver::Stage::paused: return;
+        }
+    }
+
+    void on_header() {
+        incoming_ = check_header(receiver_.header());
+        switch (incoming_.kind) {
+            case Kind::read:
+            case Kind::write: note_request(); return receiver_.expect_meta(incoming_.meta_bytes);
+            case Kind::result: sent_job(); return receiver_.expect_meta(incoming_.meta_bytes);
+            case Kind::data: return begin_data();
+        }
+    }
+
+    void begin_data() {
+        Job& job = sent_job();
+        if (job.kind != Kind::read) break_lane("DATA answers a WRITE, id ", incoming_.id);
+        if (job.payload->total() != incoming_.payload_bytes)
+            break_lane("DATA of ", incoming_.payload_bytes, " bytes answers a READ of ", job.payload->total());
+        receive_payload(job.payload, true);
+    }
+
+    void on_meta() {
+        std::string meta = std::move(receiver_.meta());
+        if (incoming_.kind == Kind::result) {
+            receiver_.expect_header();
+            return on_result(load<std::uint32_t>(meta.data()), meta.substr(code_bytes));
+        }
+        const bool write = incoming_.kind == Kind::write;
+        if (write)
+            receiver_.pause();
+        else
+            receiver_.expect_header();
+        events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
+                      incoming_.payload_bytes, good});
+    }
+
+    void on_payload() {
+        if (incoming_.kind == Kind::data) return receiver_.expect_trailer();
+        if (accepted_) {
+            Accepted accepted = std::move(*accepted_);
+            accepted_.reset();
+            if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = changed;
+            answer_write(accepted.grant.id, accepted.status, accepted.status == good ? incoming_.payload_bytes : 0);
+        }
+        receiver_.expect_header();
+    }
+
+    void on_trailer() {
+        const auto found = jobs_.find(incoming_.id);
+        const std::uint64_t trailer = receiver_.trailer();
+        receiver_.expect_header();
+        if (found == jobs_.end()) break_lane("the job of a DATA frame is gone");
+        if (trailer > UINT32_MAX) break_lane("DATA ends with the status ", trailer);
+        Job& job = found->second;
+        const Ending ending = trailer == good ? Ending::good : Ending::trailer;
+        job.ticket->finish({ending, static_cast<std::uint32_t>(trailer), job.payload->done(), trailer_text(trailer)});
+        forget(found);
+    }
+
+    static const char* trailer_text(std::uint64_t trailer) {
+        return trailer <= aborted ? text_of(static_cast<Status>(trailer)) : "an unknown status";
+    }
+
+    void on_result(std::uint32_t code, std::string why) {
+        const auto found = jobs_.find(incoming_.id);
+        if (found == jobs_.end()) break_lane("the job of a RESULT frame is gone");
+        Job& job = found->second;
+        const bool whole = job.kind == Kind::write && job.sent;
+        if (code == good && !whole) break_lane("RESULT says that a job is done whose bytes have not moved");
+        if (!job.sent) job.payload->detach();  // the frame is completed with zeros that the peer drops
+        const std::uint64_t bytes = code == good ? job.payload->total() : 0;
+        job.ticket->finish({code == good ? Ending::good : Ending::refused, code, bytes, std::move(why)});
+        forget(found);
+    }
+
+    void receive_payload(std::shared_ptr<Payload> payload, bool trailer) {
+        drain_until_ = monotonic_ns() + max_drain_ns_;
+        receiver_.expect_payload(std::move(payload), trailer);
+    }
+
+    void detach(Payload& payload) {
+        payload.detach();
+        if (receiver_.discarding()) drain_until_ = monotonic_ns() + max_drain_ns_;
+    }
+
+    // Our jobs.
+
+    bool window_open(const Job& job) const {
+        return jobs_.size() < window_jobs && job.meta.size() <= window_meta_bytes - our_meta_bytes_;
+    }
+
+    void admit() {
+        while (!waiting_.empty() && window_open(waiting_.front())) {
+            Job job = std::move(waiting_.front());
+            waiting_.pop_front();
+            our_meta_bytes_ += job.meta.size();
+            const bool write = job.kind == Kind::write;
+            Frame frame{job.kind, job.id, encode_request(job.kind, job.id, job.meta, write ? job.payload->total() : 0)};
+            if (write) frame.payload = job.payload;
+            jobs_.emplace(job.id, std::move(job));
+            sender_.push(std::move(frame));
+        }
+    }
+
+    void give_up_waiting(std::uint64_t id) {
+        for (auto job = waiting_.begin(); job != waiting_.end(); ++job)
+            if (job->id == id) {
+                job->ticket->finish({Ending::timeout, 0, 0, ""});
+                waiting_.erase(job);
+                return;
+            }
+    }
+
+    void forget(Jobs::iterator job) {
+        our_meta_bytes_ -= job->second.meta.size();
+        jobs_.erase(job);
+        admit();
+    }
+
+    // The job that the incoming answer is for.
+    Job& sent_job() {
+        const auto found = jobs_.find(incoming_.id);
+        if (found == jobs_.end()) break_lane("an answer to the unknown id ", incoming_.id);
+        Job& job = found->second;
+        const bool begun = job.sent || sender_.has_begun(job.kind, job.id);
+        if (!begun || (job.kind == Kind::read && !job.sent))
+            break_lane("an answer to id ", incoming_.id, ", which was not asked yet");
+        return job;
+    }
+
+    // The peer's requests.
+
+    void note_request() {
+        if (requests_.size() >= window_jobs || incoming_.meta_bytes > window_meta_bytes - their_meta_bytes_)
+            break_lane("the peer has more than ", window_jobs, " requests or ", window_meta_bytes,
+                       " bytes of them unanswered");
+        const Request request{incoming_.kind, incoming_.meta_bytes, incoming_.payload_bytes};
+        if (!requests_.emplace(incoming_.id, request).second)
+            break_lane("the id ", incoming_.id, " is of an unanswered request");
+        their_meta_bytes_ += incoming_.meta_bytes;
+    }
+
+    // The request if it has no answer yet; a WRITE is then the one the lane is paused for.
+    Request* asked(std::uint64_t id) {
+        const auto found = requests_.find(id);
+        if (found == requests_.end() || found->second.answered) return nullptr;
+        if (found->second.kind == Kind::write && !receiver_.paused()) return nullptr;
+        return &found->second;
+    }
+
+    Request* asked(Kind kind, std::uint64_t id) {
+        Request* request = asked(id);
+        return request != nullptr && request->kind == kind ? request : nullptr;
+    }
+
+    void drop_payload(std::uint64_t bytes) {
+        receive_payload(std::make_shared<Payload>(Payload::discarding(bytes)), false);
+        enter_next_stages();
+    }
+
+    void answer_write(std::uint64_t id, Status status, std::uint64_t bytes) {
+        push_result(id, status, text_of(status));
+        tell_done(id, status, bytes);
+    }
+
+    void push_result(std::uint64_t id, std::uint32_t code, const std::string& why) {
+        sender_.push({Kind::result, id, encode_result(id, code, why)});
+    }
+
+    void tell_done(std::uint64_t id, Status status, std::uint64_t bytes) {
+        events_.push({Event::What::done, number_, id, "", bytes, status});
+    }
+
+    void on_sent(const Frame& frame) {
+        if (frame.requests()) {
+            const auto found = jobs_.find(frame.id);
+            if (found != jobs_.end() && found->second.kind == frame.kind) found->second.sent = true;
+            return;
+        }
+        if (frame.granted) tell_done(frame.id, frame.status, frame.status == good ? frame.bytes : 0);
+        const auto found = requests_.find(frame.id);
+        if (found == requests_.end()) return;
+        their_meta_bytes_ -= found->second.meta_bytes;
+        requests_.erase(found);
+    }
+
+    std::uint64_t number_;
+    Fd fd_;
+    EventQueue& events_;
+    Scrap scrap_;
+    std::int64_t max_drain_ns_;
+    Sender sender_;
+    Receiver receiver_;
+    Header incoming_;               // of the frame being received
+    std::optional<Accepted> accepted_;
+    std::int64_t drain_until_ = 0;
+    Jobs jobs_;
+    std::deque<Job> waiting_;
+    std::uint64_t our_meta_bytes_ = 0;
+    std::unordered_map<std::uint64_t, Request> requests_;
+    std::uint64_t their_meta_bytes_ = 0;
+};
+
+}  // namespace datadist

@@ -1,0 +1,266 @@
+// The engine of the data lanes: a few threads that move the bytes of many jobs over many stream sockets.
+//
+// Any thread may call it. A lane belongs to one worker, whose thread alone touches it: calls become commands in that
+// worker's inbox, ends come back by ticket (our jobs) or by event (the peer's).
+#pragma once
+
+#include <fcntl.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error.hpp"
+#include "pool.hpp"
+#include "worker.hpp"
+
+namespace datadist {
+
+class LaneEngine {
+public:
+    static constexpr int max_threads = 64;
+
+    static constexpr int default_drain_ms = 10'000;
+
+    // `drain_ms`: how long a payload may take that nobody wants any more, before its lane is dropped.
+    explicit LaneEngine(int threads, int drain_ms = default_drain_ms) : threads_(threads) {
+        if (threads < 1 || threads > max_threads)
+            refuse("threads is ", threads, ": a LaneEngine has 1 to ", max_threads, " threads");
+        if (drain_ms < 0) refuse("drain_ms is ", drain_ms, ": must not be negative");
+        const std::int64_t max_drain_ns = std::int64_t{1'000'000} * drain_ms;
+        for (int n = 0; n < threads; ++n)
+            body_->workers.push_back(std::make_unique<Worker>(body_->events, body_->fds, max_drain_ns));
+        try {
+            for (int n = 0; n < threads; ++n) body_->workers[static_cast<std::size_t>(n)]->start(text("lldd-data-", n));
+        } catch (...) {
+            close();
+            throw;
+        }
+    }
+
+    ~LaneEngine() {
+        close();
+        if (forked()) new std::shared_ptr<Body>(std::move(body_));  // its locks and threads are of another process
+    }
+
+    LaneEngine(const LaneEngine&) = delete;
+    LaneEngine& operator=(const LaneEngine&) = delete;
+
+    int threads() const { return threads_; }
+    bool closed() const { return closed_.load(std::memory_order_relaxed); }
+
+    // Loses every lane, joins the threads and closes every descriptor, once calls in progress have ended. In a forked
+    // child only the child's descriptors go.
+    void close() {
+        const bool first = !closed_.exchange(true);
+        if (forked()) {
+            if (first && body_) close_in_child();
+            return;
+        }
+        const std::lock_guard<std::mutex> closing(close_mutex_);
+        if (const std::shared_ptr<Body> body = this->body())
+            for (auto& worker : body->workers) worker->stop();
+        const std::lock_guard<std::mutex> lock(mutex_);
+        body_.reset();
+    }
+
+    // Lanes.
+
+    // The number of a lane to come: whoever reads events can know it before the first one.
+    std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
+
+    std::uint64_t add_lane(int raw) {
+        const std::uint64_t lane = reserve_lane();
+        attach_lane(lane, raw);
+        return lane;
+    }
+
+    // Takes the socket over, also when it throws. A closed engine closes it.
+    void attach_lane(std::uint64_t lane, int raw) {
+        Fd fd(raw);
+        const auto body = usable_body();
+        if (lane == 0 || lane >= next_lane_.load(std::memory_order_relaxed)) refuse("lane ", lane, " was not reserved");
+        const int flags = ::fcntl(raw, F_GETFL);
+        if (flags < 0 || ::fcntl(raw, F_SETFL, flags | O_NONBLOCK) < 0) refuse("fd ", raw, " is no open descriptor");
+        if (!body) return;
+        if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
+        // A command is copied when it is stored, and a descriptor cannot be.
+        auto shared = std::make_shared<Fd>(std::move(fd));
+        if (!body->worker_of(lane).post([lane, shared](Worker& worker) { worker.add(lane, std::move(*shared)); }))
+            body->fds.remove(raw);
+    }
+
+    // Closes the lane; everything on it fails. When this returns no memory is touched for it. Unknown ones are ignored.
+    void drop_lane(std::uint64_t lane) {
+        if (const auto body = usable_body())
+            body->worker_of(lane).post_and_wait(
+                [lane](Worker& worker) { worker.drop(lane, "dropped at this end", false); });
+    }
+
+    int event_fd() const {
+        const auto body = usable_body();
+        if (!body) refuse("the LaneEngine is closed");
+        return body->events.fd();
+    }
+
+    std::vector<Event> poll_events() {
+        const auto body = usable_body();
+        return body ? body->events.take() : std::vector<Event>{};
+    }
+
+    // Our jobs. Each is started once and then waited for or given up once.
+
+    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
+        const auto body = usable_body();
+        if (meta.size() > max_meta_bytes) refuse("meta has ", meta.size(), " bytes, at most ", max_meta_bytes);
+        if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
+        const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
+        auto ticket = std::make_shared<Ticket>();
+        remember(id, {lane, ticket});
+        auto job = std::make_shared<Job>(
+            Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans)), ticket});
+        const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
+            const bool found = worker.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
+            if (!found) fail_unknown(*job->ticket, lane);
+        });
+        if (!posted) fail_unknown(*ticket, lane);
+        return id;
+    }
+
+    // Returns how the job ended, or nothing when it has not by then. Once it has, the id is forgotten.
+    std::optional<Outcome> wait(std::uint64_t id, std::int64_t until_ns) {
+        check_usable();
+        const Started started = find(id);
+        std::optional<Outcome> outcome = started.ticket->wait_until(until_ns);
+        if (outcome) forget(id);
+        return outcome;
+    }
+
+    // Ends the job if it has not ended yet; returns how it did. Its memory is not touched any more.
+    Outcome give_up(std::uint64_t id) {
+        const auto body = usable_body();
+        const Started started = find(id);
+        if (body)
+            body->worker_of(started.lane).post_and_wait([lane = started.lane, id](Worker& worker) {
+                worker.with(lane, [&](Lane& found) { found.give_up(id); });
+            });
+        const std::optional<Outcome> outcome = started.ticket->wait_until(0);
+        forget(id);
+        return outcome.value_or(Outcome{});  // without a lane or a worker the ticket was finished before
+    }
+
+    // The peer's requests, as the events tell of them. Answers to what is gone are dropped, grants with a done event.
+
+    void serve(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::serve); }
+    void accept(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::accept); }
+
+    void refuse_request(std::uint64_t lane, std::uint64_t id, std::uint32_t code, std::string why) {
+        const auto body = usable_body();
+        if (code == good) refuse("code is 0: that says success");
+        if (!body) return;
+        body->worker_of(lane).post([lane, id, code, why = std::move(why)](Worker& worker) {
+            worker.with(lane, [&](Lane& found) { found.refuse(id, code, why); });
+        });
+    }
+
+    // Ends all use of the memory that was granted under the tag; when this returns none is touched any more. What is
+    // granted under it from now on must be stopped by its guards.
+    void quiesce(std::int64_t tag) {
+        const auto body = usable_body();
+        if (!body) return;
+        for (auto& worker : body->workers)
+            worker->post_and_wait([tag](Worker& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
+    }
+
+private:
+    struct Started {
+        std::uint64_t lane;
+        std::shared_ptr<Ticket> ticket;
+    };
+
+    // All that has a thread or a descriptor. Calls in progress keep it; a forked child leaves it alone.
+    struct Body {
+        EventQueue events;
+        FdTable fds;
+        std::vector<std::unique_ptr<Worker>> workers;
+
+        Worker& worker_of(std::uint64_t lane) { return *workers[static_cast<std::size_t>(lane % workers.size())]; }
+    };
+
+    bool forked() const { return epoch_ != fork_epoch.load(std::memory_order_relaxed); }
+
+    // Before any lock: in a child it may be held for ever by a thread that only the parent has.
+    void check_usable() const {
+        if (forked()) refuse("the LaneEngine belongs to the process that made it, not to its forked child");
+    }
+
+    std::shared_ptr<Body> body() const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return body_;
+    }
+
+    // Null once the engine is closed.
+    std::shared_ptr<Body> usable_body() const {
+        check_usable();
+        return body();
+    }
+
+    // The epolls first: while they live, the child's copies of the lanes would be watched in its parent.
+    void close_in_child() {
+        for (auto& worker : body_->workers) worker->close_in_child();
+        body_->fds.close_in_child();
+        ::close(body_->events.fd());
+    }
+
+    static void fail_unknown(Ticket& ticket, std::uint64_t lane) {
+        ticket.finish({Ending::lost, 0, 0, text("lane ", lane, " is not there any more")});
+    }
+
+    void give(std::uint64_t lane, Grant grant, void (Lane::*verb)(Grant)) {
+        const auto body = usable_body();
+        if (!body) return;
+        auto shared = std::make_shared<Grant>(std::move(grant));
+        const std::uint64_t id = shared->id;
+        EventQueue& events = body->events;
+        const bool posted = body->worker_of(lane).post([lane, id, shared, verb, &events](Worker& worker) {
+            if (!worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); }))
+                events.push({Event::What::done, lane, id, "", 0, lost});
+        });
+        if (!posted) events.push({Event::What::done, lane, id, "", 0, lost});
+    }
+
+    void remember(std::uint64_t id, Started started) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        tickets_.emplace(id, std::move(started));
+    }
+
+    Started find(std::uint64_t id) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = tickets_.find(id);
+        if (found == tickets_.end()) refuse("job ", id, " was never started, or its end was told before");
+        return found->second;
+    }
+
+    void forget(std::uint64_t id) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        tickets_.erase(id);
+    }
+
+    int threads_;
+    unsigned epoch_ = fork_epoch.load(std::memory_order_relaxed);
+    std::atomic<bool> closed_{false};
+    std::atomic<std::uint64_t> next_lane_{1};
+    std::atomic<std::uint64_t> next_job_{1};
+    std::mutex close_mutex_;     // held by close() alone, while it joins
+    mutable std::mutex mutex_;   // protects the two below
+    std::shared_ptr<Body> body_ = std::make_shared<Body>();
+    std::map<std::uint64_t, Started> tickets_;
+};
+
+}  // namespace datadist

@@ -1,0 +1,150 @@
+// The Python face of the lanes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lanes.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+
+using LaneBases = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using LaneRuns = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using GuardList = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
+
+constexpr std::int64_t signal_check_ns = 100'000'000;  // how long Ctrl-C waits for a transfer at most
+
+inline Spans spans_of(const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
+                      const LaneRuns& runs, bool dst, std::int64_t nbytes) {
+    const End end{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"};
+    return Spans(end, count, reinterpret_cast<const Run*>(runs.data()), runs.shape(0), dst ? &Run::dst : &Run::src,
+                 nbytes);
+}
+
+inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
+                              const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
+                              const LaneRuns& runs, std::int64_t nbytes) {
+    Spans spans = spans_of(bases, extent, first, count, runs, !write, nbytes);
+    return engine.start(lane, write ? Kind::write : Kind::read, std::string(meta.c_str(), meta.size()),
+                        std::move(spans));
+}
+
+inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const LaneBases& bases,
+                     std::int64_t extent, std::int64_t first, std::int64_t count, const LaneRuns& runs,
+                     std::int64_t nbytes, const GuardList& guards, std::int64_t tag) {
+    Grant grant{id, std::make_shared<Payload>(spans_of(bases, extent, first, count, runs, write, nbytes)), {}, tag};
+    for (const auto& [address, generation] : guards) grant.guards.add(address, generation);
+    write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
+}
+
+inline nb::object text_object(const std::string& text) {
+    return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+inline nb::tuple outcome_tuple(const Outcome& outcome) {
+    return nb::make_tuple(static_cast<int>(outcome.ending), outcome.code, outcome.bytes, text_object(outcome.text));
+}
+
+inline std::optional<Outcome> wait_without_gil(LaneEngine& engine, std::uint64_t id, std::int64_t until_ns) {
+    const nb::gil_scoped_release released;
+    return engine.wait(id, until_ns);
+}
+
+inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
+    const nb::gil_scoped_release released;
+    return engine.give_up(id);
+}
+
+// A signal's exception ends the job before it is raised.
+inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns) {
+    while (true) {
+        const std::int64_t now = monotonic_ns();
+        const std::int64_t until = deadline_ns - now > signal_check_ns ? now + signal_check_ns : deadline_ns;
+        if (const auto outcome = wait_without_gil(engine, id, until)) return outcome_tuple(*outcome);
+        if (monotonic_ns() >= deadline_ns) return outcome_tuple(give_up_without_gil(engine, id));
+        if (PyErr_CheckSignals() != 0) {
+            give_up_without_gil(engine, id);
+            throw nb::python_error();
+        }
+    }
+}
+
+inline nb::tuple event_tuple(const Event& event) {
+    switch (event.what) {
+        case Event::What::read:
+            return nb::make_tuple("read", event.lane, event.id, nb::bytes(event.text.data(), event.text.size()));
+        case Event::What::write:
+            return nb::make_tuple("write", event.lane, event.id, nb::bytes(event.text.data(), event.text.size()),
+                                  event.bytes);
+        case Event::What::lost: return nb::make_tuple("lost", event.lane, text_object(event.text));
+        case Event::What::done: break;
+    }
+    return nb::make_tuple("done", event.lane, event.id, event.status, event.bytes);
+}
+
+inline nb::list py_poll_events(LaneEngine& engine) {
+    nb::list out;
+    for (const Event& event : engine.poll_events()) out.append(event_tuple(event));
+    return out;
+}
+
+inline void py_check_plan(const LaneBases& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
+                          const LaneBases& src_bases, std::int64_t src_extent, std::int64_t src_first,
+                          std::int64_t count, const LaneRuns& runs, std::int64_t nbytes) {
+    const Copy copy{{dst_bases.data(), dst_bases.size(), dst_extent, dst_first, "dst"},
+                    {src_bases.data(), src_bases.size(), src_extent, src_first, "src"},
+                    static_cast<std::size_t>(count),
+                    reinterpret_cast<const Run*>(runs.data()),
+                    runs.shape(0),
+                    false};
+    check(copy, count, nbytes);
+}
+
+inline void bind_lanes(nb::module_& m) {
+    using namespace nb::literals;
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+
+    m.def("check_plan", &py_check_plan, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
+          "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "nbytes"_a);
+
+    nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final(),
+                           "Threads that move the bytes of jobs over stream sockets. Any thread may call; in a forked\n"
+                           "child everything but close() is a ParamError.")
+        .def(nb::init<int, int>(), "threads"_a, "drain_ms"_a = LaneEngine::default_drain_ms)
+        .def_prop_ro("threads", &LaneEngine::threads, "Threads that move bytes.")
+        .def_prop_ro("closed", &LaneEngine::closed, "True once close() was called.")
+        .def("close", &LaneEngine::close, Released(), "Lose every lane and join the threads. Idempotent.")
+        .def("add_lane", &LaneEngine::add_lane, "fd"_a, "Take a connected stream socket over; return its lane.")
+        .def("reserve_lane", &LaneEngine::reserve_lane, "Return the number of a lane to be attached.")
+        .def("attach_lane", &LaneEngine::attach_lane, "lane"_a, "fd"_a,
+             "Take a connected stream socket over as a reserved lane.")
+        .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a, "Close a lane; what is on it fails.")
+        .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")
+        .def("poll_events", &py_poll_events, "Return the events since the last call.")
+        .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
+             "runs"_a.noconvert(), "nbytes"_a)
+        .def("wait", &py_wait, "job"_a, "deadline_ns"_a)
+        .def("give_up",
+             [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
+             "job"_a)
+        .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
+             "runs"_a.noconvert(), "nbytes"_a, "guards"_a, "tag"_a)
+        .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
+        .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a,
+             "End all use of memory granted under the tag; none is touched once this returns.");
+}
+
+}  // namespace datadist

@@ -1,0 +1,176 @@
+// The bytes of one job at this end: where they lie, and a cursor that says how many of them have moved.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ends.hpp"
+
+namespace datadist {
+
+constexpr std::size_t max_iovecs = 1024;  // IOV_MAX of the kernel
+
+// One end of a plan, owned: `bases` times `spans`, in the order both ends agree on. Spans of no bytes are left out.
+class Spans {
+public:
+    struct Span {
+        std::uint64_t offset;
+        std::uint64_t bytes;
+    };
+
+    Spans() = default;
+
+    // `offset` says which column of the runs is of this end. Throws RuleError unless every byte lies in its tensor.
+    Spans(const End& end, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
+          std::int64_t nbytes) {
+        check_tensors(end, pairs);
+        const std::uint64_t per_pair = take_runs(end, runs, run_count, offset);
+        const auto count = static_cast<std::uint64_t>(pairs);
+        if (nbytes < 0 || __builtin_mul_overflow(per_pair, count, &total_) ||
+            total_ != static_cast<std::uint64_t>(nbytes))
+            refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
+        bases_.assign(end.bases + end.first, end.bases + end.first + pairs);
+    }
+
+    std::uint64_t total() const { return total_; }
+
+    // Where the next byte is. At the end: pair == number of bases.
+    struct Cursor {
+        std::size_t pair = 0;
+        std::size_t span = 0;
+        std::uint64_t offset = 0;
+    };
+
+    // Describes up to `bytes` bytes from the cursor on; returns the iovecs used, which may describe fewer.
+    std::size_t fill(Cursor at, iovec* out, std::size_t room, std::uint64_t bytes) const {
+        std::size_t used = 0;
+        while (bytes > 0 && !ended(at)) {
+            const std::uint64_t step = std::min(spans_[at.span].bytes - at.offset, bytes);
+            char* address = reinterpret_cast<char*>(bases_[at.pair] + spans_[at.span].offset + at.offset);
+            if (used > 0 && address == static_cast<char*>(out[used - 1].iov_base) + out[used - 1].iov_len)
+                out[used - 1].iov_len += step;
+            else if (used < room)
+                out[used++] = {address, step};
+            else
+                break;
+            bytes -= step;
+            at = moved(at, step);
+        }
+        return used;
+    }
+
+    Cursor advanced(Cursor at, std::uint64_t bytes) const {
+        while (bytes > 0 && !ended(at)) {
+            const std::uint64_t step = std::min(spans_[at.span].bytes - at.offset, bytes);
+            at = moved(at, step);
+            bytes -= step;
+        }
+        return at;
+    }
+
+private:
+    std::uint64_t take_runs(const End& end, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
+        const auto extent = static_cast<std::uint64_t>(end.extent);
+        std::uint64_t total = 0;
+        spans_.reserve(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            const Run& run = runs[i];
+            if (run_ends_outside(run.*offset, run.bytes, extent))
+                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", end.name, " offset ", run.*offset,
+                       ": ends outside the tensor of ", end.extent, " bytes");
+            if (__builtin_add_overflow(total, run.bytes, &total)) refuse("plan.runs hold more than 2**64 - 1 bytes");
+            if (run.bytes > 0) spans_.push_back({run.*offset, run.bytes});
+        }
+        return total;
+    }
+
+    bool ended(const Cursor& at) const { return spans_.empty() || at.pair >= bases_.size(); }
+
+    Cursor moved(Cursor at, std::uint64_t step) const {
+        at.offset += step;
+        if (at.offset < spans_[at.span].bytes) return at;
+        if (at.span + 1 < spans_.size()) return {at.pair, at.span + 1, 0};
+        return {at.pair + 1, 0, 0};
+    }
+
+    std::vector<std::uint64_t> bases_;
+    std::vector<Span> spans_;
+    std::uint64_t total_ = 0;
+};
+
+// Memory that stands in for a payload's own: what is received there is dropped, what is sent from there is zeros.
+struct Scrap {
+    char* begin;
+    std::size_t bytes;
+};
+
+// The payload of one job. Detached, it moves the bytes that are left without touching the job's memory.
+class Payload {
+public:
+    explicit Payload(Spans spans) : spans_(std::move(spans)), total_(spans_.total()) {}
+
+    // A payload that is only dropped.
+    static Payload discarding(std::uint64_t bytes) {
+        Payload payload{Spans{}};
+        payload.total_ = bytes;
+        payload.detached_ = true;
+        return payload;
+    }
+
+    std::uint64_t total() const { return total_; }
+    std::uint64_t done() const { return done_; }
+    std::uint64_t left() const { return total_ - done_; }
+    bool detached() const { return detached_; }
+
+    void detach() {
+        detached_ = true;
+        spans_ = Spans{};
+    }
+
+    // Describes up to `bytes` of the bytes left; returns the iovecs used.
+    std::size_t fill(iovec* out, std::size_t room, std::uint64_t bytes, const Scrap& scrap) const {
+        bytes = std::min(bytes, left());
+        if (!detached_) return spans_.fill(cursor_, out, room, bytes);
+        std::size_t used = 0;
+        for (; bytes > 0 && used < room; ++used) {
+            out[used] = {scrap.begin, static_cast<std::size_t>(std::min<std::uint64_t>(bytes, scrap.bytes))};
+            bytes -= out[used].iov_len;
+        }
+        return used;
+    }
+
+    void advance(std::uint64_t bytes) {
+        done_ += bytes;
+        if (!detached_) cursor_ = spans_.advanced(cursor_, bytes);
+    }
+
+    // Appends all bytes that are left to `out`.
+    void gather(std::string& out) {
+        out.reserve(out.size() + left() + trailer_room);
+        iovec parts[64];
+        while (left() > 0) {
+            const std::size_t used = fill(parts, 64, left(), Scrap{nullptr, 0});
+            for (std::size_t i = 0; i < used; ++i) {
+                out.append(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
+                advance(parts[i].iov_len);
+            }
+        }
+    }
+
+private:
+    static constexpr std::size_t trailer_room = 8;
+
+    Spans spans_;
+    std::uint64_t total_;
+    std::uint64_t done_ = 0;
+    Spans::Cursor cursor_;
+    bool detached_ = false;
+};
+
+}  // namespace datadist

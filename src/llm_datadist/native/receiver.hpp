@@ -1,0 +1,130 @@
+// The receiving half of a lane: which bytes come next, and where they go.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "payload.hpp"
+#include "wire.hpp"
+
+namespace datadist {
+
+// header -> meta -> [paused ->] payload -> [trailer ->] header ...: the lane decides, this class only fills.
+class Receiver {
+public:
+    enum class Stage : std::uint8_t { header, meta, payload, trailer, paused };
+
+    Stage stage() const { return stage_; }
+    bool paused() const { return stage_ == Stage::paused; }
+
+    void expect_header() {
+        stage_ = Stage::header;
+        have_ = 0;
+        payload_.reset();
+        meta_ = std::string();  // its capacity too: it may be a stranger's
+    }
+
+    void expect_meta(std::uint64_t bytes) {
+        stage_ = Stage::meta;
+        have_ = 0;
+        meta_.resize(static_cast<std::size_t>(bytes));
+    }
+
+    void expect_payload(std::shared_ptr<Payload> payload, bool trailer) {
+        stage_ = Stage::payload;
+        have_ = 0;
+        payload_ = std::move(payload);
+        trailer_follows_ = trailer;
+    }
+
+    // The bytes of it that came with the payload are kept.
+    void expect_trailer() { stage_ = Stage::trailer; }
+
+    // Nothing is read until another stage is expected.
+    void pause() { stage_ = Stage::paused; }
+
+    // True when the stage has all its bytes; the lane then says what comes next.
+    bool complete() const {
+        switch (stage_) {
+            case Stage::header: return have_ == header_bytes;
+            case Stage::meta: return have_ == meta_.size();
+            case Stage::payload: return payload_->left() == 0;
+            case Stage::trailer: return have_ == trailer_bytes;
+            case Stage::paused: break;
+        }
+        return false;
+    }
+
+    const char* header() const { return small_.data(); }
+    std::string& meta() { return meta_; }
+    const Payload& payload() const { return *payload_; }
+    std::uint64_t trailer() const { return load<std::uint64_t>(small_.data()); }
+    bool discarding() const { return stage_ == Stage::payload && payload_->detached(); }
+
+    struct Step {
+        std::uint64_t moved;
+        bool drained;  // the socket had less than was asked for
+    };
+
+    // One system call, of at most `budget` bytes of payload. Throws LaneError at the end of the stream.
+    Step step(int fd, std::uint64_t budget, const Scrap& scrap) {
+        iovec parts[max_iovecs];
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = describe(parts, budget, scrap);
+        std::uint64_t asked = 0;
+        for (std::size_t i = 0; i < message.msg_iovlen; ++i) asked += parts[i].iov_len;
+        const ssize_t got = ::recvmsg(fd, &message, MSG_DONTWAIT);
+        if (got == 0) break_lane("the peer closed the connection");
+        if (got < 0) {
+            if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return {0, true};
+            break_lane("receiving failed: ", std::strerror(errno));
+        }
+        account(static_cast<std::uint64_t>(got));
+        return {static_cast<std::uint64_t>(got), static_cast<std::uint64_t>(got) < asked};
+    }
+
+private:
+    std::size_t describe(iovec* parts, std::uint64_t budget, const Scrap& scrap) {
+        switch (stage_) {
+            case Stage::meta: parts[0] = {meta_.data() + have_, meta_.size() - have_}; return 1;
+            case Stage::payload: return describe_payload(parts, budget, scrap);
+            case Stage::trailer: parts[0] = {small_.data() + have_, trailer_bytes - have_}; return 1;
+            case Stage::header:
+            case Stage::paused: break;
+        }
+        parts[0] = {small_.data() + have_, header_bytes - have_};
+        return 1;
+    }
+
+    std::size_t describe_payload(iovec* parts, std::uint64_t budget, const Scrap& scrap) {
+        std::size_t used = payload_->fill(parts, max_iovecs - 1, budget, scrap);
+        std::uint64_t described = 0;
+        for (std::size_t i = 0; i < used; ++i) described += parts[i].iov_len;
+        if (trailer_follows_ && described == payload_->left()) parts[used++] = {small_.data(), trailer_bytes};
+        return used;
+    }
+
+    void account(std::uint64_t got) {
+        if (stage_ == Stage::payload) {
+            const std::uint64_t body = std::min(got, payload_->left());
+            payload_->advance(body);
+            got -= body;
+        }
+        have_ += static_cast<std::size_t>(got);
+    }
+
+    Stage stage_ = Stage::header;
+    std::size_t have_ = 0;  // bytes of header, meta or trailer that are here
+    std::array<char, header_bytes> small_{};
+    std::string meta_;
+    std::shared_ptr<Payload> payload_;
+    bool trailer_follows_ = false;
+};
+
+}  // namespace datadist

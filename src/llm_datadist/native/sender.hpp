@@ -1,0 +1,198 @@
+// The sending half of a lane: frames one after the other, each resumed where the kernel stopped taking it.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "guards.hpp"
+#include "payload.hpp"
+#include "wire.hpp"
+
+namespace datadist {
+
+// Measured choices.
+constexpr std::uint64_t slice_bytes = 1u << 20;      // a lane's turn; with 256 KiB a quarter of the speed is lost
+constexpr std::uint64_t coalesce_bytes = 64u << 10;  // payloads up to this go out in one piece with their header
+constexpr std::uint64_t least_charge_bytes = 4096;   // what a system call counts in a slice, at least
+
+struct Frame {
+    Kind kind;
+    std::uint64_t id;
+    std::string head;                           // header, meta, and a payload that was coalesced
+    std::shared_ptr<Payload> payload = nullptr;  // null: all is in the head
+    Guards guards = {};                         // DATA: checked before the first byte and after the last
+    std::int64_t tag = 0;                       // DATA: what quiesce() calls its memory
+    bool granted = false;                       // it was to be DATA: somebody waits to hear that it is done
+    Status status = good;                       // how that ended; the trailer
+    std::string tail = {};                      // DATA: the trailer, made once the payload is out
+    std::uint64_t bytes = 0;                    // DATA: of the payload
+
+    bool requests() const { return kind == Kind::read || kind == Kind::write; }
+};
+
+class Sender {
+public:
+    void push(Frame frame) { frames_.push_back(std::move(frame)); }
+
+    bool idle() const { return frames_.empty(); }
+
+    // The kernel has room again.
+    void unblock() { blocked_ = false; }
+    bool blocked() const { return blocked_; }
+
+    // Hands up to about `budget` bytes to the kernel, and each frame that is out to `sent`.
+    template <typename Sent>
+    void pump(int fd, std::uint64_t budget, Sent&& sent) {
+        while (!frames_.empty()) {
+            Frame& frame = frames_.front();
+            if (!begun_) begin(frame);
+            if (!finished(frame)) {
+                if (budget == 0) return;
+                const std::uint64_t moved = send_some(fd, frame, budget);
+                if (moved == 0) return;
+                budget -= std::min(budget, std::max(moved, least_charge_bytes));
+            }
+            if (finished(frame)) sent(take_front());
+        }
+    }
+
+    // Takes a frame of ours back that no byte was sent of; returns whether there was one.
+    bool withdraw(Kind kind, std::uint64_t id) {
+        for (std::size_t i = begun_ ? 1 : 0; i < frames_.size(); ++i)
+            if (frames_[i].kind == kind && frames_[i].id == id) {
+                frames_.erase(frames_.begin() + static_cast<std::ptrdiff_t>(i));
+                return true;
+            }
+        return false;
+    }
+
+    // True while the frame is on its way: the peer may answer it.
+    bool has_begun(Kind kind, std::uint64_t id) const {
+        return begun_ && frames_.front().kind == kind && frames_.front().id == id;
+    }
+
+    // True while the frame is on its way and still reads its job's memory.
+    bool reading_memory_for(Kind kind, std::uint64_t id) const {
+        return has_begun(kind, id) && frames_.front().payload && frames_.front().payload->left() > 0;
+    }
+
+    // Takes its memory from every answer with that tag; returns false when there is none.
+    void quiesce(std::int64_t tag) {
+        for (std::size_t i = 0; i < frames_.size(); ++i) {
+            Frame& frame = frames_[i];
+            if (frame.kind != Kind::data || frame.tag != tag || !frame.payload) continue;
+            if (i == 0 && begun_) {
+                frame.payload->detach();
+                if (frame.tail.empty()) frame.status = aborted;
+            } else {
+                refuse_instead(frame, aborted);
+            }
+        }
+    }
+
+    // Gives every frame up, to `dropped`.
+    template <typename Dropped>
+    void clear(Dropped&& dropped) {
+        for (Frame& frame : std::exchange(frames_, {})) dropped(frame);
+        begun_ = false;
+    }
+
+private:
+    static void refuse_instead(Frame& frame, Status status) {
+        frame.kind = Kind::result;
+        frame.status = status;
+        frame.head = encode_result(frame.id, status, text_of(status));
+        frame.payload.reset();
+    }
+
+    static void append_trailer(Frame& frame, std::string& out) {
+        if (frame.status == good && !frame.guards.current()) frame.status = changed;
+        append<std::uint64_t>(out, frame.status);
+    }
+
+    // The first moment the frame's memory may be read.
+    void begin(Frame& frame) {
+        begun_ = true;
+        head_sent_ = tail_sent_ = 0;
+        if (frame.kind == Kind::data && !frame.guards.current()) return refuse_instead(frame, changed);
+        if (!frame.payload || frame.payload->total() > coalesce_bytes) return;
+        frame.payload->gather(frame.head);
+        frame.payload.reset();
+        if (frame.kind == Kind::data) append_trailer(frame, frame.head);
+    }
+
+    bool finished(const Frame& frame) const {
+        if (head_sent_ < frame.head.size()) return false;
+        if (!frame.payload) return true;
+        if (frame.payload->left() > 0) return false;
+        return frame.kind != Kind::data || (!frame.tail.empty() && tail_sent_ == frame.tail.size());
+    }
+
+    Frame take_front() {
+        Frame frame = std::move(frames_.front());
+        frames_.pop_front();
+        begun_ = false;
+        return frame;
+    }
+
+    // One system call; returns the bytes the kernel took, 0 when it takes none now.
+    std::uint64_t send_some(int fd, Frame& frame, std::uint64_t budget) {
+        iovec parts[max_iovecs];
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = gather(frame, parts, budget);
+        const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame));
+        if (sent >= 0) {
+            account(frame, static_cast<std::uint64_t>(sent));
+            return static_cast<std::uint64_t>(sent);
+        }
+        if (errno == EINTR) return 0;
+        blocked_ = errno == EAGAIN || errno == EWOULDBLOCK;
+        if (blocked_) return 0;
+        break_lane("sending failed: ", std::strerror(errno));
+    }
+
+    // The trailer follows what it judges in a call of its own: it is known only then.
+    static int more(const Frame& frame) {
+        return frame.kind == Kind::data && frame.payload && frame.tail.empty() ? MSG_MORE : 0;
+    }
+
+    std::size_t gather(Frame& frame, iovec* parts, std::uint64_t budget) {
+        static char zeros[64 << 10];
+        std::size_t used = 0;
+        if (head_sent_ < frame.head.size())
+            parts[used++] = {frame.head.data() + head_sent_, frame.head.size() - head_sent_};
+        if (frame.payload && frame.payload->left() > 0)
+            used += frame.payload->fill(parts + used, max_iovecs - used, budget, Scrap{zeros, sizeof zeros});
+        if (tail_sent_ < frame.tail.size())
+            parts[used++] = {frame.tail.data() + tail_sent_, frame.tail.size() - tail_sent_};
+        return used;
+    }
+
+    void account(Frame& frame, std::uint64_t sent) {
+        const std::uint64_t head = std::min<std::uint64_t>(sent, frame.head.size() - head_sent_);
+        head_sent_ += static_cast<std::size_t>(head);
+        sent -= head;
+        if (!frame.payload) return;
+        const std::uint64_t body = std::min(sent, frame.payload->left());
+        frame.payload->advance(body);
+        tail_sent_ += static_cast<std::size_t>(sent - body);
+        const bool sealed = frame.kind != Kind::data || !frame.tail.empty();
+        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !sealed)
+            append_trailer(frame, frame.tail);
+    }
+
+    std::deque<Frame> frames_;
+    bool blocked_ = false;
+    bool begun_ = false;  // something of the first frame may be out
+    std::size_t head_sent_ = 0;
+    std::size_t tail_sent_ = 0;
+};
+
+}  // namespace datadist

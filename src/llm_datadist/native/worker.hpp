@@ -1,0 +1,269 @@
+// One thread of the engine: an epoll loop over its lanes, and an inbox of commands that run between two slices.
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lane.hpp"
+#include "thread.hpp"
+
+namespace datadist {
+
+// The descriptors of all lanes of an engine. A forked child closes its copies from here without any lock.
+class FdTable {
+public:
+    static constexpr std::size_t capacity = 4096;
+
+    bool add(int fd) {
+        for (auto& slot : slots_) {
+            int empty = -1;
+            if (slot.compare_exchange_strong(empty, fd)) return true;
+        }
+        return false;
+    }
+
+    // Before the descriptor is closed, so that a child never closes a number that means something else by then.
+    void remove(int fd) {
+        for (auto& slot : slots_) {
+            int held = fd;
+            if (slot.compare_exchange_strong(held, -1)) return;
+        }
+    }
+
+    void close_in_child() {
+        for (auto& slot : slots_) {
+            const int fd = slot.exchange(-1);
+            if (fd >= 0) ::close(fd);
+        }
+    }
+
+    FdTable() {
+        for (auto& slot : slots_) slot.store(-1, std::memory_order_relaxed);
+    }
+
+private:
+    std::atomic<int> slots_[capacity];
+};
+
+class Worker {
+public:
+    using Command = std::function<void(Worker&)>;
+
+    Worker(EventQueue& events, FdTable& fds, std::int64_t max_drain_ns)
+        : events_(events), fds_(fds), max_drain_ns_(max_drain_ns), scrap_(scrap_bytes) {
+        watch(EPOLL_CTL_ADD, bell_.fd(), bell_token, EPOLLIN);
+    }
+
+    void start(const std::string& name) { thread_ = quiet_thread(name, [this] { run(); }); }
+
+    // Ends the thread: every lane is lost, every command that was taken is run. Once, by one thread.
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+        }
+        bell_.ring();
+        if (thread_.joinable()) thread_.join();
+    }
+
+    // Runs the command on the worker's thread soon; returns false when that has been told to stop.
+    bool post(Command command) {
+        bool first;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (stopping_) return false;
+            first = inbox_.empty();
+            inbox_.push_back(std::move(command));
+            pending_.store(true, std::memory_order_relaxed);
+        }
+        if (first) bell_.ring();
+        return true;
+    }
+
+    // The same, and returns when it has run.
+    void post_and_wait(Command command) {
+        auto latch = std::make_shared<Latch>();
+        if (post([command = std::move(command), latch](Worker& worker) {
+                command(worker);
+                latch->open();
+            }))
+            latch->wait();
+    }
+
+    // The epoll first: while it lives, the child's copies of the lanes would be watched in its parent.
+    void close_in_child() {
+        ::close(epoll_.get());
+        ::close(bell_.fd());
+    }
+
+    // For commands, on the worker's thread.
+
+    void add(std::uint64_t number, Fd fd) {
+        const int raw = fd.get();
+        auto lane = std::make_unique<Lane>(number, std::move(fd), events_, scrap(), max_drain_ns_);
+        lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
+        if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
+        drop(number, "the kernel does not watch its descriptor", true);
+    }
+
+    // Works on a lane, then sends what came of that; returns false when there is no such lane.
+    template <typename Work>
+    bool with(std::uint64_t number, Work&& work) {
+        const auto found = lanes_.find(number);
+        if (found == lanes_.end()) return false;
+        Lane& lane = *found->second.lane;
+        try {
+            work(lane);
+            lane.send();
+            settle(number, found->second);
+        } catch (const std::exception& error) {  // LaneError, or no memory for what a peer sends
+            drop(number, error.what(), true);
+        }
+        return true;
+    }
+
+    template <typename Work>
+    void with_all(Work&& work) {
+        std::vector<std::uint64_t> numbers;
+        for (const auto& [number, entry] : lanes_) numbers.push_back(number);
+        for (const std::uint64_t number : numbers) with(number, work);
+    }
+
+    void drop(std::uint64_t number, const std::string& why, bool tell) {
+        const auto found = lanes_.find(number);
+        if (found == lanes_.end()) return;
+        Lane& lane = *found->second.lane;
+        lane.lose(text("lane ", number, ": ", why));
+        if (tell) events_.push({Event::What::lost, number, 0, why});
+        fds_.remove(lane.fd());
+        draining_.erase(number);
+        lanes_.erase(found);  // closes the descriptor, which takes it out of the epoll
+    }
+
+private:
+    static constexpr std::uint64_t bell_token = 0;  // lanes are numbered from 1
+    static constexpr std::size_t scrap_bytes = 64u << 10;
+    static constexpr int sweep_ms = 100;
+
+    struct Entry {
+        std::unique_ptr<Lane> lane;
+        std::uint32_t watched;
+    };
+
+    class Latch {
+    public:
+        void open() {
+            std::lock_guard<std::mutex> lock(mutex_);
+            open_ = true;
+            opened_.notify_all();
+        }
+        void wait() {
+            std::unique_lock<std::mutex> lock(mutex_);
+            opened_.wait(lock, [&] { return open_; });
+        }
+
+    private:
+        std::mutex mutex_;
+        std::condition_variable opened_;
+        bool open_ = false;
+    };
+
+    Scrap scrap() { return {scrap_.data(), scrap_.size()}; }
+
+    bool watch(int operation, int fd, std::uint64_t token, std::uint32_t what) {
+        epoll_event event{};
+        event.events = what;
+        event.data.u64 = token;
+        return ::epoll_ctl(epoll_.get(), operation, fd, &event) == 0;
+    }
+
+    void run() {
+        epoll_event ready[64];
+        while (run_commands()) {
+            const int count = ::epoll_wait(epoll_.get(), ready, 64, draining_.empty() ? -1 : sweep_ms);
+            for (int i = 0; i < count; ++i) {
+                if (ready[i].data.u64 == bell_token)
+                    bell_.clear();
+                else
+                    serve(ready[i].data.u64, ready[i].events);
+                if (pending_.load(std::memory_order_relaxed) && !run_commands()) return;
+            }
+            drop_overdue();
+        }
+    }
+
+    // Returns false when the thread has to end, with everything lost and the inbox empty for good.
+    bool run_commands() {
+        bool stopping;
+        std::vector<Command> commands;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            commands.swap(inbox_);
+            stopping = stopping_;
+            pending_.store(false, std::memory_order_relaxed);
+        }
+        for (const Command& command : commands) command(*this);
+        if (stopping)
+            while (!lanes_.empty()) drop(lanes_.begin()->first, "the engine was closed", false);
+        return !stopping;
+    }
+
+    void serve(std::uint64_t number, std::uint32_t events) {
+        with(number, [events](Lane& lane) {
+            const bool broken = (events & (EPOLLERR | EPOLLHUP)) != 0;
+            if (broken && !lane.wants_to_read()) break_lane("the connection broke");
+            if ((events & EPOLLOUT) != 0) lane.on_room();
+            if (broken || (events & EPOLLIN) != 0) lane.receive();  // which also says what broke
+        });
+    }
+
+    void settle(std::uint64_t number, Entry& entry) {
+        const Lane& lane = *entry.lane;
+        const std::uint32_t wanted = (lane.wants_to_read() ? EPOLLIN : 0u) | (lane.wants_to_write() ? EPOLLOUT : 0u);
+        if (wanted != entry.watched) {
+            watch(EPOLL_CTL_MOD, lane.fd(), number, wanted);
+            entry.watched = wanted;
+        }
+        if (lane.drains_until())
+            draining_.insert(number);
+        else
+            draining_.erase(number);
+    }
+
+    void drop_overdue() {
+        if (draining_.empty()) return;
+        const std::int64_t now = monotonic_ns();
+        const auto copy = draining_;
+        for (const std::uint64_t number : copy) {
+            const auto until = lanes_.at(number).lane->drains_until();
+            if (until && now >= *until) drop(number, "a payload that nobody wants did not end in time", true);
+        }
+    }
+
+    EventQueue& events_;
+    FdTable& fds_;
+    std::int64_t max_drain_ns_;
+    std::vector<char> scrap_;
+    Fd epoll_{checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")};
+    Bell bell_;
+    std::unordered_map<std::uint64_t, Entry> lanes_;
+    std::unordered_set<std::uint64_t> draining_;
+    std::thread thread_;
+
+    std::mutex mutex_;  // protects the two below
+    std::vector<Command> inbox_;
+    bool stopping_ = false;
+    std::atomic<bool> pending_{false};  // a hint, so that an empty inbox costs no lock
+};
+
+}  // namespace datadist

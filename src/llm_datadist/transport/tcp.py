@@ -1,0 +1,215 @@
+"""TCP: the owner of the memory sends or receives it by itself, over the data lanes of the link.
+
+Nothing is mapped and no guard page is shared: the target finds the memory by its handle, checks its guards before the
+first byte and after the last, and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    LinkError,
+    LLMException,
+    LLMStatusCode,
+    PeerLost,
+    TransferAborted,
+    TransferFailed,
+    code_2_status,
+)
+from llm_datadist.native import Ending, Outcome, check_plan
+from llm_datadist.native.lanes import LOST
+from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, Transfer, Window
+from llm_datadist.transport.exports import ADDRESS_SPACE
+from llm_datadist.transport.lanerequest import MAX_RUNS, encode_request
+from llm_datadist.transport.plancut import cut_plan
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterable
+
+    from llm_datadist.deadline import Deadline
+    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.transport.base import RemoteTensors
+    from llm_datadist.transport.exports import RegionDescriptor
+    from llm_datadist.transport.lanes import LaneGroup, Lanes
+
+__all__ = ["TcpConnection"]
+
+# Where tensors of a peer are said to be: no process has addresses like these, so nobody takes them for local ones.
+_ELSEWHERE: Final = 1 << 62
+
+# Measured: below it another lane costs more than it brings; above it a job that is given up holds its lane up too long.
+_MIN_PART_BYTES: Final = 1 << 20
+_MAX_PART_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a transfer on its way."""
+
+    job: int
+    lane: int
+    nbytes: int
+
+
+class TcpConnection(Connection):
+    """A connection over the data lanes of a link. Threads as in the base class; owns the link's lanes.
+
+    Args:
+        lanes: The engine of this process.
+        group: The link's lanes.
+        regions: What the peer exports.
+        writable: True when the peer's private memory may be written (RCA).
+        redial: Makes so many new lanes within a deadline, at the end that can dial; None at the other.
+    """
+
+    capabilities = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        group: LaneGroup,
+        regions: Iterable[RegionDescriptor],
+        *,
+        writable: bool,
+        redial: Callable[[int, Deadline], list[socket.socket]] | None = None,
+    ) -> None:
+        self._lanes = lanes
+        self._group = group
+        self._wanted = len(group)
+        self._redial = redial
+        self._mending = threading.Lock()  # held while lanes are dialled, and protects nothing else
+        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
+        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
+        super().__init__()
+
+    def mend(self, deadline: Deadline) -> None:
+        """Dial the lanes again that were lost, where this end can; one thread at a time does.
+
+        Raises:
+            LLMException: It cannot, and no lane is left.
+        """
+        if self._redial is None or len(self._group) >= self._wanted:
+            return
+        # With a lane left it is not worth waiting for another thread that dials.
+        if not self._mending.acquire(timeout=0 if len(self._group) else deadline.remaining()):
+            return
+        try:
+            missing = self._wanted - len(self._group)
+            for sock in self._redial(missing, deadline) if missing > 0 else ():
+                self._lanes.add(self._group, sock)
+        except LLMException:
+            if not len(self._group):
+                raise
+        finally:
+            self._mending.release()
+
+    def abort(self) -> None:
+        """Close at once; calls in progress fail with ``TransferAborted``. Idempotent."""
+        super().abort()
+        self._lanes.shut(self._group)  # those calls wait for their jobs, which end with the lanes
+
+    def _window(self, region: int) -> Window | None:
+        return self._windows.get(region)
+
+    def _guards(self) -> Window:
+        raise LinkError("generation: tcp maps no guards, the peer checks them by itself (remote_guards)")
+
+    def _move(
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        *,
+        write: bool,
+    ) -> Transfer:
+        what = "write" if write else "read"
+        check_plan(plan, *((remote, local) if write else (local, remote)))
+        if time.monotonic_ns() >= deadline.expires_ns:
+            raise deadline.error(f"{what} (0 of {plan.nbytes} bytes done)", "copy")
+        started: list[_Part] = []
+        try:
+            self.mend(deadline)
+            self._start(started, plan, local, remote, write=write)
+            self._finish(started, plan.nbytes, deadline, what)
+        except LinkError as error:
+            if self._aborted:
+                raise TransferAborted(f"{what}: the tcp connection was aborted", phase="copy") from error
+            raise
+        finally:
+            self._give_up(started)
+        return Transfer(plan.nbytes)
+
+    def _start(self, started: list[_Part], plan: Plan, local: Tensors, remote: RemoteTensors, *, write: bool) -> None:
+        """Start a plan in parts, each on the lane with the least to do, and note them in ``started``."""
+        start = self._lanes.engine.start_write if write else self._lanes.engine.start_read
+        share = -(-plan.nbytes // max(1, len(self._group)))
+        lane = None
+        for part in cut_plan(plan, min(max(share, _MIN_PART_BYTES), _MAX_PART_BYTES), MAX_RUNS):
+            # The parts of an ordered plan follow each other on one lane.
+            if lane is None or not plan.ordered:
+                lane = self._group.take(part.nbytes)
+            meta = encode_request(remote.handle, remote.extent, part, write=write)
+            started.append(_Part(start(lane, meta, part, local), lane, part.nbytes))
+
+    def _finish(self, started: list[_Part], total: int, deadline: Deadline, what: str) -> None:
+        """Wait for every part, taking it out of ``started``; the first that failed is raised."""
+        done = 0
+        while started:
+            part = started.pop(0)
+            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
+            self._ended(part, outcome)
+            done += outcome.nbytes
+            if outcome.ending is Ending.TIMEOUT:
+                done += self._give_up(started)
+                raise deadline.error(f"{what} ({done} of {total} bytes done)", "copy")
+            if outcome.ending is not Ending.GOOD:
+                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)")
+
+    def _give_up(self, started: list[_Part]) -> int:
+        """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
+        done = 0
+        while started:
+            part = started.pop()
+            outcome = self._lanes.engine.give_up(part.job)
+            self._ended(part, outcome)
+            done += outcome.nbytes
+        return done
+
+    def _ended(self, part: _Part, outcome: Outcome) -> None:
+        self._group.put(part.lane, part.nbytes)
+        if outcome.ending is Ending.LOST or outcome.code == LOST:
+            self._group.discard(part.lane)  # the event says so too, later
+
+    def _failure(self, outcome: Outcome, what: str) -> LLMException:
+        if self._aborted:
+            return TransferAborted(f"{what}: the tcp connection was aborted", phase="copy")
+        if outcome.ending is Ending.TRAILER:
+            return TransferFailed(f"{what}: {outcome.text}; the bytes are not to be used", phase="copy")
+        if outcome.ending is Ending.REFUSED:
+            return _refusal(outcome, what)
+        if not len(self._group):
+            return PeerLost(f"{what}: {outcome.text}, and no other data lane is left", phase="copy")
+        return TransferFailed(f"{what}: {outcome.text}", phase="copy")
+
+    def _release(self) -> None:
+        self._lanes.shut(self._group)
+
+
+def _refusal(outcome: Outcome, what: str) -> LLMException:
+    """Return the target's refusal as the exception a caller expects."""
+    code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
+    kinds: dict[LLMStatusCode, type[LLMException]] = {
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
+        LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
+    }
+    text = " ".join(f"{what}: the peer refused: {outcome.text}".splitlines())
+    return kinds.get(code, TransferFailed)(text, status_code=code, phase="copy")

@@ -1,0 +1,252 @@
+"""The Python side of the lanes: requests from strangers, plans in parts, groups, and handlers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_datadist.control.messages import CONTROL_PREAMBLE
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    DeadlineExceeded,
+    LinkRefused,
+    LLMStatusCode,
+    PeerLost,
+    ProtocolError,
+    TransferFailed,
+)
+from llm_datadist.native import Plan, Tensors, plan_row
+from llm_datadist.transport import PRIVATE
+from llm_datadist.transport.lanedial import LANE_PREAMBLE, dial_lanes
+from llm_datadist.transport.lanerequest import MAX_RUNS, decode_request, encode_request
+from llm_datadist.transport.lanes import LaneGrant, LaneGroup, Lanes
+from llm_datadist.transport.plancut import cut_plan
+from llm_datadist.transport.tcp import TcpConnection
+
+from . import twin
+from .lane_ends import held
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llm_datadist.transport.lanerequest import LaneRequest
+
+ROW = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+
+
+# Requests
+
+
+def test_a_request_holds_the_targets_side_of_a_plan() -> None:
+    runs = np.array([[10, 20, 5], [30, 40, 6]], np.uint64)
+    plan = Plan(1, 2, 3, runs, False, 33)
+    for write, first, column in ((False, 2, 1), (True, 1, 0)):
+        request = decode_request(encode_request(b"name", 99, plan, write=write))
+        assert (request.handle, request.extent) == (b"name", 99)
+        assert (request.plan.dst_first, request.plan.src_first, request.plan.count) == (first, first, 3)
+        assert request.plan.nbytes == 33
+        assert request.plan.runs.tolist() == [[run[column], run[column], run[2]] for run in runs.tolist()]
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"",
+        b"\x01\x00\x00",
+        struct.pack("<I", 5) + b"\xc0",
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<I", 1) + b"\xc1",
+        struct.pack("<I", 1) + b"\x90",
+        struct.pack("<I", 1) + b"\xc0" + bytes(15),
+        encode_request(b"", 8, ROW, write=False) + b"x",
+        encode_request(b"x" * 4097, 8, ROW, write=False),
+        encode_request(b"", -1, ROW, write=False),
+        encode_request(b"", 2**63, ROW, write=False),
+        encode_request(b"", 8, Plan(0, 0, 2**64 - 1, plan_row(0, 0, 1), False, 1), write=False),
+        encode_request(b"", 8, ROW, write=False) + bytes(16 * MAX_RUNS),
+        struct.pack("<I", 11) + msgspec.msgpack.encode(["text", 0, 0, 0, 0, 0]),
+    ],
+)
+def test_broken_requests_are_protocol_errors(meta: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_request(meta)
+
+
+# Parts
+
+
+@given(st.data())
+def test_the_parts_of_a_plan_are_the_plan(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+    count = data.draw(st.integers(1, 4))
+    runs = np.array([[100 * i, 70 * i + 3, length] for i, length in enumerate(lengths)], np.uint64)
+    plan = Plan(1, 2, count, runs, data.draw(st.booleans()), count * sum(lengths))
+    part_bytes, max_runs = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 9))
+    parts = list(cut_plan(plan, part_bytes, max_runs))
+    moved: list[tuple[int, ...]] = []
+    for part in parts:
+        assert 0 < part.nbytes <= part_bytes
+        assert len(part.runs) <= max_runs
+        assert part.nbytes == part.count * int(part.runs[:, 2].sum())
+        assert part.ordered == plan.ordered
+        moved += bytes_of(part)
+    assert moved == bytes_of(plan)
+
+
+def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
+    """Every (dst tensor, dst offset, src tensor, src offset) in the order of the plan."""
+    return [
+        (plan.dst_first + pair, d + i, plan.src_first + pair, s + i)
+        for pair in range(plan.count)
+        for d, s, n in plan.runs.tolist()
+        for i in range(n)
+    ]
+
+
+# Groups
+
+
+def test_a_group_gives_the_lane_with_the_least_to_do() -> None:
+    group = LaneGroup("link")
+    with pytest.raises(PeerLost, match="no data lane"):
+        group.take(1)
+    assert group.add(1)
+    assert group.add(2)
+    assert [group.take(10), group.take(5), group.take(1)] == [1, 2, 2]
+    group.put(1, 10)
+    assert group.take(1) == 1
+    group.discard(1)
+    group.put(1, 1)
+    assert (group.take(100), len(group)) == (2, 1)
+    assert group.close() == [2]
+    assert group.close() == []
+    assert not group.add(3)
+    assert repr(group) == "<LaneGroup 0 lanes, closed>"
+
+
+# Handlers
+
+
+class Handler:
+    """Grants its memory, or raises what it was told to."""
+
+    def __init__(self) -> None:
+        self.memory = np.arange(64, dtype=np.uint8)
+        self.error: Exception | None = None
+        self.extent = 64
+        self.served: list[tuple[object, int]] = []
+        self.lost: list[tuple[object, int, str]] = []
+        self.told = threading.Event()
+        self.ended = threading.Event()
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        if self.error is not None:
+            raise self.error
+        return LaneGrant(Tensors(twin.tensors_of([self.memory]).bases, self.extent))
+
+    on_write = on_read
+
+    def on_served(self, link: object, nbytes: int) -> None:
+        self.served.append((link, nbytes))
+        self.told.set()
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        self.lost.append((link, left, reason))
+        if left == 0:
+            self.ended.set()
+
+
+@contextmanager
+def connected(handler: Handler) -> Iterator[tuple[TcpConnection, Lanes]]:
+    """Yield a connection to ``handler`` over two lanes, and the far lanes, whose loop runs in a thread."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    far, near = Lanes(1, handler), Lanes(1, handler)
+    loop.call_soon_threadsafe(far.start, loop)
+    far.open("the link", [pair[1] for pair in pairs])
+    connection = TcpConnection(near, near.open("near", [pair[0] for pair in pairs]), [], writable=True)
+    try:
+        yield connection, far
+    finally:
+        connection.close()
+        loop.call_soon_threadsafe(far.stop)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        near.close()
+        far.close()
+
+
+def read(connection: TcpConnection, budget_ms: int = 20_000) -> twin.Bytes:
+    into = np.zeros(64, np.uint8)
+    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), 64, writable=False)
+    connection.read(ROW, twin.tensors_of([into]), remote, None, Deadline(budget_ms))
+    return into
+
+
+def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
+    before, handler = held(), Handler()
+    with connected(handler) as (connection, _):
+        assert read(connection).tolist() == list(range(64))
+        assert handler.told.wait(20)
+        assert handler.served == [("the link", 64)]
+        handler.error = CacheNotFound("no such\nkey")
+        with pytest.raises(CacheNotFound, match="no such key") as caught:
+            read(connection)
+        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        handler.error = ZeroDivisionError()
+        with pytest.raises(TransferFailed, match="the target failed"):
+            read(connection)
+        assert "a handler failed" in caplog.text
+        handler.error, handler.extent = None, 63
+        with pytest.raises(CacheMismatch, match="have 63 bytes, not 64"):
+            read(connection)
+        handler.extent = 64
+        assert read(connection).tolist() == list(range(64))
+    del connection
+    assert held() == before
+
+
+def test_the_end_of_a_peers_lanes_is_told() -> None:
+    handler = Handler()
+    with connected(handler) as (connection, far):
+        assert read(connection).any()
+        connection.close()
+        assert handler.ended.wait(20)
+        assert [(link, left) for link, left, _ in handler.lost] == [("the link", 1), ("the link", 0)]
+        assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+
+
+# Dialling
+
+
+def test_the_preamble_differs_from_a_control_connections_by_its_purpose() -> None:
+    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2]
+    assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
+    assert LANE_PREAMBLE != CONTROL_PREAMBLE
+
+
+def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
+    before = held()
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
+            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(50))
+        with pytest.raises(DeadlineExceeded):
+            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(0))
+    with pytest.raises(LinkRefused, match="cannot connect"):
+        dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
+    assert held() == before
