@@ -7,21 +7,25 @@ where the three meet, and where the registry's effects are carried out, guards f
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llm_datadist.cache.lifecycle import State
 from llm_datadist.cache.registry import Registry, key_of
+from llm_datadist.deadline import Deadline
 from llm_datadist.errors import ParamError
 from llm_datadist.memory.guards import GuardTable
 from llm_datadist.memory.pool import MemoryPool, create_pool
+from llm_datadist.memory.quarantine import Quarantine
 from llm_datadist.memory.segment import ExternalSegment
+from llm_datadist.memory.writers import Writers
 from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.native import Tensors
 from llm_datadist.transport.base import PRIVATE, Exports
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
+from llm_datadist.withdrawal import private_memory, wait_at_the_end, withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +87,10 @@ class CacheStore:
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
         self.registry = Registry()
+        self.writers = Writers()
         self.remote_accessible = options.remote_accessible
+        self._patience_ms = options.sync_kv_timeout_ms
+        self._quarantine = Quarantine(self.writers)
         self._pools: dict[Placement, MemoryPool] = {}
         self._guards: GuardTable | None = None
         try:
@@ -109,17 +116,22 @@ class CacheStore:
             regions={_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()},
             guards=self._guards,
             writable=options.remote_accessible,
+            writers=self.writers,
         )
 
     # --- making caches ---------------------------------------------------------------------------------------------
 
-    def allocate(self, geometry: Geometry, keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Entry:
+    def allocate(
+        self, geometry: Geometry, keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]], deadline: Deadline
+    ) -> Entry:
         """Take memory from the pool of the geometry's placement and bind ``(key, row)`` pairs: all of it, or nothing.
+
+        Waits only where memory in quarantine could be enough.
 
         Raises:
             ParamError: No pool is configured for that placement (R12).
             KeyInUse: A key is bound already (R3).
-            OutOfMemory: The pool cannot hold the tensors.
+            OutOfMemory: The pool cannot hold the tensors, or foreign writers do not let go of it.
         """
         pool = self._pools.get(Placement(geometry.placement))
         if pool is None:
@@ -128,7 +140,7 @@ class CacheStore:
                 f"{_OPTION[Placement(geometry.placement)]} before init, or register memory of your own"
             )
         self.registry.require_free(key for key, _ in _bindable(keys))
-        allocation = pool.allocate_many(geometry.num_tensors, geometry.tensor_bytes)
+        allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
             addresses = np.array(allocation.addresses, dtype=np.uint64)
             segments = (pool.segment,)
@@ -220,9 +232,13 @@ class CacheStore:
         """The owner gives an allocated cache back; anything else is a no-op (API §6.2)."""
         self.apply(self.registry.drop_owner(cache_id))
 
-    def unregister(self, cache_id: int) -> None:
-        """Drop a registered cache; anything else is a no-op."""
-        self.apply(self.registry.unregister(cache_id))
+    def unregister(self, cache_id: int, deadline: Deadline) -> None:
+        """Drop a registered cache once nobody writes it any more; anything else is a no-op.
+
+        Raises:
+            DeadlineExceeded: Somebody still does; the cache stays registered.
+        """
+        self.apply(withdraw(self.registry, self.writers, cache_id, self._advance, deadline))
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; a placeholder or an unknown key is a no-op (R25)."""
@@ -231,15 +247,26 @@ class CacheStore:
             self.apply(self.registry.remove_key(table_key))
 
     def apply(self, effects: Effects) -> None:
-        """Do what the registry decided: tell foreign readers first, then let the memory go."""
+        """Do what the registry decided: foreigners first, then let the memory go, or into quarantine."""
         guards = self._guard_table()
         for guard in effects.advance:
             guards.advance(guard.slot)
         for guard in effects.retire:
             guards.release(guard.slot)
-        for storage in effects.free:
-            if storage.allocation is not None:
-                storage.allocation.free()
+        for entry in effects.free:
+            allocation: Allocation | None = entry.storage.allocation
+            if allocation is not None:
+                # Whoever is not found here announces later, and finds the guard advanced.
+                self._quarantine.free(allocation, self.writers.busy(entry.guard.slot))
+
+    def _advance(self, guard: Guard) -> Guard:
+        """Make a guard void and return its successor in the same slot, where its writers are still to be found."""
+        return replace(guard, generation=self._guard_table().advance(guard.slot))
+
+    def sweep(self) -> None:
+        """Let go of what foreign writers have ended with."""
+        self._quarantine.sweep()
+        self.writers.tidy()
 
     # --- using them here -------------------------------------------------------------------------------------------
 
@@ -256,6 +283,11 @@ class CacheStore:
     def pools(self) -> Iterator[MemoryPool]:
         """Iterate over the configured pools."""
         return iter(self._pools.values())
+
+    def quarantined_bytes(self) -> int:
+        """Return the bytes that wait for foreign writers, after a look at these."""
+        self.sweep()
+        return self._quarantine.nbytes
 
     def cache_statistics(self) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
         """Return (caches, keys, pins)."""
@@ -286,15 +318,25 @@ class CacheStore:
         """Raise AssertionError when registry, pools or guards contradict themselves."""
         self.registry.check_integrity()
         self._guard_table().check_integrity()
+        self.writers.check_integrity()
+        self._quarantine.check_integrity()
         for pool in self._pools.values():
             pool.check_integrity()
 
     def close(self) -> None:
-        """Drop every cache and give the memory back; views that are still alive keep their mapping."""
+        """Drop every cache and give the memory back; views that are still alive keep their mapping.
+
+        Memory of the user is waited for where a peer still writes it, in bounds; the pools' outlives this process.
+        """
+        self.writers.shut()
+        private = private_memory(self.registry.snapshot()[0])
         self.apply(self.registry.clear())
+        wait_at_the_end(self.writers, private, Deadline.after_ms(self._patience_ms))
+        self._quarantine.release_all()
         self._close_memory()
 
     def _close_memory(self) -> None:
+        self.writers.close()
         for pool in self._pools.values():
             pool.close()
         if self._guards is not None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Deadline"]
 
 _NS_PER_MS: Final = 1_000_000
+_SHORTEST_POLL_S: Final = 0.0005
+_LONGEST_POLL_S: Final = 0.02
 
 
 class Deadline:
@@ -47,6 +52,16 @@ class Deadline:
     def expired(self) -> bool:
         """Return True when no time is left."""
         return time.monotonic_ns() >= self.expires_ns
+
+    def poll(self, done: Callable[[], bool]) -> bool:
+        """Wait for what only looking can tell, ever less often: True once ``done()``, False when no time is left."""
+        pause = _SHORTEST_POLL_S
+        while not done():
+            if self.expired():
+                return False
+            time.sleep(min(pause, self.remaining()))
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        return True
 
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error that says ``what`` ran out of time in which ``phase``."""

@@ -106,7 +106,7 @@ class Engine:
             peer_timeout=options.peer_timeout,
             handlers=self._target.handlers(),
             on_end=self._on_link_end,
-            on_tick=self._target.expire,
+            on_tick=self._on_tick,
         )
 
     def close(self) -> None:
@@ -123,17 +123,24 @@ class Engine:
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
+        self.store.sweep()
+
+    def _on_tick(self, now: float) -> None:
+        self._target.expire(now)
+        self.store.sweep()
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
         caches, keys, pins = self.store.cache_statistics()
+        quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools()),
             caches=caches,
             keys=keys,
             pins=pins,
             unknown_releases=self.store.registry.unknown_releases,
-            quarantined_bytes=0,
+            quarantined_bytes=quarantined,
+            lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
             links=self.links.statistics(),
             operations=self.meters.totals(),

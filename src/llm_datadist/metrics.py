@@ -96,6 +96,7 @@ class Statistics:
         pins: Peers' holds on caches.
         unknown_releases: Releases that named no pin (expired, or a lost peer's).
         quarantined_bytes: Pool bytes that wait for a foreign writer before they are free.
+        lost_writers: Peers without a link that have not ended a write into our memory; their process may be stopped.
         swap: The engine of swap_blocks.
         links: Every link.
         operations: Totals per operation.
@@ -107,6 +108,7 @@ class Statistics:
     pins: int
     unknown_releases: int
     quarantined_bytes: int
+    lost_writers: int
     swap: SwapStatistics
     links: tuple[LinkStatistics, ...]
     operations: tuple[OperationStatistics, ...]

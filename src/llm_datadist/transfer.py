@@ -34,6 +34,7 @@ from llm_datadist.transport.base import PRIVATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from llm_datadist.cache.registry import Binding, Entry
     from llm_datadist.caches import CacheStore
@@ -126,12 +127,13 @@ class Initiator:
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
-                    # Before the plan: what does not fit an answer that is no longer true may fit the true one.
-                    if self._current(link, remote, what):
-                        plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
-                        self._copy(link, plan, local, remote, deadline, what, push=push)
-                        moved = plan
-                        return plan.nbytes
+                    with _announced(link, remote, deadline, what, push=push):
+                        # Before the plan: what does not fit an answer that is no longer true may fit the true one.
+                        if self._current(link, remote, what):
+                            plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
+                            self._copy(link, plan, local, remote, deadline, what, push=push)
+                            moved = plan
+                            return plan.nbytes
                     link.kept.pop((name, push), None)
                 finally:
                     self._settle(link, remote, moved, push=push)
@@ -178,6 +180,8 @@ class Initiator:
             offsets = np.frombuffer(answer.offsets, dtype="<u8")
             if not len(regions) == len(offsets) == geometry.num_tensors or answer.row >= geometry.rows:
                 raise ProtocolError(f"{link.peer} sent {len(regions)} tensors, row {answer.row} for {geometry}")
+            if not answer.guards:
+                raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
             if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
                 raise _unreachable(link, answer.cache_id, what)
             tensors = link.connection.map(
@@ -355,6 +359,16 @@ class Target:
 def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
     guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
     return [Guarded(guard.slot, guard.generation) for guard in guards]
+
+
+def _announced(
+    link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool
+) -> AbstractContextManager[None]:
+    """Announce the copy to the owner of the remote memory; its generations are compared after that."""
+    try:
+        return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)
+    except LinkError as error:
+        raise link.lost_error(what, "copy") from error
 
 
 def _remote_first(plan: Plan, *, push: bool) -> int:

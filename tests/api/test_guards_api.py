@@ -8,6 +8,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, TransferFailed
+from tests.support.background import in_background
 from tests.support.gates import count_messages, resolves, stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import cluster_info, fill
@@ -229,10 +230,13 @@ def test_a_source_that_changes_during_the_copy_is_a_failed_transfer(
     pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
 ) -> None:
     _, dst = both(pair, source)
-    with stopped(pair.decoder, step, tmp_path, *PULL) as pulling:
-        pair.prompt.do(change, *(["kv"] if change is forget else [source]))
-        with pytest.raises(TransferFailed, match="freed, rebound or unregistered") as caught:
-            pulling.finish()
+    # In one process the owner waits for a reader of registered memory, which would be freed under it.
+    with (
+        stopped(pair.decoder, step, tmp_path, *PULL) as pulling,
+        in_background(pair.prompt, change, *(["kv"] if change is forget else [source])),
+        pytest.raises(TransferFailed, match="freed, rebound or unregistered") as caught,
+    ):
+        pulling.finish()
     assert caught.value.status_code is LLMStatusCode.LLM_FAILED
     assert (caught.value.peer, caught.value.phase, caught.value.retryable) == (1, "copy", True)
     untouched_but(pair, dst, [6, 0])
@@ -263,10 +267,12 @@ def test_a_target_unregistered_during_a_push_is_a_failed_transfer(pair: Pair, tm
     both(pair, REGISTERED, rca=True)
     src = pair.decoder.do(show, "kv")
     pushing = ("push_blocks", BLOCKS, Use("kv"), [1], [2])
-    with stopped(pair.decoder, step, tmp_path, *pushing) as push:
-        pair.prompt.do(forget, "kv")
-        with pytest.raises(TransferFailed) as caught:
-            push.finish()
+    with (
+        stopped(pair.decoder, step, tmp_path, *pushing) as push,
+        in_background(pair.prompt, forget, "kv"),
+        pytest.raises(TransferFailed) as caught,
+    ):
+        push.finish()
     assert caught.value.phase == "copy"
     assert "remote bytes" in str(caught.value)
     same_bytes(pair.decoder.do(show, "kv"), src)

@@ -12,6 +12,7 @@ from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, L
 from llm_datadist.cache.entries import Effects
 from llm_datadist.caches import CacheStore
 from llm_datadist.checks import INVALID_ID
+from llm_datadist.deadline import Deadline
 from llm_datadist.errors import NoneArgument, OutOfMemory, ParamError
 from llm_datadist.memory.device import HostDevice
 from llm_datadist.memory.guards import Guard, GuardTable
@@ -141,16 +142,17 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
     assert store._guards is not None
     store._guards.close()
     small = store._guards = GuardTable(slots=4)
-    geometry = store.allocate(_geometry(), []).geometry
+    soon = Deadline.after_ms(10_000)
+    geometry = store.allocate(_geometry(), [], soon).geometry
     keys = [(CacheKey(1, n), n) for n in range(2)]
     for _ in range(3):
         with pytest.raises(OutOfMemory, match="guard table is full"):
-            store.allocate(geometry, keys)
+            store.allocate(geometry, keys, soon)
         with pytest.raises(OutOfMemory, match="guard table is full"):
             store.register(geometry, [4096, 8192], keys, remote_accessible=True)
         assert small.live == 1
         assert [each.statistics().live_allocations for each in store.pools()] == [2, 0]
-    store.allocate(geometry, keys[:1])
+    store.allocate(geometry, keys[:1], soon)
     store.check_integrity()
     store.close()
 
@@ -172,7 +174,8 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     assert guards is not None
     advanced, retired = guards.allocate(), guards.allocate()
     probe = Probe(guards, [advanced, retired])
-    store.apply(Effects(advance=[advanced], retire=[retired], free=[SimpleNamespace(allocation=probe)]))
+    freed: Any = SimpleNamespace(storage=SimpleNamespace(allocation=probe), guard=retired)
+    store.apply(Effects(advance=[advanced], retire=[retired], free=[freed]))
     assert probe.seen == [True, True]
     assert guards.live == 1
     guards.release(advanced.slot)

@@ -39,7 +39,8 @@ class Ledger:
         for guard in effects.retire:
             assert guard not in self.retired, f"{guard} retired twice"
             self.retired.add(guard)
-        for storage in effects.free:
+        for entry in effects.free:
+            storage = entry.storage
             assert storage not in self.freed, f"{storage} freed twice"
             assert storage in self.retired, f"{storage} freed before its guard was retired"
             self.freed.add(storage)

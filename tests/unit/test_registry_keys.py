@@ -176,7 +176,7 @@ def test_many_threads_free_every_cache_exactly_once() -> None:
             effects = [owner.registry.drop_owner(entry.cache_id)]
             effects += [owner.registry.release(number, pin.pin_id, 0, 1, consume=True) for pin in pins]
             with lock:
-                freed.extend(storage for each in effects for storage in each.free)
+                freed.extend(entry.storage for each in effects for entry in each.free)
 
     threads = [threading.Thread(target=live, args=(n,)) for n in range(4)]
     for thread in threads:

@@ -56,7 +56,13 @@ class Binding:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cache. ``storage`` and ``guard`` belong to the caller; the registry only keeps and returns them."""
+    """One cache. ``storage`` and ``guard`` belong to the caller; the registry only keeps and returns them.
+
+    Attributes:
+        pins: Who needs its memory: peers' pins and local holds.
+        holds: The local ones of them.
+        closing: True while it is being unregistered: nobody finds it, and it may come back.
+    """
 
     cache_id: int
     geometry: Geometry
@@ -68,6 +74,8 @@ class Entry:
     owner: bool = True
     bindings: dict[Key, Binding] = field(default_factory=dict)
     pins: int = 0
+    holds: int = 0
+    closing: bool = False
 
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``, if there is one."""
@@ -88,11 +96,11 @@ class Pin:
 
 @dataclass(slots=True)
 class Effects:
-    """What the caller must do now that the lock is gone: advance, then retire, then free."""
+    """What the caller must do now that the lock is gone: advance, then retire guards, then free entries' storages."""
 
     advance: list[Any] = field(default_factory=list)
     retire: list[Any] = field(default_factory=list)
-    free: list[Any] = field(default_factory=list)
+    free: list[Entry] = field(default_factory=list)
 
 
 def show_key(key: Key) -> str:

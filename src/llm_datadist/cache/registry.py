@@ -1,16 +1,16 @@
 """Who still needs which cache: entries, keys, bindings, owners and pins (BEHAVIOUR §3, R2 to R5, R25, R27).
 
 No I/O and no bytes: storages and guards are opaque values. Every mutator computes under the one lock and returns
-:class:`Effects`: which guards to advance, which to retire, which storages to free. The caller applies them after the
+:class:`Effects`: which guards to advance, which to retire, whose storages to free. The caller applies them after the
 lock is gone, guards first, so that no reader can mistake reused memory for the cache it resolved.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from llm_datadist.cache.audit import check_tables
 from llm_datadist.cache.entries import Binding, Effects, Entry, Key, Namespace, Pin, key_of, show_key
 from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.lifecycle import Event, Lifecycle, State
@@ -114,6 +114,26 @@ class Registry:
                 self._unbind(binding, effects, invalidate=True)
         return effects
 
+    def registered(self, cache_id: int) -> Entry | None:
+        """Return the registered cache with that id, also while it is being unregistered; None for any other id."""
+        with self._lock:
+            entry = self._entries.get(cache_id)
+            return None if entry is None or entry.owned else entry
+
+    def begin_closing(self, entry: Entry) -> bool:
+        """Let nobody find a registered cache any more, for now; False when it is gone, or another call is at it."""
+        with self._lock:
+            if entry.closing or self._entries.get(entry.cache_id) is not entry:
+                return False
+            entry.closing = True
+            return True
+
+    def reopen(self, entry: Entry, guard: object) -> None:
+        """Take :meth:`begin_closing` back, under a newer guard: its keys are bound as before."""
+        with self._lock:
+            entry.closing = False
+            entry.guard = guard
+
     def unregister(self, cache_id: int) -> Effects:
         """Drop a registered cache with all its keys; readers in flight fail by its guard. Others: no-op."""
         effects = Effects()
@@ -150,6 +170,7 @@ class Registry:
             entry = self._lookup(cache_id, what)
             entry.life.require(Event.PIN)
             entry.pins += 1
+            entry.holds += 1
             self._settle(entry, Event.PIN, Effects())
             return entry
 
@@ -158,6 +179,7 @@ class Registry:
         effects = Effects()
         with self._lock:
             entry.pins -= 1
+            entry.holds -= 1
             self._settle(entry, Event.UNPIN, effects)
         return effects
 
@@ -243,17 +265,7 @@ class Registry:
     def check_integrity(self) -> None:
         """Raise AssertionError when the tables contradict each other."""
         with self._lock:
-            for key, binding in self._keys.items():
-                _require(binding.bound and binding.entry.bindings.get(key) is binding, f"key {key} is not its entry's")
-                _require(binding.remaining != 0, f"key {key} is bound though every tensor was pulled")
-            for cache_id, entry in self._entries.items():
-                _require(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")
-                _require(entry.life.state in (State.LIVE, State.DEFERRED), f"{entry.life.name}: {entry.life.state}")
-                _require(entry.owner == (entry.life.state is State.LIVE), f"{entry.life.name}: owner and state differ")
-                _require(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{entry.life.name}: keys")
-            for entry in self._draining:
-                _require(entry.life.state is State.DRAINING and entry.pins > 0, f"{entry.life.name} drains for nothing")
-            self._check_pins()
+            check_tables(self._entries, self._draining, self._keys, self._pins, self._pins_of)
 
     def __repr__(self) -> str:
         with self._lock:
@@ -263,22 +275,6 @@ class Registry:
             )
 
     # --- under the lock --------------------------------------------------------------------------------------------
-
-    def _check_pins(self) -> None:
-        of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
-        for pin in self._pins.values():
-            of_peer[pin.peer] += 1
-            of_entry[pin.entry] += 1
-            if pin.binding is not None:
-                of_binding[pin.binding] += 1
-        _require(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
-        bindings = {*self._keys.values(), *of_binding}
-        _require(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
-        # The rest of an entry's pins are local calls, which hold it without a Pin.
-        entries = {*self._entries.values(), *self._draining, *of_entry}
-        _require(all(e.pins >= of_entry[e] for e in entries), "pins of a cache are miscounted")
-        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is State.FREED]
-        _require(not lost, f"pins {lost} hold a cache that was freed")
 
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -291,6 +287,7 @@ class Registry:
         entry = self._entries.get(cache_id)
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
+        _require_open(entry)
         return entry
 
     def _find(self, key: Key | None, cache_id: int, row: int) -> tuple[Entry, int, Binding | None]:
@@ -298,6 +295,7 @@ class Registry:
             binding = self._keys.get(key)
             if binding is None:
                 raise CacheNotFound(f"key {show_key(key)} is not bound: not published yet, consumed, or removed")
+            _require_open(binding.entry)
             return binding.entry, binding.row, binding
         entry = self._lookup(cache_id, "cache_id")
         if row >= entry.geometry.rows:
@@ -373,9 +371,9 @@ class Registry:
         elif state is State.FREED:
             self._draining.discard(entry)
             effects.retire.append(entry.guard)
-            effects.free.append(entry.storage)
+            effects.free.append(entry)
 
 
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(f"registry: {what}")
+def _require_open(entry: Entry) -> None:
+    if entry.closing:
+        raise CacheNotFound(f"cache {entry.cache_id} is being unregistered")

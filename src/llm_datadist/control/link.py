@@ -95,6 +95,7 @@ class Link:
         self.channel: Channel | None = None
         self.last_heard = time.monotonic()
         self.last_pong = 0
+        connection.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._machine.fire(LinkEvent.HELLO)
         self._lock = threading.Lock()

@@ -40,7 +40,8 @@ class MemoryCalls(EngineUser):
             TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: Impossible shape, more keys than rows, no pool for that placement (R12).
             KeyInUse: A key is bound to another cache (R3).
-            OutOfMemory: The pool is exhausted; nothing was allocated or bound.
+            OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
+                within ``sync_kv_timeout``; nothing was allocated or bound.
 
         Source: [seed:deprecated] allocate_cache, API §6.1.
         """
@@ -50,7 +51,9 @@ class MemoryCalls(EngineUser):
         geometry = Geometry.of(cache_desc, CacheKind.CACHE)
         arguments.check_key_count(cache_keys, geometry.rows)
         with engine.meters.span("allocate_cache", "%r keys=%s", cache_desc, cache_keys):
-            entry = engine.store.allocate(geometry, [(key, row) for row, key in enumerate(cache_keys)])
+            entry = engine.store.allocate(
+                geometry, [(key, row) for row, key in enumerate(cache_keys)], self._deadline()
+            )
         return _handle(entry, cache_desc)
 
     def deallocate_cache(self, cache: Cache) -> None:
@@ -97,7 +100,8 @@ class MemoryCalls(EngineUser):
             TypeError: Wrong types.
             ParamError: Impossible shape, no pool for that placement (R12).
             KeyInUse: There is a blocks cache of that model.
-            OutOfMemory: The pool is exhausted; nothing was allocated or bound.
+            OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
+                within ``sync_kv_timeout``; nothing was allocated or bound.
 
         Source: [seed:deprecated] allocate_blocks_cache, API §6.4.
         """
@@ -106,7 +110,7 @@ class MemoryCalls(EngineUser):
         keys = arguments.blocks_keys(blocks_cache_key)
         geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
         with engine.meters.span("allocate_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
-            entry = engine.store.allocate(geometry, keys)
+            entry = engine.store.allocate(geometry, keys, self._deadline())
         return _handle(entry, cache_desc)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
@@ -195,16 +199,20 @@ class MemoryCalls(EngineUser):
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
 
+        When this returns nobody is at the memory any more, and it may be freed: peers that push into it, and calls of
+        other threads that use it, are waited for within ``sync_kv_timeout``.
+
         Raises:
             TypeError: Not an int.
             ParamError: Outside int64.
+            DeadlineExceeded: Somebody is still at it; the text says who. The cache stays registered, with its keys.
 
         Source: API §6.7.
         """
         engine = self._engine
         check_int64("cache_id", cache_id)
         with engine.meters.span("unregister_cache", "id=%d", cache_id):
-            engine.store.unregister(cache_id)
+            engine.store.unregister(cache_id, self._deadline())
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """Check the arguments and do nothing: host memory needs no repair (reserved by the interface).

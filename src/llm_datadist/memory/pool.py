@@ -33,6 +33,7 @@ class PoolStatistics:
     live_allocations: int
     page_bytes: int
     peak_used_bytes: int
+    quarantined_bytes: int = 0  # of the used ones: given back, but a foreign writer may still write there
 
 
 class Allocation:
@@ -47,7 +48,7 @@ class Allocation:
         nbytes: Bytes asked for per tensor.
     """
 
-    __slots__ = ("_freed", "addresses", "nbytes", "offsets", "pool")
+    __slots__ = ("_detained", "_freed", "addresses", "nbytes", "offsets", "pool")
 
     def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
         self.pool = pool
@@ -55,11 +56,21 @@ class Allocation:
         self.addresses = tuple([base + offset for offset in offsets])
         self.nbytes = nbytes
         self._freed = False
+        self._detained = 0
 
     @property
     def freed(self) -> bool:
         """True after :meth:`free`."""
         return self._freed
+
+    @property
+    def detained(self) -> int:
+        """Bytes of it, in whole pages, that are quarantined; 0 before :meth:`detain` and once freed."""
+        return 0 if self._freed else self._detained
+
+    def detain(self) -> None:
+        """Nobody here needs it any more, but it cannot be used again yet: quarantined until :meth:`free`."""
+        self.pool._detain(self)
 
     def free(self) -> None:
         """Give all tensors back to the pool. Idempotent; also after the pool is closed."""
@@ -90,9 +101,10 @@ class MemoryPool:
         self.name = name
         self.segment = segment
         self._base = segment.address
-        self._lock = threading.Lock()  # guards the three below, and Allocation._freed
+        self._lock = threading.Lock()  # guards the four below, and Allocation._freed and _detained
         self._allocator = PageAllocator(segment.nbytes, page_shift)
         self._peak_used = 0
+        self._quarantined = 0
         self._closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
@@ -110,11 +122,11 @@ class MemoryPool:
                 raise StateError(f"pool {self.name} is closed: nothing can be allocated")
             offsets = self._take(count, nbytes)
             if offsets is None:
-                free, hole = self._allocator.free_bytes, self._allocator.largest_hole
+                free, hole, held = self._allocator.free_bytes, self._allocator.largest_hole, self._quarantined
             else:
                 self._peak_used = max(self._peak_used, self._allocator.used_bytes)
         if offsets is None:
-            raise self._shortage(count, nbytes, free, hole)
+            raise self._shortage(count, nbytes, free, hole, held)
         return Allocation(self, offsets, self._base, nbytes)
 
     def statistics(self) -> PoolStatistics:
@@ -130,6 +142,7 @@ class MemoryPool:
                 live_allocations=allocator.live,
                 page_bytes=allocator.page_bytes,
                 peak_used_bytes=self._peak_used,
+                quarantined_bytes=self._quarantined,
             )
 
     def check_integrity(self) -> None:
@@ -140,6 +153,8 @@ class MemoryPool:
         """
         with self._lock:
             self._allocator.check_integrity()
+            if not 0 <= self._quarantined <= self._allocator.used_bytes:
+                raise AssertionError(f"{self._quarantined} of {self._allocator.used_bytes} used bytes are quarantined")
             if self._peak_used < self._allocator.used_bytes:
                 raise AssertionError(f"peak {self._peak_used} is below the used {self._allocator.used_bytes} bytes")
 
@@ -171,10 +186,17 @@ class MemoryPool:
             if allocation._freed:
                 return
             allocation._freed = True
+            self._quarantined -= allocation._detained
             for offset in allocation.offsets:
                 self._allocator.free(offset)
 
-    def _shortage(self, count: int, nbytes: int, free: int, hole: int) -> OutOfMemory:
+    def _detain(self, allocation: Allocation) -> None:
+        with self._lock:
+            if not allocation._freed and not allocation._detained:
+                allocation._detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
+                self._quarantined += allocation._detained
+
+    def _shortage(self, count: int, nbytes: int, free: int, hole: int, quarantined: int) -> OutOfMemory:
         requested = count * self._allocator.rounded(nbytes)
         return OutOfMemory(
             f"pool {self.name} cannot hold {count} x {nbytes} bytes: requested {requested} bytes in whole pages of "
@@ -184,6 +206,7 @@ class MemoryPool:
             requested=requested,
             free=free,
             largest_hole=hole,
+            quarantined=quarantined,
         )
 
     def __repr__(self) -> str:

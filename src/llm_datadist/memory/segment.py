@@ -108,8 +108,8 @@ class Segment(ABC):
 class SharedSegment(Segment):
     """A memfd mapped here, which peers map through its descriptor. No name in any file system, so no residue.
 
-    The owner's (:meth:`create`) holds the one descriptor until :meth:`close`; a peer's (:meth:`attach`) holds none.
-    Sealed against resizing, since a mapped reader dies of SIGBUS when the owner shrinks it.
+    The owner's (:meth:`create`) holds the one descriptor until :meth:`close` or :meth:`close_descriptor`; a peer's
+    (:meth:`attach`) holds none. Sealed against resizing: a mapped reader dies of SIGBUS when the owner shrinks it.
     """
 
     def __init__(self, name: str, mapping: Mapping, fd: int | None) -> None:
@@ -184,10 +184,14 @@ class SharedSegment(Segment):
         """Return :attr:`fd`."""
         return self.fd
 
-    def _release(self) -> None:
+    def close_descriptor(self) -> None:
+        """Keep the mapping only: the last peer has been given the descriptor. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+    def _release(self) -> None:
+        self.close_descriptor()
 
     def __del__(self) -> None:
         if not self.closed:

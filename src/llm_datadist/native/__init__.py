@@ -11,7 +11,20 @@ import numpy as np
 
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.native import _native
-from llm_datadist.native._native import CopyPool, advance_generation, load_generation, peek_process, plan_row
+from llm_datadist.native._native import (
+    WRITER_PAGE_BYTES,
+    WRITER_SLOTS,
+    CopyPool,
+    advance_generation,
+    announce_writer,
+    close_writers,
+    find_writers,
+    load_generation,
+    peek_process,
+    plan_row,
+    retract_writer,
+    writer_sequence,
+)
 from llm_datadist.native.cpus import usable_cpus
 from llm_datadist.native.lanes import (
     Ending,
@@ -31,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_DEADLINE",
+    "WRITER_PAGE_BYTES",
+    "WRITER_SLOTS",
     "CopyPool",
     "Ending",
     "LaneEngine",
@@ -43,16 +58,21 @@ __all__ = [
     "Tensors",
     "WriteAsked",
     "advance_generation",
+    "announce_writer",
     "check_plan",
+    "close_writers",
     "execute",
     "execute_process",
+    "find_writers",
     "load_generation",
     "parse_indices",
     "peek_process",
     "plan_blocks",
     "plan_pieces",
     "plan_row",
+    "retract_writer",
     "usable_cpus",
+    "writer_sequence",
 ]
 
 NO_DEADLINE: Final = 2**63 - 1

@@ -15,6 +15,7 @@
 #include "plan.hpp"
 #include "pool.hpp"
 #include "process.hpp"
+#include "writers_python.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -189,4 +190,5 @@ NB_MODULE(_native, m) {
         .def("__repr__", &py_repr);
 
     bind_lanes(m);
+    bind_writers(m);
 }

@@ -4,6 +4,9 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+WRITER_SLOTS: int
+WRITER_PAGE_BYTES: int
+
 def parse_indices(name: str, values: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]: ...
 def plan_blocks(
     dst: NDArray[np.int64],
@@ -50,6 +53,28 @@ def advance_generation(address: int) -> int:
     """Add one to the uint64 at ``address``, sequentially consistent among all processes, and return the new value.
 
     ParamError: a null or misaligned address.
+    """
+
+def announce_writer(page: int, slot: int, what: int) -> bool:
+    """Say in a slot, which is the caller's alone, that ``what`` is being written; False when the page is closed.
+
+    Generations that are loaded afterwards are newer than what the owner did before it could see this.
+    ParamError: no such slot, or an impossible address.
+    """
+
+def retract_writer(page: int, slot: int) -> None:
+    """Say that the work is over, after everything that was written. ParamError: as ``announce_writer``."""
+
+def close_writers(page: int) -> None:
+    """Let nobody begin any more. ParamError: an impossible address."""
+
+def writer_sequence(page: int, slot: int) -> int:
+    """Return the sequence a slot shows, odd while its writer works. ParamError: as ``announce_writer``."""
+
+def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[tuple[int, int, int]]:
+    """Return (index of the page, slot, sequence) of everybody who works on one of ``what``, or on anything.
+
+    ParamError: an impossible address.
     """
 
 def execute_process(

@@ -11,6 +11,7 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
@@ -22,9 +23,12 @@ from llm_datadist.native import CopyPool, Plan, Tensors, execute, load_generatio
 from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.writers import Announcer
 
 __all__ = [
     "PRIVATE",
@@ -43,6 +47,7 @@ _serials: Final = itertools.count(1)
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
+_UNANNOUNCED: Final = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,28 @@ class Connection(ABC):
         finally:
             self._leave()
 
+    def announced(
+        self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
+    ) -> AbstractContextManager[None]:
+        """Announce a movement of ``remote``, whose memory is under guard ``slot``, to its owner; the block ends it.
+
+        Where it matters, the owner does not let the memory be used again before that. Generations that are looked at
+        inside the block decide whether the movement may begin, and whether it counts.
+
+        Raises:
+            LinkError: The connection, or the peer's end of it, is closed.
+            DeadlineExceeded: Too many are going on already (phase ``copy``).
+            ProtocolError: No such guard slot.
+        """
+        if self._pid != _here["pid"] or self._closed:
+            self._enter("announced")  # says why not
+            self._leave()
+        announcer = self._announcer(write=write)
+        return _UNANNOUNCED if announcer is None else announcer.announce(slot, deadline, reading=not write)
+
+    def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
+        """Learn who the peer is, for messages about what it does in our memory."""
+
     def read(
         self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
     ) -> Transfer:
@@ -269,6 +296,10 @@ class Connection(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Give back what the connection owns. Called once, without any lock, when nobody uses it any more."""
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        """Return where movements are announced; None where the owner of the memory knows of them by itself."""
+        return None
 
     # Checks, who is inside, and when to release
 

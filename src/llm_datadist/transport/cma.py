@@ -15,9 +15,11 @@ from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, 
 from llm_datadist.native import execute_process, peek_process
 from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, Transfer, Window
 from llm_datadist.transport.exports import ADDRESS_SPACE
+from llm_datadist.transport.sharedpeer import writers_of
 
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.writers import Announcer
     from llm_datadist.native import CopyPool, Plan, Tensors
     from llm_datadist.transport.sharedpeer import SharedPeer
 
@@ -47,6 +49,14 @@ class CmaConnection(Connection):
     def peer_ended(self) -> bool:
         """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
         return not self._peer.alive()
+
+    def introduce(self, who: str, cluster_id: int) -> None:
+        """Learn who the peer is."""
+        self._peer.introduce(who, cluster_id)
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        # Readers fail by the generation, nobody waits for them.
+        return writers_of(self._peer) if write else None
 
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:

@@ -6,10 +6,12 @@ address; ids from 1 are exported segments, addressed by offset.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+
+from llm_datadist.memory.writers import Writers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,12 +53,14 @@ class Exports:
         regions: Exported segments by region id, from 1.
         guards: The guard slots; never writable for a peer.
         writable: True when peers may write (remote cache access).
+        writers: Where they announce it.
     """
 
     incarnation: bytes
     regions: Mapping[int, Segment]
     guards: GuardTable
     writable: bool
+    writers: Writers = field(default_factory=Writers)
 
     def descriptors(self) -> list[RegionDescriptor]:
         """Return one descriptor per exported region, in the order of the mapping."""

@@ -18,17 +18,21 @@ from llm_datadist.transport.exports import ADDRESS_SPACE, RegionDescriptor
 
 __all__ = ["MAX_REGIONS", "VERSION", "Hello", "Packet", "Refusal", "decode", "receive_packet", "send_packet"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_REGIONS: Final = 32
+MAX_DESCRIPTORS: Final = MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 _FD_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
-_ANCILLARY: Final = socket.CMSG_LEN((MAX_REGIONS + 1) * _FD_BYTES)
+_ANCILLARY: Final = socket.CMSG_LEN(MAX_DESCRIPTORS * _FD_BYTES)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Either end's offer. Its descriptors: the guard table's, then one per region in the order of ``regions``.
+    """Either end's offer.
+
+    Its descriptors: the guard table's, that of the page for writers if there is one, then one per region in the order
+    of ``regions``.
 
     Attributes:
         version: Of these packets.
@@ -36,6 +40,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         incarnation: Of the sender.
         cookie: What the receiver must find in the mapped guard table's header.
         guards_nbytes: Size of the guard table.
+        writers_nbytes: Size of the page in which the receiver announces what it writes; 0 where nobody may write.
         regions: The exported segments.
     """
 
@@ -44,7 +49,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     incarnation: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
     cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
+    writers_nbytes: Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
     regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=MAX_REGIONS)]
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors belong to it."""
+        return 1 + bool(self.writers_nbytes) + len(self.regions)
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -148,7 +159,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 def _defect(data: bytes, flags: int) -> str | None:
     if flags & socket.MSG_CTRUNC:
-        return f"same-host packet has more than {MAX_REGIONS + 1} descriptors, or this process has none left"
+        return f"same-host packet has more than {MAX_DESCRIPTORS} descriptors, or this process has none left"
     if flags & socket.MSG_TRUNC:
         return f"same-host packet is larger than {_MAX_PACKET} bytes"
     if not data:

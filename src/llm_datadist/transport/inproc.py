@@ -11,6 +11,7 @@ from llm_datadist.transport.exports import ADDRESS_SPACE
 
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.writers import Announcer
     from llm_datadist.native import CopyPool, Plan, Tensors
     from llm_datadist.transport.base import Exports, Transfer
 
@@ -48,7 +49,8 @@ def connect(incarnation: bytes) -> InprocConnection:
 class InprocConnection(Connection):
     """A connection to a peer of this process. Threads as in the base class.
 
-    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does.
+    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Readers
+    announce themselves like writers: private memory that its user frees under them would end the process.
     """
 
     capabilities = Capabilities("inproc", shared_regions=True, private_memory=True, same_addresses=True)
@@ -57,7 +59,13 @@ class InprocConnection(Connection):
         self._exports = exports
         self._views = {region: segment.view() for region, segment in exports.regions.items()}
         self._guard_view = exports.guards.segment.view()
+        self._page = exports.writers.open_here()
+        self._announces = self._page.announcer()
         super().__init__()
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        self._check_peer()
+        return self._announces
 
     def _window(self, region: int) -> Window | None:
         self._check_peer()
@@ -81,4 +89,6 @@ class InprocConnection(Connection):
             raise PeerLost(f"inproc: the peer {self._exports.incarnation.hex()} in this process is finalised")
 
     def _release(self) -> None:
+        self._announces.close()
+        self._page.retire()
         del self._views, self._guard_view

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Final, Self
 from llm_datadist.errors import LinkRefused, LLMException
 from llm_datadist.memory.guards import read_cookie
 from llm_datadist.memory.segment import SharedSegment
+from llm_datadist.memory.writers import WRITER_PAGE_BYTES, Announcer
 
 if TYPE_CHECKING:
+    from llm_datadist.memory.writers import WriterPage
     from llm_datadist.transport.fdwire import Hello, Packet
+    from llm_datadist.transport.offer import Offer
 
 __all__ = ["PeerMemory", "PeerProcess", "map_peer", "peer_credentials"]
 
@@ -28,11 +31,14 @@ _CREDENTIALS: Final = struct.Struct("=iII")
 class PeerMemory:
     """What a peer on this host exports, mapped here. Owns the mappings and the pidfd until :meth:`close`.
 
+    Owns the page too in which the peer announces what it writes here: that goes when the peer is done writing.
+
     Used by one owner, a link or its connection; :meth:`alive` from any thread as long as it is not closed.
 
     Attributes:
         regions: The peer's exported segments by region id; writable where the peer lets us.
         guards: The peer's guard table, read-only.
+        announcer: Where this process announces what it writes there; None where it may not.
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
         uid: Its effective user.
         pidfd: Readable once the process has ended; -1 when closed.
@@ -48,15 +54,21 @@ class PeerMemory:
         *,
         cookie: bytes,
         incarnation: bytes,
+        announcer: Announcer | None = None,
+        page: WriterPage | None = None,
     ) -> None:
         self.guards = guards
         self.regions = regions
+        self.announcer = announcer
+        self._page = page
         self.cookie = cookie
         self.incarnation = incarnation
         self.pid = process.pid
         self.uid = process.uid
         self._owner = os.getpid()
         self.pidfd = process.take_pidfd()
+        if page is not None:
+            page.belongs_to(self.pid, self.pidfd)
 
     @property
     def closed(self) -> bool:
@@ -72,12 +84,27 @@ class PeerMemory:
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
+    def introduce(self, who: str, cluster_id: int) -> None:
+        """Say who the peer is, for messages about what it writes here."""
+        if self._page is not None:
+            self._page.introduce(who, cluster_id)
+
+    def settle(self) -> None:
+        """The peer has been given its page: keep no descriptor of it."""
+        if self._page is not None and self._page.segment is not None:
+            self._page.segment.close_descriptor()
+
     def close(self) -> None:
         """Unmap everything and close the pidfd; arrays over the memory keep it mapped. Idempotent."""
         if self.closed:
             return
         pidfd, self.pidfd = self.pidfd, -1
-        os.close(pidfd)
+        if self.announcer is not None:
+            self.announcer.close()
+        if self._page is None:
+            os.close(pidfd)
+        else:
+            self._page.retire()  # with the pidfd: a peer that is in the middle of a write may be awaited for long
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
@@ -138,20 +165,23 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def map_peer(hello: Hello, packet: Packet, process: PeerProcess) -> PeerMemory:
-    """Check and map what a hello announces, out of the descriptors that came with it.
+def map_peer(hello: Hello, packet: Packet, process: PeerProcess, offer: Offer) -> PeerMemory:
+    """Check and map what a hello announces, out of the descriptors that came with it; takes the offer's page.
 
     Raises:
         LinkRefused: Their number, a size or a seal is not as announced, or the cookie is another one. Everything
             that was mapped is unmapped; descriptors not reached yet stay in the packet.
     """
-    if len(packet.fds) != 1 + len(hello.regions):
+    if len(packet.fds) != hello.descriptors:
         raise LinkRefused(
             f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
             f"{len(hello.regions)} regions"
         )
+    if hello.writers_nbytes not in (0, WRITER_PAGE_BYTES):
+        raise LinkRefused(f"same-host peer (pid {process.pid}) has a page for writers of {hello.writers_nbytes} bytes")
     with ExitStack() as undo:
         guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False))
+        announcer = _announcer(packet) if hello.writers_nbytes else None
         regions = {
             described.region: undo.enter_context(
                 _attach(packet, described.name, described.nbytes, writable=described.writable)
@@ -162,7 +192,21 @@ def map_peer(hello: Hello, packet: Packet, process: PeerProcess) -> PeerMemory:
         if cookie != hello.cookie:
             raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
         undo.pop_all()
-    return PeerMemory(guards, regions, process, cookie=cookie, incarnation=hello.incarnation)
+    return PeerMemory(
+        guards,
+        regions,
+        process,
+        cookie=cookie,
+        incarnation=hello.incarnation,
+        announcer=announcer,
+        page=offer.take_page(),
+    )
+
+
+def _announcer(packet: Packet) -> Announcer:
+    # The array keeps the mapping: nobody needs the segment itself.
+    with _attach(packet, "writers", WRITER_PAGE_BYTES, writable=True) as segment:
+        return Announcer(segment.view())
 
 
 def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool) -> SharedSegment:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
-from llm_datadist.memory.segment import SharedSegment
-from llm_datadist.transport.fdwire import VERSION, Hello, Packet, Refusal, decode, receive_packet, send_packet
+from llm_datadist.transport.fdwire import Hello, Packet, Refusal, decode, receive_packet, send_packet
+from llm_datadist.transport.offer import Offer
 from llm_datadist.transport.peermemory import PeerMemory, PeerProcess, map_peer, peer_credentials
 
 if TYPE_CHECKING:
@@ -187,12 +187,12 @@ class SameHostListener:
             callback(result)
 
     def _exchange(self, sock: socket.socket, hello: Hello, packet: Packet) -> PeerMemory:
-        offer = _offer(self._exports, hello.token)
         # Opened before the answer is sent, which only a living peer can still get.
-        with PeerProcess(sock) as process:
-            peer = map_peer(hello, packet, process)
+        with Offer(self._exports, hello.token) as offer, PeerProcess(sock) as process:
+            peer = map_peer(hello, packet, process, offer)
         try:
-            send_packet(sock, *offer)
+            offer.send(sock)
+            peer.settle()
         except OSError as error:
             peer.close()
             raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
@@ -284,8 +284,10 @@ def meet(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerM
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         _dial(sock, name, deadline)
         # Opened before anything is sent: what answers later was alive then.
-        with PeerProcess(sock) as process, _ask(sock, name, _offer(exports, token), deadline) as packet:
-            return map_peer(_check_answer(packet, name, token), packet, process)
+        with PeerProcess(sock) as process, Offer(exports, token) as offer, _ask(sock, name, offer, deadline) as packet:
+            peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
+            peer.settle()
+            return peer
 
 
 def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
@@ -306,9 +308,9 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
             return
 
 
-def _ask(sock: socket.socket, name: str, offer: tuple[Hello, list[int]], deadline: Deadline) -> Packet:
+def _ask(sock: socket.socket, name: str, offer: Offer, deadline: Deadline) -> Packet:
     try:
-        send_packet(sock, *offer)
+        offer.send(sock)
         sock.settimeout(deadline.remaining())
         return receive_packet(sock)
     except (BlockingIOError, TimeoutError) as error:
@@ -334,15 +336,6 @@ def _expect_hello(value: Hello | Refusal) -> Hello:
     if isinstance(value, Refusal):
         raise ProtocolError("a same-host dialer began with a refusal")
     return value
-
-
-def _offer(exports: Exports, token: bytes) -> tuple[Hello, list[int]]:
-    """Return our hello and the descriptors to send with it; only memfds can be offered."""
-    shared = {region: segment for region, segment in exports.regions.items() if isinstance(segment, SharedSegment)}
-    regions = [described for described in exports.descriptors() if described.region in shared]
-    guards = exports.guards
-    hello = Hello(VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions)
-    return hello, [guards.segment.fd, *(shared[described.region].fd for described in regions)]
 
 
 def _address(name: str) -> str:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.errors import StateError
+from llm_datadist.errors import LinkError, StateError
 
 if TYPE_CHECKING:
+    from llm_datadist.memory.writers import Announcer
     from llm_datadist.transport.peermemory import PeerMemory
 
-__all__ = ["SharedPeer"]
+__all__ = ["SharedPeer", "writers_of"]
+
+
+def writers_of(peer: PeerMemory | SharedPeer) -> Announcer:
+    """Return where this process announces what it writes at the peer.
+
+    Raises:
+        LinkError: The peer has not let us: it has no remote cache access (RCA).
+    """
+    if peer.announcer is None:
+        raise LinkError(f"write: pid {peer.pid} lets nobody write: it has no remote cache access (RCA)", phase="copy")
+    return peer.announcer
 
 
 class SharedPeer:
@@ -21,6 +33,7 @@ class SharedPeer:
     Attributes:
         regions: As in :class:`PeerMemory`, like all below.
         guards: The peer's guard table, read-only.
+        announcer: Where this process announces what it writes there; None where it may not.
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
         uid: Its effective user.
         cookie: 16 bytes read from the mapped guard table's header.
@@ -34,6 +47,7 @@ class SharedPeer:
         self._others: list[None] = [] if _others is None else _others
         self.regions = memory.regions
         self.guards = memory.guards
+        self.announcer = memory.announcer
         self.pid = memory.pid
         self.uid = memory.uid
         self.cookie = memory.cookie
@@ -59,6 +73,11 @@ class SharedPeer:
         """Return False once the peer's process has ended, reaped or not. False when closed."""
         memory = self._memory
         return memory is not None and memory.alive()
+
+    def introduce(self, who: str, cluster_id: int) -> None:
+        """Say who the peer is, for messages about what it writes here."""
+        if self._memory is not None:
+            self._memory.introduce(who, cluster_id)
 
     def close(self) -> None:
         """Give the share back, and with the last one the memory. Idempotent."""

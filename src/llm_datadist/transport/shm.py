@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.errors import PeerLost
 from llm_datadist.transport.base import Capabilities, Connection, Window, move_mapped
+from llm_datadist.transport.sharedpeer import writers_of
 
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.writers import Announcer
     from llm_datadist.native import CopyPool, Plan, Tensors
     from llm_datadist.transport.base import RemoteTensors, Transfer
     from llm_datadist.transport.peermemory import PeerMemory
@@ -34,6 +36,14 @@ class ShmConnection(Connection):
     def peer_ended(self) -> bool:
         """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
         return not self._peer.alive()
+
+    def introduce(self, who: str, cluster_id: int) -> None:
+        """Learn who the peer is."""
+        self._peer.introduce(who, cluster_id)
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        # Readers fail by the generation, nobody waits for them.
+        return writers_of(self._peer) if write else None
 
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)

@@ -1,0 +1,81 @@
+"""Calls that an end makes in a thread of its own, so that a test can do something else meanwhile, also at that end."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.support.moves import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.ends import End
+    from tests.support.world import World
+
+__all__ = ["ended", "in_background"]
+
+_SECONDS = 60.0
+
+
+class _Run:
+    """One function in one thread, with what came of it."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._error: BaseException | None = None
+        self._result: Any = None
+
+        def run() -> None:
+            try:
+                self._result = function(*args)
+            except BaseException as error:  # noqa: BLE001 (carried to the test)
+                self._error = error
+
+        self.thread = threading.Thread(target=run, name="in background")
+        self.thread.start()
+
+    def result(self) -> Any:
+        self.thread.join(_SECONDS)
+        assert not self.thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _start(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Start the call; return how often guards have been advanced before."""
+    before = _advances(world)
+    world.memory["background"] = _Run(function, world, *args)
+    return before
+
+
+def _advances(world: World) -> int:
+    """Return the sum of all generations: it grows when a guard is allocated, advanced or released."""
+    assert world.dd._engine is not None
+    guards = world.dd._engine.store.exports.guards
+    return sum(guards.load(slot) for slot in range(1, guards._next_fresh))
+
+
+def _join(world: World) -> Any:
+    return world.memory.pop("background").result()
+
+
+def ended(world: World) -> bool:
+    """Return True when the call in the background is over."""
+    return not world.memory["background"].thread.is_alive()
+
+
+@contextmanager
+def in_background(end: End, function: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Run ``function(world, *args)`` at the end meanwhile.
+
+    The block begins once it has made a guard void; its exception, if it has one, is raised at the end of the block.
+
+    """
+    before = end.do(_start, function, args)
+    try:
+        wait_until(lambda: end.do(_advances) > before)
+        yield
+    finally:
+        end.do(_join)
