@@ -1,0 +1,339 @@
+"""Peers that are stopped in the middle of a push while the owner takes the memory back (ARCHITECTURE §3 rule 5)."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist.errors import DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
+from tests.support.background import ended, in_background
+from tests.support.gates import stopped
+from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.pushers import (
+    KEY,
+    PUSH,
+    Pushed,
+    both,
+    freeze,
+    freeze_in_a_write,
+    push_for_ever,
+    pushed_over,
+    quarantined,
+    small_pool,
+    writing,
+)
+from tests.support.world import World, cluster_info
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Pair
+
+ROWS, STRIDE = 160, 4096  # of the 256 pages of a pool of 1 MiB
+NBYTES = ROWS * STRIDE
+SECOND = Spec(1, ROWS, STRIDE, blocks=True)
+SMALL = Spec(1, 64, STRIDE, blocks=True)
+SHORT = 200  # a sync_kv_timeout that a test waits for
+
+
+@pytest.fixture(params=["shm", "cma"])
+def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
+    """The owner here, the pusher in a child, over memory that is mapped and by the kernel's hand."""
+    with pushed_over(request.param) as pushed:
+        yield pushed
+
+
+def _lost_writers(world: World) -> int:
+    return world.dd.statistics().lost_writers
+
+
+def _free_bytes(world: World) -> int:
+    (pool,) = world.dd.statistics().pools
+    return int(pool.free_bytes)
+
+
+@pytest.mark.parametrize("step", ["before write", "after write"])
+def test_memory_under_a_stopped_writer_is_not_used_again(pushed: Pushed, tmp_path: Path, step: str) -> None:
+    both(pushed, ROWS, STRIDE, sync_kv_timeout=SHORT, **small_pool())
+    owner, pusher = pushed.owner, pushed.pusher
+    with stopped(pusher, step, tmp_path, *PUSH) as push:
+        freeze(pusher)
+        forget(owner.world, "kv")
+        assert quarantined(owner.world) == NBYTES
+        other = make(owner.world, "other", SMALL, 3)
+        with pytest.raises(OutOfMemory) as caught:
+            make(owner.world, "second", SECOND, 4)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed, match="freed, rebound or unregistered"):
+            push.finish()
+    error = caught.value
+    assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, (1 << 20) - NBYTES - 64 * STRIDE)
+    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pusher.pid} on " in str(error)
+    wait_until(lambda: quarantined(owner.world) == 0)
+    same_bytes(show(owner.world, "other"), other)
+    make(owner.world, "second", SECOND, 4)
+
+
+def test_memory_comes_back_when_the_stopped_writer_is_killed(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, **small_pool())
+    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(pushed.pusher)
+        forget(pushed.owner.world, "kv")
+        assert quarantined(pushed.owner.world) == NBYTES
+        pushed.pusher.signal(signal.SIGKILL)
+        wait_until(lambda: quarantined(pushed.owner.world) == 0)
+        assert _free_bytes(pushed.owner.world) == 1 << 20
+        with pytest.raises(EOFError):
+            push.finish()
+
+
+def test_a_lost_link_proves_nothing_about_a_stopped_writer(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, sync_kv_timeout=SHORT, **small_pool())
+    owner, pusher = pushed.owner, pushed.pusher
+    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        owner.do(_unlink_by_force)
+        assert _lost_writers(owner.world) == 1
+        forget(owner.world, "kv")  # after the link is gone: its page is still looked at
+        assert quarantined(owner.world) == NBYTES
+        with pytest.raises(OutOfMemory):
+            make(owner.world, "second", SECOND, 4)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises((PeerLost, TransferFailed)):
+            push.finish()
+    wait_until(lambda: quarantined(owner.world) == 0 and _lost_writers(owner.world) == 0)
+    assert _free_bytes(owner.world) == 1 << 20
+
+
+def _unlink_by_force(world: World) -> None:
+    code, _ = world.dd.unlink_clusters([cluster_info(2, 1)], 1000, force=True)
+    assert code is LLMStatusCode.LLM_SUCCESS
+
+
+def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, **small_pool())
+    owner, pusher = pushed.owner, pushed.pusher
+    before = show(owner.world, "kv")
+    with stopped(pusher, "resolved", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        owner.do(_unlink_by_force)
+        assert _lost_writers(owner.world) == 0
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises(PeerLost):
+            push.finish()
+    same_bytes(show(owner.world, "kv"), before)
+
+
+def test_an_allocation_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, **small_pool())
+    owner = pushed.owner
+    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        forget(owner.world, "kv")
+        with in_background(owner, _allocate_beside_a_guard):
+            assert not ended(owner.world)
+            with pytest.raises(TransferFailed):
+                push.finish()
+    assert "second" in owner.world.caches
+
+
+def _allocate_beside_a_guard(world: World) -> None:
+    make(world, "a sign of life", Spec(1, 1, STRIDE, blocks=True), 5)
+    make(world, "second", SECOND, 4)
+
+
+def test_what_cannot_be_enough_is_not_waited_for(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
+    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        forget(pushed.owner.world, "kv")
+        with pytest.raises(OutOfMemory) as caught:
+            make(pushed.owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
+        with pytest.raises(TransferFailed):
+            push.finish()
+    assert caught.value.quarantined == NBYTES
+
+
+def test_only_the_writers_of_a_cache_hold_its_memory(pushed: Pushed, tmp_path: Path) -> None:
+    both(pushed, ROWS, STRIDE, **small_pool())
+    owner = pushed.owner
+    make(owner.world, "idle", SMALL, 3)
+    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        forget(owner.world, "idle")
+        assert quarantined(owner.world) == 0
+        push.finish()
+    assert owner.do(writing, "kv") == 0
+
+
+def test_a_writer_stopped_inside_the_copy(pushed: Pushed) -> None:
+    """Not at a gate: SIGSTOP finds it in the middle of the bytes."""
+    rows, stride = 24, 1 << 20
+    both(pushed, rows, stride, sync_kv_timeout=SHORT, **small_pool(32))
+    owner, pusher = pushed.owner, pushed.pusher
+    pusher.begin(push_for_ever, rows)
+    wait_until(lambda: owner.do(writing, "kv") > 0)
+    freeze_in_a_write(pushed, "kv")
+    forget(owner.world, "kv")
+    assert quarantined(owner.world) == rows * stride
+    other = make(owner.world, "other", Spec(1, 7, stride, blocks=True), 3)
+    with pytest.raises(OutOfMemory):
+        make(owner.world, "second", Spec(1, 20, stride, blocks=True), 4)
+    pusher.signal(signal.SIGCONT)
+    assert pusher.finish() == "TransferFailed"
+    wait_until(lambda: quarantined(owner.world) == 0)
+    same_bytes(show(owner.world, "other"), other)
+    second = make(owner.world, "second", Spec(1, 20, stride, blocks=True), 4)
+    same_bytes(show(owner.world, "second"), second)
+
+
+# --- registered memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["auto", "cma"])
+def private(request: pytest.FixtureRequest) -> Iterator[Pushed]:
+    """As ``pushed``, over transports that reach memory outside every pool."""
+    with pushed_over(request.param) as pushed:
+        yield pushed
+
+
+def _unregister(world: World) -> None:
+    world.cm.unregister_cache(world.caches["kv"].cache_id)
+
+
+def test_unregister_names_the_writer_it_waited_for_in_vain(private: Pushed, tmp_path: Path) -> None:
+    source = both(private, 8, STRIDE, "private", sync_kv_timeout=SHORT)
+    owner, pusher = private.owner, private.pusher
+    before = show(owner.world, "kv")
+    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        with pytest.raises(DeadlineExceeded, match=rf"cluster 2 \(pid {pusher.pid} on .*stays registered") as caught:
+            _unregister(owner.world)
+        assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+        assert (caught.value.peer, caught.value.phase) == (2, "drain")
+        with pytest.raises(DeadlineExceeded):  # the same writer is found again
+            _unregister(owner.world)
+        same_bytes(show(owner.world, "kv"), before)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed):
+            push.finish()
+    # Still registered, under a newer guard, with its key.
+    before = show(owner.world, "kv")
+    pusher.do(call, *PUSH)
+    same_bytes(show(owner.world, "kv"), moved(before, source, [(6, 0), (7, 5)]))
+    owner.world.dd.check_integrity()
+    _unregister(owner.world)
+    with pytest.raises(Exception, match="not bound"):
+        pusher.do(call, *PUSH)
+
+
+def test_unregister_succeeds_once_the_writer_is_killed(private: Pushed, tmp_path: Path) -> None:
+    both(private, 8, STRIDE, "private")
+    with stopped(private.pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(private.pusher)
+        with in_background(private.owner, _unregister):
+            assert not ended(private.owner.world)
+            private.pusher.signal(signal.SIGKILL)
+        after = show(private.owner.world, "kv")
+        with pytest.raises(EOFError):
+            push.finish()
+    same_bytes(show(private.owner.world, "kv"), after)
+
+
+def test_unregister_waits_for_a_writer_that_ends_in_time(private: Pushed, tmp_path: Path) -> None:
+    both(private, 8, STRIDE, "private")
+    with stopped(private.pusher, "after write", tmp_path, *PUSH) as push, in_background(private.owner, _unregister):
+        assert not ended(private.owner.world)
+        with pytest.raises(TransferFailed):
+            push.finish()
+
+
+def test_finalize_names_who_still_writes_registered_memory(
+    private: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both(private, 8, STRIDE, "private", sync_kv_timeout=SHORT)
+    with stopped(private.pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(private.pusher)
+        private.owner.world.dd.finalize()
+        private.pusher.signal(signal.SIGCONT)
+        with pytest.raises((PeerLost, TransferFailed)):
+            push.finish()
+    (text,) = [record.getMessage() for record in caplog.records if "finalize" in record.getMessage()]
+    assert f"cluster 2 (pid {private.pusher.pid} on " in text
+    assert "\n" not in text
+
+
+def test_unregister_waits_for_a_call_of_this_process(shm_pair: Pair, tmp_path: Path) -> None:
+    shm_pair.start(sync_kv_timeout=2000)
+    shm_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    shm_pair.decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
+    assert shm_pair.decoder.do(_unregister_under_a_pull, tmp_path) == (
+        "unregister_cache: after 100 ms the memory of cache 1 is still in use by 1 calls of this process; the cache "
+        "stays registered: try again later (unlinking stops no writer, the end of its process does)"
+    )
+
+
+def _unregister_under_a_pull(world: World, folder: Path) -> str:
+    """Stop a pull of this end before its copy; return what unregister_cache says of its destination meanwhile."""
+    from llm_datadist.deadline import Deadline
+    from tests.support.ends import LocalEnd
+
+    here = LocalEnd("here")
+    here.world = world
+    assert world.dd._engine is not None
+    with stopped(here, "before copy", folder, "pull_blocks", KEY, Use("kv"), [1], [2]) as pull:
+        with pytest.raises(DeadlineExceeded) as caught:
+            world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline.after_ms(100))
+        pull.finish()
+    _unregister(world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_in_one_process_readers_of_registered_memory_are_waited_for_too(
+    local_pair: Pair, tmp_path: Path, push: bool
+) -> None:
+    local_pair.start(rca=True)
+    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY, memory="private"), 1)
+    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
+    with (
+        stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move,
+        in_background(local_pair.prompt, _unregister_and_wipe),
+    ):
+        assert not local_pair.prompt.do(ended)
+        with pytest.raises(TransferFailed):
+            move.finish()
+
+
+def _unregister_and_wipe(world: World) -> None:
+    """What a user does: free the memory. Whoever were still at it would show."""
+    _unregister(world)
+    for array in world.memory["kv"]:
+        array[:] = 0xEE
+    np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
+
+
+def test_in_one_process_a_reader_of_a_pool_holds_nothing_up(local_pair: Pair, tmp_path: Path) -> None:
+    local_pair.start(rca=True)
+    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    with stopped(local_pair.decoder, "before copy", tmp_path, "pull_blocks", KEY, Use("kv"), [1], [2]) as pull:
+        local_pair.prompt.do(forget, "kv")
+        assert local_pair.prompt.do(quarantined) == 0
+        with pytest.raises(TransferFailed):
+            pull.finish()
+
+
+def test_in_one_process_a_writer_quarantines_pool_memory(local_pair: Pair, tmp_path: Path) -> None:
+    local_pair.start(rca=True)
+    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    with stopped(local_pair.decoder, "before write", tmp_path, "push_blocks", KEY, Use("kv"), [1], [2]) as push:
+        local_pair.prompt.do(forget, "kv")
+        assert local_pair.prompt.do(quarantined) == 4 * 4096
+        with pytest.raises(TransferFailed):
+            push.finish()
+    assert local_pair.prompt.do(quarantined) == 0
