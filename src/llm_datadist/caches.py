@@ -6,17 +6,19 @@ where the three meet, and where the registry's effects are carried out, guards f
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.lifecycle import State
 from llm_datadist.cache.registry import Registry, key_of
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import ParamError
-from llm_datadist.memory.guards import GuardTable
+from llm_datadist.memory.guards import Guard, GuardTable
 from llm_datadist.memory.pool import MemoryPool, create_pool
 from llm_datadist.memory.quarantine import Quarantine
 from llm_datadist.memory.segment import ExternalSegment
@@ -28,13 +30,12 @@ from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 from llm_datadist.withdrawal import private_memory, wait_at_the_end, withdraw
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.cache.registry import Effects, Entry
     from llm_datadist.memory.device import Device
-    from llm_datadist.memory.guards import Guard
     from llm_datadist.memory.pool import Allocation
     from llm_datadist.memory.segment import Segment
     from llm_datadist.options import Options
@@ -58,6 +59,7 @@ class Storage:
         offsets: uint64 offset per tensor (or address, for private memory), little-endian.
         allocation: The pool memory behind it; None for registered memory.
         segments: What keeps the memory mapped, one per tensor or one for all: for views.
+        tag: Names this memory, and no other one ever, to whoever has to stop using it.
     """
 
     tensors: Tensors
@@ -65,6 +67,7 @@ class Storage:
     offsets: bytes
     allocation: Allocation | None
     segments: tuple[Segment, ...]
+    tag: int = field(default_factory=itertools.count(1).__next__)
 
     def names(self) -> tuple[bytes, bytes]:
         """Return (regions, offsets), as a transport that maps exported regions wants them."""
@@ -118,6 +121,8 @@ class CacheStore:
             writable=options.remote_accessible,
             writers=self.writers,
         )
+        #: Ends all use of a storage by our own data lanes, by its tag; set by whoever owns the lanes.
+        self.quiesce: Callable[[int], None] = lambda tag: None
 
     # --- making caches ---------------------------------------------------------------------------------------------
 
@@ -238,7 +243,7 @@ class CacheStore:
         Raises:
             DeadlineExceeded: Somebody still does; the cache stays registered.
         """
-        self.apply(withdraw(self.registry, self.writers, cache_id, self._advance, deadline))
+        self.apply(withdraw(self.registry, self.writers, cache_id, self._void, deadline))
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; a placeholder or an unknown key is a no-op (R25)."""
@@ -254,19 +259,31 @@ class CacheStore:
         for guard in effects.retire:
             guards.release(guard.slot)
         for entry in effects.free:
+            self.quiesce(entry.storage.tag)
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
                 # Whoever is not found here announces later, and finds the guard advanced.
                 self._quarantine.free(allocation, self.writers.busy(entry.guard.slot))
 
-    def _advance(self, guard: Guard) -> Guard:
-        """Make a guard void and return its successor in the same slot, where its writers are still to be found."""
-        return replace(guard, generation=self._guard_table().advance(guard.slot))
+    def _void(self, entry: Entry) -> Guard:
+        """Make a cache's guard void for everybody, our own lanes among them.
+
+        Returns:
+            Its successor in the same slot, where its writers are still to be found.
+        """
+        generation = self._guard_table().advance(entry.guard.slot)
+        self.quiesce(entry.storage.tag)
+        return Guard(entry.guard.slot, generation)
 
     def sweep(self) -> None:
         """Let go of what foreign writers have ended with."""
         self._quarantine.sweep()
         self.writers.tidy()
+
+    def keepable(self, entry: Entry) -> bool:
+        """A peer may keep where the cache is and use it without a word: nothing is consumed, guards protect it."""
+        registered_one_sided = not entry.owned and self.remote_accessible
+        return entry.geometry.kind is CacheKind.BLOCKS or registered_one_sided
 
     # --- using them here -------------------------------------------------------------------------------------------
 

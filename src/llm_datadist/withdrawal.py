@@ -26,14 +26,14 @@ __all__ = ["private_memory", "wait_at_the_end", "withdraw"]
 
 
 def withdraw(
-    registry: Registry, writers: Writers, cache_id: int, advance: Callable[[Guard], Guard], deadline: Deadline
+    registry: Registry, writers: Writers, cache_id: int, void: Callable[[Entry], Guard], deadline: Deadline
 ) -> Effects:
     """Drop a registered cache once nobody is at its memory; any other id is a no-op. Runs at the owner.
 
     Meanwhile nobody finds it. When it cannot be dropped in time it is as it was, under a newer guard.
 
     Args:
-        advance: Makes the cache's guard void and returns the next one of the same slot.
+        void: Makes the cache's guard void and returns the next one of the same slot.
 
     Raises:
         DeadlineExceeded: Somebody still is (phase ``drain``); the text says who.
@@ -47,7 +47,7 @@ def withdraw(
         return Effects()
     guard: Guard = entry.guard
     try:
-        guard = advance(guard)
+        guard = void(entry)
         hazards = writers.busy(guard.slot, readers=True)
         if not deadline.poll(lambda: not entry.holds and not writers.pending(hazards)):
             raise _still_used(entry, writers.pending(hazards), deadline)
