@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support.background import ended, in_background
+from tests.support.ends import LocalEnd
 from tests.support.gates import stopped
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.pushers import (
@@ -277,15 +279,11 @@ def test_unregister_waits_for_a_call_of_this_process(shm_pair: Pair, tmp_path: P
 
 def _unregister_under_a_pull(world: World, folder: Path) -> str:
     """Stop a pull of this end before its copy; return what unregister_cache says of its destination meanwhile."""
-    from llm_datadist.deadline import Deadline
-    from tests.support.ends import LocalEnd
-
     here = LocalEnd("here")
     here.world = world
-    assert world.dd._engine is not None
     with stopped(here, "before copy", folder, "pull_blocks", KEY, Use("kv"), [1], [2]) as pull:
         with pytest.raises(DeadlineExceeded) as caught:
-            world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline.after_ms(100))
+            _unregister_within(world, 100)
         pull.finish()
     _unregister(world)
     return str(caught.value)
@@ -299,13 +297,16 @@ def test_in_one_process_readers_of_registered_memory_are_waited_for_too(
     local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY, memory="private"), 1)
     local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
     step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
-    with (
-        stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move,
-        in_background(local_pair.prompt, _unregister_and_wipe),
-    ):
-        assert not local_pair.prompt.do(ended)
-        with pytest.raises(TransferFailed):
+    with stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move:
+        with pytest.raises(DeadlineExceeded, match="in use by a thread of this process"):
+            local_pair.prompt.do(_unregister_within, 100)
+        with in_background(local_pair.prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
             move.finish()
+
+
+def _unregister_within(world: World, milliseconds: int) -> None:
+    assert world.dd._engine is not None
+    world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline.after_ms(milliseconds))
 
 
 def _unregister_and_wipe(world: World) -> None:
@@ -337,3 +338,16 @@ def test_in_one_process_a_writer_quarantines_pool_memory(local_pair: Pair, tmp_p
         with pytest.raises(TransferFailed):
             push.finish()
     assert local_pair.prompt.do(quarantined) == 0
+
+
+def test_over_tcp_nobody_is_waited_for(tmp_path: Path) -> None:
+    """The owner's own lanes write: they stop before the call returns, whoever asked for it."""
+    with pushed_over("tcp") as pushed:
+        both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
+        with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+            freeze(pushed.pusher)
+            _unregister_and_wipe(pushed.owner.world)
+            pushed.pusher.signal(signal.SIGCONT)
+            with pytest.raises((CacheNotFound, TransferFailed)):
+                push.finish()
+        same_bytes(show(pushed.owner.world, "kv"), [np.full((8, STRIDE), 0xEE, np.uint8)])
