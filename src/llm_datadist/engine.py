@@ -25,6 +25,8 @@ from llm_datadist.metrics import Meters, Statistics
 from llm_datadist.swap import SwapEngine
 from llm_datadist.transfer import Initiator, Target
 from llm_datadist.transport import inproc
+from llm_datadist.verify import Verifier
+from llm_datadist.witness import Witness
 
 if TYPE_CHECKING:
     from llm_datadist.control.link import Link
@@ -78,9 +80,12 @@ class Engine:
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self._target = Target(self.store)
+            self._witness = Witness(self.store, self._copy_pool)
+            undo.callback(self._witness.close)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(self.links, self._copy_pool)
+            verifier = Verifier(self._copy_pool) if options.checksum else None
+            self.initiator = Initiator(self.links, self._copy_pool, verifier)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()
@@ -104,7 +109,7 @@ class Engine:
             self.store.exports,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers=self._target.handlers(),
+            handlers={**self._target.handlers(), **self._witness.handlers()},
             on_end=self._on_link_end,
             on_tick=self._target.expire,
         )
@@ -123,6 +128,7 @@ class Engine:
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
+        self._witness.drop_peer(link)
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""

@@ -72,7 +72,10 @@ class SwapStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns."""
+    """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns.
+
+    ``verified_bytes`` are those of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
+    """
 
     remote_cluster_id: int
     state: str
@@ -83,6 +86,7 @@ class LinkStatistics:
     read_bytes: int
     written_bytes: int
     resolved: int
+    verified_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from llm_datadist.errors import (
 from llm_datadist.log import logger
 from llm_datadist.native import Plan
 from llm_datadist.transport.base import PRIVATE
+from llm_datadist.verify import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
+    from llm_datadist.verify import Verifier
 
 __all__ = ["Initiator", "RemoteName", "Target"]
 
@@ -84,12 +86,15 @@ class _Resolution:
 class Initiator:
     """Pulls and pushes. Runs in the caller's thread; keeps nothing but what is in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: Verifier | None = None) -> None:
         self._links = links
         self._pool = pool
+        self._verifier = verifier
 
-    def pull(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
-        """Move the remote cache ``name`` into ``local`` tensors; return the bytes moved.
+    def pull(
+        self, name: RemoteName, local: Tensors, shape: Geometry, make_plan: MakePlan, deadline: Deadline, what: str
+    ) -> int:
+        """Move the remote cache ``name`` into ``local`` tensors of geometry ``shape``; return the bytes moved.
 
         A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
         destination undefined, the rest untouched.
@@ -99,20 +104,23 @@ class Initiator:
             CacheNotFound: The target has no such key, id or row.
             ParamError: Geometry or indices do not fit.
             LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
-            DeadlineExceeded: In phase ``resolve`` or ``copy``.
-            TransferFailed: The source changed during the copy.
+            DeadlineExceeded: In phase ``resolve``, ``copy`` or ``verify``.
+            TransferFailed: The source changed during the copy. ``ChecksumMismatch``: the two ends differ after it.
             PeerLost: The link broke.
         """
-        return self._move(name, local, make_plan, deadline, what, push=False)
+        return self._move(name, local, shape, make_plan, deadline, what, push=False)
 
-    def push(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+    def push(
+        self, name: RemoteName, local: Tensors, shape: Geometry, make_plan: MakePlan, deadline: Deadline, what: str
+    ) -> int:
         """Move ``local`` tensors into the remote cache ``name``; return the bytes moved. Errors as :meth:`pull`."""
-        return self._move(name, local, make_plan, deadline, what, push=True)
+        return self._move(name, local, shape, make_plan, deadline, what, push=True)
 
     def _move(
         self,
         name: RemoteName,
         local: Tensors,
+        shape: Geometry,
         make_plan: MakePlan,
         deadline: Deadline,
         what: str,
@@ -128,8 +136,13 @@ class Initiator:
                 try:
                     # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                     if self._current(link, remote, what):
-                        plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
+                        same = self._same_memory(link, local, remote)
+                        plan = make_plan(remote.geometry, remote.row, same)
                         self._copy(link, plan, local, remote, deadline, what, push=push)
+                        if self._verifier is not None:
+                            # Before the pin is given back: it keeps the memory that the peer is asked about.
+                            done = Moved(link, local, shape, remote, push, same, deadline, what)
+                            self._verifier.verify(done, plan)
                         moved = plan
                         return plan.nbytes
                     link.kept.pop((name, push), None)

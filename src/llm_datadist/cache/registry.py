@@ -153,8 +153,21 @@ class Registry:
             self._settle(entry, Event.PIN, Effects())
             return entry
 
+    def hold_pinned(self, peer: object, pin_id: int) -> Entry:
+        """Like :meth:`hold`, for what ``peer`` has pinned, also where nothing but its pin keeps the memory.
+
+        Raises:
+            CacheNotFound: ``peer`` has no such pin (any more).
+        """
+        with self._lock:
+            pin = self._pins.get(pin_id)
+            if pin is None or pin.peer is not peer:
+                raise CacheNotFound(f"pin {pin_id}: released, expired, or never given to this peer")
+            pin.entry.pins += 1  # no event: beside a pin another one changes no state
+            return pin.entry
+
     def let_go(self, entry: Entry) -> Effects:
-        """End a :meth:`hold`."""
+        """End a :meth:`hold` or :meth:`hold_pinned`."""
         effects = Effects()
         with self._lock:
             entry.pins -= 1

@@ -76,7 +76,7 @@ class RemoteCalls(EngineUser):
                 return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
 
             tensors = local.storage.tensors
-            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_cache")
+            span.nbytes = engine.initiator.pull(name, tensors, dst, plan, self._deadline(), "pull_cache")
 
     def pull_blocks(
         self,
@@ -135,7 +135,7 @@ class RemoteCalls(EngineUser):
                 return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
 
             tensors = local.storage.tensors
-            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_blocks")
+            span.nbytes = engine.initiator.pull(name, tensors, dst, plan, self._deadline(), "pull_blocks")
 
     def push_cache(
         self,
@@ -187,7 +187,7 @@ class RemoteCalls(EngineUser):
                 return layout.plan_row(src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers)
 
             tensors = local.storage.tensors
-            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_cache")
+            span.nbytes = engine.initiator.push(name, tensors, src, plan, self._deadline(), "push_cache")
 
     def push_blocks(
         self,
@@ -240,4 +240,4 @@ class RemoteCalls(EngineUser):
                 return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
 
             tensors = local.storage.tensors
-            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_blocks")
+            span.nbytes = engine.initiator.push(name, tensors, src, plan, self._deadline(), "push_blocks")
