@@ -91,10 +91,8 @@ class Initiator:
         self._pool = pool
         self._verifier = verifier
 
-    def pull(
-        self, name: RemoteName, local: Tensors, shape: Geometry, make_plan: MakePlan, deadline: Deadline, what: str
-    ) -> int:
-        """Move the remote cache ``name`` into ``local`` tensors of geometry ``shape``; return the bytes moved.
+    def pull(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+        """Move the remote cache ``name`` into the ``local`` one; return the bytes moved.
 
         A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
         destination undefined, the rest untouched.
@@ -108,19 +106,16 @@ class Initiator:
             TransferFailed: The source changed during the copy. ``ChecksumMismatch``: the two ends differ after it.
             PeerLost: The link broke.
         """
-        return self._move(name, local, shape, make_plan, deadline, what, push=False)
+        return self._move(name, local, make_plan, deadline, what, push=False)
 
-    def push(
-        self, name: RemoteName, local: Tensors, shape: Geometry, make_plan: MakePlan, deadline: Deadline, what: str
-    ) -> int:
-        """Move ``local`` tensors into the remote cache ``name``; return the bytes moved. Errors as :meth:`pull`."""
-        return self._move(name, local, shape, make_plan, deadline, what, push=True)
+    def push(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+        """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`."""
+        return self._move(name, local, make_plan, deadline, what, push=True)
 
     def _move(
         self,
         name: RemoteName,
-        local: Tensors,
-        shape: Geometry,
+        local: Entry,
         make_plan: MakePlan,
         deadline: Deadline,
         what: str,
@@ -128,6 +123,7 @@ class Initiator:
         push: bool,
     ) -> int:
         link = self._links.get(name.cluster_id)
+        tensors: Tensors = local.storage.tensors
         with link.operation():
             # The first answer may be an old one that was kept; the second one is the target's word of just now.
             for _ in range(2):
@@ -136,13 +132,11 @@ class Initiator:
                 try:
                     # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                     if self._current(link, remote, what):
-                        same = self._same_memory(link, local, remote)
+                        same = self._same_memory(link, tensors, remote)
                         plan = make_plan(remote.geometry, remote.row, same)
-                        self._copy(link, plan, local, remote, deadline, what, push=push)
-                        if self._verifier is not None:
-                            # Before the pin is given back: it keeps the memory that the peer is asked about.
-                            done = Moved(link, local, shape, remote, push, same, deadline, what)
-                            self._verifier.verify(done, plan)
+                        self._copy(link, plan, tensors, remote, deadline, what, push=push)
+                        if self._verifier is not None:  # while the pin keeps the memory that the peer is asked about
+                            self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
                         moved = plan
                         return plan.nbytes
                     link.kept.pop((name, push), None)
@@ -245,7 +239,7 @@ class Initiator:
     # --- step 9: settle --------------------------------------------------------------------------------------------
 
     def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool) -> None:
-        first, count = (0, 0) if moved is None else (_remote_first(moved, push=push), moved.count)
+        first, count = (0, 0) if moved is None else (moved.dst_first if push else moved.src_first, moved.count)
         if push and count and remote.geometry.kind is CacheKind.CACHE:
             self._notify(link, Consumed(remote.cache_id, remote.row, first, count))
         if remote.pin:
@@ -368,10 +362,6 @@ class Target:
 def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
     guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
     return [Guarded(guard.slot, guard.generation) for guard in guards]
-
-
-def _remote_first(plan: Plan, *, push: bool) -> int:
-    return plan.dst_first if push else plan.src_first
 
 
 def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:

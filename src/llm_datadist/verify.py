@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
+    from llm_datadist.cache.registry import Entry
     from llm_datadist.control.link import Link
     from llm_datadist.control.messages import Guarded, Message
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.native import CopyPool, Plan
 
 __all__ = ["Moved", "Remote", "Verifier"]
 
@@ -73,8 +74,7 @@ class Moved:
 
     Attributes:
         link: The link it went over.
-        local: The tensors of this end.
-        geometry: Their geometry.
+        local: The cache of this end.
         remote: The peer's cache.
         push: True when the bytes went there.
         same_memory: True when both ends are the same tensors.
@@ -83,8 +83,7 @@ class Moved:
     """
 
     link: Link
-    local: Tensors
-    geometry: Geometry
+    local: Entry
     remote: Remote
     push: bool
     same_memory: bool
@@ -164,7 +163,7 @@ class Verifier:
     def _digest(self, done: Moved, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
         found = digest(
             part,
-            done.local,
+            done.local.storage.tensors,
             self._pool,
             done.deadline.expires_ns,
             nonce,
@@ -224,7 +223,7 @@ class _Place:
 
     @classmethod
     def of(cls, done: Moved, part: Plan, *, here: bool) -> _Place:
-        geometry = done.geometry if here else done.remote.geometry
+        geometry = done.local.geometry if here else done.remote.geometry
         word = "block" if geometry.kind is CacheKind.BLOCKS else "row"
         begins = part.runs[:, done.column(here=here)]
         begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
@@ -300,7 +299,7 @@ def _refused(done: Moved, failure: RemoteFailure) -> TransferFailed:
 
 def _grid(done: Moved) -> tuple[int, int]:
     """Return the column whose offsets fall into blocks, and the bytes of a block."""
-    for here, geometry in ((False, done.remote.geometry), (True, done.geometry)):
+    for here, geometry in ((False, done.remote.geometry), (True, done.local.geometry)):
         if geometry.kind is CacheKind.BLOCKS:
             return done.column(here=here), geometry.stride
     return done.column(here=True), _ROW_PIECE_BYTES
