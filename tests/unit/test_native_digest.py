@@ -1,4 +1,4 @@
-"""The digest against its twin: what it must depend on and what not, what it must see. What of a plan can be compared."""
+"""The digest against its twin: what it must depend on and what not, what it must see. What of a plan is comparable."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_deadline_that_has_passed_gives_no_digest(pool: CopyPool) -> None:
 def test_two_halves_of_eight_bytes() -> None:
     (data,) = twin.noise(14, 1, 10)
     digests = found(plan_of([(0, 0, 10)]), [data])
-    assert (digests.dtype, digests.nbytes) == (np.uint64, DIGEST_BYTES)
+    assert (digests.itemsize, digests.nbytes) == (8, DIGEST_BYTES)
 
 
 # --- what of an ordered plan can be compared --------------------------------------------------------------------------
