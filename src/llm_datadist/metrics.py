@@ -74,12 +74,16 @@ class SwapStatistics:
 class LinkStatistics:
     """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns.
 
-    ``verified_bytes`` are those of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
+    Attributes:
+        transport: What moves what the peer exports: its pools.
+        private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
+        verified_bytes: Bytes of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
     """
 
     remote_cluster_id: int
     state: str
     transport: str
+    private_transport: str | None
     reason: str
     peer_pid: int
     peer_host: str

@@ -138,10 +138,7 @@ class Witness:
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
         registry = self._store.registry
-        if question.pin:
-            entry = registry.hold_pinned(link, question.pin)
-        else:
-            entry = registry.hold(question.cache_id, "verify: cache_id")
+        entry = registry.reach(link, question.cache_id, question.pin, hold=True)
         try:
             self._check(entry, question)
             plan = _plan(entry, question)
@@ -164,8 +161,8 @@ class Witness:
 
     def _check(self, entry: Entry, question: Verify) -> None:
         """Only what a peer may move it may ask about."""
-        if entry.cache_id != question.cache_id:
-            raise ParamError(f"verify: pin {question.pin} is of cache {entry.cache_id}, not {question.cache_id}")
+        if not question.pin and not self._store.keepable(entry):
+            raise ParamError(f"verify: cache {entry.cache_id} is read under a pin")
         if not entry.remote_accessible:
             raise ParamError(f"verify: cache {entry.cache_id} was registered with remote_accessible=False")
         if question.push and not self._store.remote_accessible:
