@@ -133,9 +133,7 @@ class Initiator:
                         same = self._same_memory(link, tensors, remote)
                         plan = make_plan(remote.geometry, remote.row, same)
                         if self._copy(link, plan, tensors, remote, deadline, what, push=push):
-                            if (
-                                self._verifier is not None
-                            ):  # while the pin keeps what the peer is asked about
+                            if self._verifier is not None:  # while the pin keeps what the peer is asked about
                                 self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
                             moved = plan
                             return plan.nbytes
