@@ -231,7 +231,7 @@ def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(pair: Pair, tmp
     finish()
     assert verified(pair.decoder) == TENSORS * STRIDE
     same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
-    wait_until(lambda: pair.prompt.do(picture).caches.live + pair.prompt.do(picture).caches.deferred == 0)
+    wait_until(lambda: pair.prompt.do(picture).caches.nbytes == 0)  # whoever digested it holds it no more
 
 
 def linked_ends(prompt: End, decoder: End) -> None:
