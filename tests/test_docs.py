@@ -299,6 +299,7 @@ def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused()
         options.POOL_PREFAULT,
         options.COPY_THREADS,
         options.PEER_TIMEOUT,
+        options.CHECKSUM,
     }
     values = next(row[1] for row in _rows(_section(page, "Options"), 4) if options.TRANSPORT in row[0])
     assert tuple(_code_spans(values)) == options.TRANSPORTS

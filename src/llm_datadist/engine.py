@@ -28,6 +28,8 @@ from llm_datadist.target import Target
 from llm_datadist.transfer import Initiator
 from llm_datadist.transport import inproc
 from llm_datadist.transport.lanes import Lanes
+from llm_datadist.verify import Verifier
+from llm_datadist.witness import Witness
 
 if TYPE_CHECKING:
     from llm_datadist.control.link import Link
@@ -84,6 +86,8 @@ class Engine:
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self._target = Target(self.store)
+            self._witness = Witness(self.store, self._copy_pool)
+            undo.callback(self._witness.close)
             mender = LaneMender()
             undo.callback(mender.close)
             self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
@@ -91,7 +95,8 @@ class Engine:
             undo.callback(self._lanes.close)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(self.links, self._copy_pool)
+            verifier = Verifier(self._copy_pool) if options.checksum else None
+            self.initiator = Initiator(self.links, self._copy_pool, verifier)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()
@@ -118,7 +123,7 @@ class Engine:
             self._lanes,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers=self._target.handlers(),
+            handlers={**self._target.handlers(), **self._witness.handlers()},
             on_end=self._on_link_end,
             on_tick=self._on_tick,
         )
@@ -138,6 +143,7 @@ class Engine:
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
+        self._witness.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:

@@ -271,7 +271,39 @@ class TransferAborted(TransferFailed):
 
 
 class ChecksumMismatch(TransferFailed):
-    """The two ends' digests differ."""
+    """Both ends were asked after a transfer, and do not hold the same bytes. What was addressed is undefined.
+
+    The first place that differs, as far as it was found; -1 where it was not.
+
+    Attributes:
+        cache_id: Id of the peer's cache.
+        tensors: How many tensors differ, at least.
+        local_tensor: Tensor of the cache here.
+        local_block: Its block, or its row where the cache is a continuous one.
+        remote_tensor: Tensor of the peer's cache.
+        remote_block: Its block or row.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        cache_id: int = -1,
+        tensors: int = 0,
+        local_tensor: int = -1,
+        local_block: int = -1,
+        remote_tensor: int = -1,
+        remote_block: int = -1,
+        peer: int | None = None,
+        phase: str | None = None,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code, peer=peer, phase=phase)
+        self.cache_id = cache_id
+        self.tensors = tensors
+        self.local_tensor = local_tensor
+        self.local_block = local_block
+        self.remote_tensor = remote_tensor
+        self.remote_block = remote_block
 
 
 class DeadlineExceeded(LLMException, TimeoutError):

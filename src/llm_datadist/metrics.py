@@ -77,6 +77,7 @@ class LinkStatistics:
     Attributes:
         transport: What moves what the peer exports: its pools.
         private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
+        verified_bytes: Bytes of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
     """
 
     remote_cluster_id: int
@@ -89,6 +90,7 @@ class LinkStatistics:
     read_bytes: int
     written_bytes: int
     resolved: int
+    verified_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ SHM_SOCKET_DIR: Final = "llm.ShmSocketDir"
 POOL_PREFAULT: Final = "llm.PoolPrefault"
 COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
+CHECKSUM: Final = "llm.Checksum"
 
 NO_EFFECT: Final = frozenset(
     {
@@ -60,7 +61,7 @@ NO_EFFECT: Final = frozenset(
 TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
 """The values of ``llm.Transport``."""
 
-_UNBUILT: Final = ("llm.Checksum", "llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa")
+_UNBUILT: Final = ("llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa")
 # The C++ interface spells two keys in its own way.
 _CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
 
@@ -156,6 +157,7 @@ class Options:
         pool_prefault: Touch every page of the pools at init.
         copy_threads: Threads that copy; None: as many as there are usable CPUs.
         peer_timeout: Seconds until a silent peer counts as dead.
+        checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
     """
 
     role: LLMRole
@@ -176,6 +178,7 @@ class Options:
     pool_prefault: bool = False
     copy_threads: int | None = None
     peer_timeout: float = 10.0
+    checksum: bool = False
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
@@ -210,6 +213,7 @@ class Options:
             pool_prefault=reader.flag(POOL_PREFAULT, default=False),
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
+            checksum=reader.flag(CHECKSUM, default=False),
         )
         reader.warn_unknown()
         return parsed

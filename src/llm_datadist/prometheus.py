@@ -103,9 +103,11 @@ def _links(now: Statistics, cluster: str) -> Iterator[Metric]:
     up = GaugeMetricFamily(_PREFIX + "link_up", "1 while operations may use the link.", labels=labels)
     read = CounterMetricFamily(_PREFIX + "link_read_bytes", "Bytes read from the peer.", labels=labels)
     written = CounterMetricFamily(_PREFIX + "link_written_bytes", "Bytes written to the peer.", labels=labels)
+    verified = CounterMetricFamily(_PREFIX + "link_verified_bytes", "Bytes whose checksums agreed.", labels=labels)
     for link in now.links:
         values = [cluster, str(link.remote_cluster_id), link.transport]
         up.add_metric(values, float(link.state in ("ready", "suspect")))
         read.add_metric(values, link.read_bytes)
         written.add_metric(values, link.written_bytes)
-    yield from (up, read, written)
+        verified.add_metric(values, link.verified_bytes)
+    yield from (up, read, written, verified)

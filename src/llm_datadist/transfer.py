@@ -29,16 +29,18 @@ from llm_datadist.lane_target import encode_handle
 from llm_datadist.log import logger
 from llm_datadist.native import Plan
 from llm_datadist.transport.base import PRIVATE, MemoryChanged
+from llm_datadist.verify import Moved
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from llm_datadist.cache.registry import Key
+    from llm_datadist.cache.registry import Entry, Key
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
+    from llm_datadist.verify import Verifier
 
 __all__ = ["Initiator", "RemoteName"]
 
@@ -84,12 +86,13 @@ class _Resolution:
 class Initiator:
     """Pulls and pushes. Runs in the caller's thread; keeps nothing but what is in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: Verifier | None = None) -> None:
         self._links = links
         self._pool = pool
+        self._verifier = verifier
 
-    def pull(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
-        """Move the remote cache ``name`` into ``local`` tensors; return the bytes moved.
+    def pull(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+        """Move the remote cache ``name`` into the ``local`` one; return the bytes moved.
 
         A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
         destination undefined, the rest untouched.
@@ -99,20 +102,20 @@ class Initiator:
             CacheNotFound: The target has no such key, id or row.
             ParamError: Geometry or indices do not fit.
             LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
-            DeadlineExceeded: In phase ``resolve`` or ``copy``.
-            TransferFailed: The source changed during the copy.
+            DeadlineExceeded: In phase ``resolve``, ``copy`` or ``verify``.
+            TransferFailed: The source changed during the copy. ``ChecksumMismatch``: the two ends differ after it.
             PeerLost: The link broke.
         """
         return self._move(name, local, make_plan, deadline, what, push=False)
 
-    def push(self, name: RemoteName, local: Tensors, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
-        """Move ``local`` tensors into the remote cache ``name``; return the bytes moved. Errors as :meth:`pull`."""
+    def push(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+        """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`."""
         return self._move(name, local, make_plan, deadline, what, push=True)
 
     def _move(
         self,
         name: RemoteName,
-        local: Tensors,
+        local: Entry,
         make_plan: MakePlan,
         deadline: Deadline,
         what: str,
@@ -120,6 +123,7 @@ class Initiator:
         push: bool,
     ) -> int:
         link = self._links.get(name.cluster_id)
+        tensors: Tensors = local.storage.tensors
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept = (name, push) in link.kept
@@ -128,11 +132,16 @@ class Initiator:
                 try:
                     with _announced(link, remote, deadline, what, push=push):
                         # Before the plan: what does not fit an answer that is no longer true may fit the true one.
-                        if self._current(link, remote, what):
-                            plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
-                            if self._copy(link, plan, local, remote, deadline, what, push=push):
-                                moved = plan
-                                return plan.nbytes
+                        current = self._current(link, remote, what)
+                        if current:
+                            same = self._same_memory(link, tensors, remote)
+                            plan = make_plan(remote.geometry, remote.row, same)
+                            current = self._copy(link, plan, tensors, remote, deadline, what, push=push)
+                    if current:
+                        if self._verifier is not None:  # while the pin keeps what the peer is asked about
+                            self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
+                        moved = plan
+                        return plan.nbytes
                 except ParamError:
                     # Whether a kept answer is still true is not to be seen from here, so it may be that which is wrong.
                     if not (kept and remote.tensors.remote_guards):
@@ -257,7 +266,7 @@ class Initiator:
     # --- step 9: settle --------------------------------------------------------------------------------------------
 
     def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool) -> None:
-        first, count = (0, 0) if moved is None else (_remote_first(moved, push=push), moved.count)
+        first, count = (0, 0) if moved is None else (moved.dst_first if push else moved.src_first, moved.count)
         if push and count and remote.geometry.kind is CacheKind.CACHE:
             self._notify(link, Consumed(remote.cache_id, remote.row, first, count))
         if remote.pin:
@@ -279,10 +288,6 @@ def _announced(
         return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)
     except LinkError as error:
         raise link.lost_error(what, "copy") from error
-
-
-def _remote_first(plan: Plan, *, push: bool) -> int:
-    return plan.dst_first if push else plan.src_first
 
 
 def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:

@@ -47,6 +47,7 @@ def test_defaults_of_a_minimal_dict(monkeypatch: pytest.MonkeyPatch) -> None:
         "pool_prefault": False,
         "copy_threads": None,
         "peer_timeout": 10.0,
+        "checksum": False,
     }
 
 
@@ -280,9 +281,15 @@ def test_known_option_without_effect_is_accepted_silently(key: str, caplog: pyte
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("key", ["llm.Checksum", "llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa"])
+@pytest.mark.parametrize("key", ["llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa"])
 def test_option_that_protects_and_is_not_built_is_refused(refused: Callable[..., None], key: str) -> None:
     refused(ParamError, lambda: parse(DEVICE | {key: "x"}), key, "'x'", "this version does not have")
+
+
+def test_checksum_is_a_flag(refused: Callable[..., None]) -> None:
+    given = {None: False, "0": False, "1": True}
+    assert {text: parse(DEVICE | ({} if text is None else {"llm.Checksum": text})).checksum for text in given} == given
+    refused(ParamError, lambda: parse(DEVICE | {"llm.Checksum": "yes"}), "llm.Checksum", "'yes'")
 
 
 def test_unknown_options_are_one_warning_naming_them(caplog: pytest.LogCaptureFixture) -> None:

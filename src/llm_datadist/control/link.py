@@ -105,6 +105,7 @@ class Link:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._operations = 0
+        self._verified_bytes = 0
         self._waiters: dict[int, _Waiter] = {}
         self._ids = itertools.count(1)
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
@@ -159,8 +160,15 @@ class Link:
             if farewell is not None:
                 farewell()
 
-    def request(self, build: Callable[[int], Message], deadline: Deadline, what: str, phase: str) -> Message:
-        """Send a request and wait for its answer.
+    def request(
+        self,
+        build: Callable[[int], Message],
+        deadline: Deadline,
+        what: str,
+        phase: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Message:
+        """Send a request and wait for its answer; ``meanwhile`` is called between the two.
 
         Raises:
             RemoteFailure: The target answered with a failure.
@@ -176,6 +184,8 @@ class Link:
             self._waiters[number] = waiter
         try:
             self.send(build(number))
+            if meanwhile is not None:
+                meanwhile()
             waiter.wait(deadline.remaining())
         finally:
             with self._lock:
@@ -206,6 +216,11 @@ class Link:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(type(message).__name__, "send") from error
+
+    def count_verified(self, nbytes: int) -> None:
+        """Add to the bytes that both ends were found to hold alike after a transfer."""
+        with self._lock:
+            self._verified_bytes += nbytes
 
     def ping(self) -> int:
         """Ask for a sign of life; return the number that :attr:`last_pong` reaches when it has come."""
@@ -358,6 +373,7 @@ class Link:
             read_bytes=self.connection.bytes_read,
             written_bytes=self.connection.bytes_written,
             resolved=len(self.kept),
+            verified_bytes=self._verified_bytes,
         )
 
     def check_integrity(self) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "CONTROL_PREAMBLE",
     "FRAME_HEADER",
     "FRAME_LIMIT",
+    "MAX_VERIFY_RUNS",
     "PREAMBLE_BYTES",
     "PROTOCOL_VERSION",
     "Beat",
@@ -38,6 +39,8 @@ __all__ = [
     "Resolve",
     "Resolved",
     "Stay",
+    "Verified",
+    "Verify",
     "Welcome",
     "decode",
     "encode",
@@ -50,6 +53,9 @@ FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
 CONTROL_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 0)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
+
+#: Runs of one :class:`Verify`: 256 KiB, so that some that wait cost little.
+MAX_VERIFY_RUNS: Final = 1 << 14
 
 #: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -230,6 +236,36 @@ class Consumed(Message, frozen=True, array_like=True, tag="consumed"):
     count: Id
 
 
+class Verify(Message, frozen=True, array_like=True, tag="verify"):
+    """Initiator -> target: digest these bytes of this cache, as your memory holds them now.
+
+    The cache is named by ``pin``, or by ``cache_id`` alone where an answer without a pin was kept. ``guards`` are those
+    of the answer; ``push`` says that the bytes were written there. ``runs`` are pairs of uint64, little-endian: offset
+    in a tensor of ``extent`` bytes, and length; tensors ``first`` to ``first + count``. ``each_run`` asks for a digest
+    of every run of one tensor, otherwise there is one for each tensor. ``nonce`` keys the digests of this request.
+    """
+
+    id: Id
+    cache_id: int
+    pin: Id
+    guards: Annotated[list[Guarded], msgspec.Meta(max_length=4)]
+    push: bool
+    extent: Id
+    first: Id
+    count: Id
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_VERIFY_RUNS * 16)]
+    each_run: bool
+    nonce: Identity16
+    budget_ms: Id
+
+
+class Verified(Message, frozen=True, array_like=True, tag="verified"):
+    """Target -> initiator: 16 bytes for each tensor, or for each run, in their order. Or :class:`Failed`."""
+
+    id: Id
+    digests: bytes
+
+
 _ANY = (
     Hello
     | Welcome
@@ -247,6 +283,8 @@ _ANY = (
     | Failed
     | Release
     | Consumed
+    | Verify
+    | Verified
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_ANY)

@@ -75,8 +75,7 @@ class RemoteCalls(EngineUser):
             def plan(src: Geometry, row: int, same: bool) -> Plan:
                 return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
 
-            tensors = local.storage.tensors
-            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_cache")
+            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_cache")
 
     def pull_blocks(
         self,
@@ -134,8 +133,7 @@ class RemoteCalls(EngineUser):
                     return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
                 return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
 
-            tensors = local.storage.tensors
-            span.nbytes = engine.initiator.pull(name, tensors, plan, self._deadline(), "pull_blocks")
+            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_blocks")
 
     def push_cache(
         self,
@@ -186,8 +184,7 @@ class RemoteCalls(EngineUser):
             def plan(dst: Geometry, row: int, same: bool) -> Plan:
                 return layout.plan_row(src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers)
 
-            tensors = local.storage.tensors
-            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_cache")
+            span.nbytes = engine.initiator.push(name, local, plan, self._deadline(), "push_cache")
 
     def push_blocks(
         self,
@@ -239,5 +236,4 @@ class RemoteCalls(EngineUser):
             def plan(dst: Geometry, row: int, same: bool) -> Plan:
                 return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
 
-            tensors = local.storage.tensors
-            span.nbytes = engine.initiator.push(name, tensors, plan, self._deadline(), "push_blocks")
+            span.nbytes = engine.initiator.push(name, local, plan, self._deadline(), "push_blocks")

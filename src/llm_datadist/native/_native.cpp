@@ -1,6 +1,7 @@
 // The Python face of the native part. Each function checks, works, and knows nothing of caches or peers.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "copy.hpp"
+#include "digest_python.hpp"
 #include "guard.hpp"
 #include "lanes_python.hpp"
 #include "parse.hpp"
@@ -191,4 +193,5 @@ NB_MODULE(_native, m) {
 
     bind_lanes(m);
     bind_writers(m);
+    bind_digest(m);
 }

@@ -195,3 +195,17 @@ class LaneEngine:
     def refuse(self, lane: int, id: int, code: int, text: str) -> None: ...
     def quiesce(self, tag: int) -> None:
         """End all use of memory granted under the tag; none is touched once this returns."""
+
+def digest(
+    bases: NDArray[np.uint64],
+    extent: int,
+    first: int,
+    count: int,
+    runs: NDArray[np.uint64],
+    dst: bool,
+    each_run: bool,
+    nonce: bytes,
+    pool: CopyPool | None,
+    deadline_ns: int,
+) -> NDArray[np.uint64] | None: ...
+def standing_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...

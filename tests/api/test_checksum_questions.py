@@ -1,0 +1,349 @@
+"""Rule 10 for checksums: what a peer asks is checked as a stranger's, and so is what it answers."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist.control.link import RemoteFailure
+from llm_datadist.control.messages import MAX_VERIFY_RUNS, Failed, Farewell, Guarded, Verified, Verify
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
+from llm_datadist.native import NO_DEADLINE, Plan
+from llm_datadist.native.digest import digest
+from llm_datadist.witness import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, Witness
+from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, questions, unconsumed, verified
+from tests.support.ends import LocalEnd
+from tests.support.gates import begin
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist.control.link import Link
+    from llm_datadist.control.messages import Message
+    from tests.conftest import Pair
+    from tests.support.ends import End
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+NONCE = bytes(range(16))
+EXTENT = 8 * STRIDE
+
+
+def engine(where: World | End) -> Any:
+    """Return the engine of an end of this process."""
+    world = where.world if isinstance(where, LocalEnd) else where
+    assert isinstance(world, World)
+    return world.dd._engine
+
+
+def spans(*pairs: tuple[int, int]) -> bytes:
+    return np.array(pairs, dtype="<u8").tobytes()
+
+
+def question(world: World, change: dict[str, Any]) -> Verify:
+    """Return a fair question about all of block 2 of the first cache of ``world``, but for the changes."""
+    entry = engine(world).store.registry.lookup(1)
+    fields: dict[str, Any] = {
+        "id": 0,
+        "cache_id": 1,
+        "pin": 0,
+        "guards": [Guarded(entry.guard.slot, entry.guard.generation)],
+        "push": False,
+        "extent": EXTENT,
+        "first": 0,
+        "count": TENSORS,
+        "runs": spans((2 * STRIDE, STRIDE)),
+        "each_run": False,
+        "nonce": NONCE,
+        "budget_ms": 10_000,
+    }
+    return Verify(**(fields | change))
+
+
+def ask(world: World, fair: Verify, milliseconds: int = 10_000) -> Message:
+    """Ask the peer of this end."""
+    link: Link = engine(world).links.get(1)
+    build = lambda number: msgspec.structs.replace(fair, id=number)  # noqa: E731
+    return link.request(build, Deadline.after_ms(milliseconds), "a question", "verify")
+
+
+def asked(pair: Pair, **change: Any) -> Message:
+    return pair.decoder.do(ask, pair.prompt.do(question, change))
+
+
+def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> bytes:
+    tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
+    runs = np.array([(0, *each) for each in pairs], np.uint64)
+    plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
+    found = digest(plan, tensors, None, NO_DEADLINE, NONCE, dst=False, each_run=each_run)
+    assert found is not None
+    return found.tobytes()
+
+
+def test_a_fair_question_is_answered_again_and_again(local_pair: Pair) -> None:
+    both(local_pair, PAGED, Spec(blocks=True))
+    for _ in range(3):  # a replay is one more question
+        answer = asked(local_pair)
+        assert isinstance(answer, Verified)
+        assert answer.digests == expected(local_pair, (2 * STRIDE, STRIDE))
+    answer = asked(local_pair, count=1, each_run=True, runs=spans((0, 5), (7, 0), (EXTENT, 0), (1, EXTENT - 1)))
+    assert isinstance(answer, Verified)
+    assert answer.digests == expected(local_pair, (0, 5), (7, 0), (EXTENT, 0), (1, EXTENT - 1), each_run=True)
+    nothing = asked(local_pair, runs=b"")
+    assert isinstance(nothing, Verified)
+    assert len(nothing.digests) == TENSORS * 16
+
+
+UNFAIR: list[tuple[dict[str, Any], LLMStatusCode, str]] = [
+    ({"cache_id": 7}, GONE, "no cache with id 7"),
+    ({"cache_id": -1}, GONE, "no cache with id -1"),
+    ({"pin": 5}, GONE, "no pin 5 of this peer"),
+    ({"pin": 2**63 - 1}, GONE, "no pin"),
+    ({"push": True}, INVALID, "remote cache access"),
+    ({"extent": EXTENT + 1}, INVALID, f"the tensors have {EXTENT} bytes"),
+    ({"extent": 0}, INVALID, f"the tensors have {EXTENT} bytes"),
+    ({"count": 0}, INVALID, "count=0"),
+    ({"count": TENSORS + 1}, INVALID, f"{TENSORS} tensors"),
+    ({"count": MAX_QUESTION_TENSORS + 1}, INVALID, f"count={MAX_QUESTION_TENSORS + 1}"),
+    ({"count": 2**63 - 1}, INVALID, "count="),
+    ({"count": 2, "each_run": True}, INVALID, "count=2"),
+    ({"first": 1}, INVALID, f"{TENSORS} tensors"),
+    ({"first": 2**63 - 1}, INVALID, f"{TENSORS} tensors"),
+    ({"runs": bytes(15)}, INVALID, "runs of 15 bytes"),
+    ({"runs": spans((0, STRIDE), (EXTENT - 4, 5))}, INVALID, "runs[1] is 5 bytes"),
+    ({"runs": spans((EXTENT + 1, 0))}, INVALID, "ends outside"),
+    ({"runs": spans((2**64 - 1, 2))}, INVALID, "ends outside"),
+    ({"runs": spans((0, 2**64 - 1))}, INVALID, "one question is about at most"),
+    ({"runs": spans(*[(0, 2**63)] * 2)}, INVALID, "one question is about at most"),  # the sum would be 0
+    ({"runs": spans(*[(0, MAX_QUESTION_BYTES // 8)] * 3)}, INVALID, "one question is about at most"),
+    ({"guards": [Guarded(2**40, 1)]}, LLMStatusCode.LLM_FAILED, "guard slot"),
+    ({"guards": [Guarded(0, 1)]}, LLMStatusCode.LLM_FAILED, "guard slot 0"),
+    ({"guards": [Guarded(1, 2**64 - 1)]}, LLMStatusCode.LLM_FAILED, "freed, rebound or unregistered"),
+    ({"budget_ms": 0}, LLMStatusCode.LLM_TIMEOUT, "no time"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "text"), UNFAIR)
+def test_rule_10_an_unfair_question_is_refused_and_costs_nothing(
+    local_pair: Pair, change: dict[str, Any], status: LLMStatusCode, text: str
+) -> None:
+    src, dst = both(local_pair, PAGED, Spec(blocks=True))
+    with pytest.raises(RemoteFailure) as caught:
+        asked(local_pair, **change)
+    assert caught.value.status_code is status
+    assert text in str(caught.value)
+    local_pair.prompt.do(picture)  # checks every table
+    local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])  # the link is as good as before
+    same_bytes(local_pair.decoder.do(show, "kv"), moved(dst, src, [(2, 1)]))
+    same_bytes(local_pair.prompt.do(show, "kv"), src)
+
+
+def test_rule_10_only_what_a_peer_may_move_it_may_ask_about(local_pair: Pair) -> None:
+    both(local_pair, Spec(blocks=True, blocks_key=BLOCKS, memory="inside", accessible=False), Spec(blocks=True))
+    local_pair.prompt.do(make, "rows", ROWS, 3)
+    for change, text in (({"cache_id": 2}, "remote_accessible=False"), ({"cache_id": 3}, "read under a pin")):
+        with pytest.raises(RemoteFailure, match=text):
+            asked(local_pair, **change)
+
+
+def test_rule_10_a_pin_of_another_peer_or_cache_opens_nothing(local_pair: Pair) -> None:
+    both(local_pair, ROWS, Spec())
+    registry = engine(local_pair.prompt).store.registry
+    (theirs,) = engine(local_pair.prompt).links.all()
+    other = registry.pin("another peer", float("inf"), key=(0, 10, 0))
+    mine = registry.pin(theirs, float("inf"), key=(0, 10, 0))
+    for change in ({"pin": other.pin_id}, {"pin": mine.pin_id, "cache_id": 2}):
+        with pytest.raises(RemoteFailure, match="no pin"):
+            asked(local_pair, **change)
+    assert isinstance(asked(local_pair, pin=mine.pin_id), Verified)
+    for peer, pin in (("another peer", other), (theirs, mine)):
+        registry.release(peer, pin.pin_id)
+    with pytest.raises(RemoteFailure, match="no pin"):
+        asked(local_pair, pin=mine.pin_id)
+
+
+def test_rule_10_more_runs_than_a_question_may_have_cost_the_connection(local_pair: Pair) -> None:
+    both(local_pair, PAGED, Spec(blocks=True))
+    assert isinstance(asked(local_pair, runs=spans((0, 1)) * MAX_VERIFY_RUNS), Verified)
+    with pytest.raises(Exception, match=r"lost cluster 1|given up"):
+        asked(local_pair, runs=spans((0, 1)) * (MAX_VERIFY_RUNS + 1))
+    wait_until(lambda: local_pair.prompt.do(picture).links == ())
+
+
+# --- many questions ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def silent(pair: Pair, **settings: Any) -> Iterator[threading.Event]:
+    """Start two ends of which the prompt answers nothing until the event is set."""
+    both(pair, PAGED, Spec(blocks=True), **settings)
+    go = threading.Event()
+    engine(pair.prompt)._witness._thread.submit(go.wait, 60)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@pytest.fixture
+def held(local_pair: Pair) -> Iterator[tuple[Pair, threading.Event]]:
+    with silent(local_pair, sync_kv_timeout=30_000) as go:
+        yield local_pair, go
+
+
+def flood(pair: Pair, count: int, **change: Any) -> list[int]:
+    """Send questions that nobody waits for; return the ids under which they would be answered."""
+    fair = pair.prompt.do(question, change)
+    link = engine(pair.decoder).links.get(1)
+    ids = list(range(10**6, 10**6 + count))
+    for number in ids:
+        link.send(msgspec.structs.replace(fair, id=number))
+    return ids
+
+
+def answers(pair: Pair) -> list[Message]:
+    """Note from now on what comes back to the decoder."""
+    seen: list[Message] = []
+    handlers = engine(pair.decoder).links._handlers
+    link = engine(pair.decoder).links.get(1)
+    deliver = link.answer
+
+    def note(number: int, message: Message) -> bool:
+        seen.append(message)
+        return bool(deliver(number, message))
+
+    link.answer = note
+    assert Verified in handlers
+    return seen
+
+
+@pytest.mark.parametrize(("runs", "room"), [(spans((0, 1)), 256), (spans((0, 1)) * MAX_VERIFY_RUNS, 32)])
+def test_rule_10_a_peer_has_room_for_so_many_questions(
+    held: tuple[Pair, threading.Event], runs: bytes, room: int
+) -> None:
+    pair, go = held
+    seen = answers(pair)
+    ids = flood(pair, room + 3, runs=runs)
+    wait_until(lambda: len(seen) == 3)
+    busy = [answer for answer in seen if isinstance(answer, Failed)]
+    assert [answer.id for answer in busy] == ids[-3:]
+    assert {answer.code for answer in busy} == {int(LLMStatusCode.LLM_LINK_BUSY)}
+    assert pair.prompt.do(questions) == room
+    go.set()
+    wait_until(lambda: len(seen) == room + 3)
+    assert sorted(answer.id for answer in seen if isinstance(answer, Verified)) == ids[:-3]
+
+
+def test_a_pull_waits_for_a_peer_that_is_busy(held: tuple[Pair, threading.Event]) -> None:
+    pair, go = held
+    seen = answers(pair)
+    flood(pair, 256)
+    finish = begin(pair.decoder, call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
+    # Its question was refused at least twice, so it was asked again.
+    wait_until(lambda: sum(isinstance(answer, Failed) for answer in seen) >= 2)
+    go.set()
+    finish()
+    assert verified(pair.decoder) == TENSORS * STRIDE
+
+
+def test_r06_a_peer_that_stays_busy_is_no_success(local_pair: Pair) -> None:
+    with silent(local_pair, sync_kv_timeout=200):
+        flood(local_pair, 256)
+        with pytest.raises(DeadlineExceeded) as caught:
+            local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
+        assert caught.value.phase == "verify"
+
+
+def test_the_questions_of_a_lost_link_are_forgotten(held: tuple[Pair, threading.Event]) -> None:
+    pair, _ = held
+    flood(pair, 10)
+    wait_until(lambda: pair.prompt.do(questions) == 10)
+    engine(pair.decoder).links.stop("the test ends it")
+    wait_until(lambda: pair.prompt.do(questions) == 0)
+
+
+def test_one_peer_after_the_other_is_answered() -> None:
+    served: list[str] = []
+
+    class Peer:
+        """Stands for a link: all that the queues ask of it is that it can be a key."""
+
+        def __init__(self, name: str) -> None:
+            self.name = self.peer = name
+
+        def send(self, message: Failed) -> None:
+            served.append(f"{self.name}{message.id}")
+
+    witness = Witness(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
+    go = threading.Event()
+    witness._thread.submit(go.wait, 60)
+    greedy, modest = Peer("greedy"), Peer("modest")
+    fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, NONCE, 10_000)
+    for number in range(4):
+        witness.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+    for number in range(2):
+        witness.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+    go.set()
+    wait_until(lambda: len(served) == 6)
+    witness.close()
+    assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
+    witness.on_verify(modest, fair)  # type: ignore[arg-type]
+    assert served[-1] == "modest0"
+    witness.close()
+
+
+# --- answers that lie -------------------------------------------------------------------------------------------------
+
+
+LIES: list[tuple[Callable[[Verify], Message], type[Exception], str]] = [
+    (lambda asked: Verified(asked.id, b""), ProtocolError, "sent 0 bytes of digests, 64 were asked for"),
+    (lambda asked: Verified(asked.id, bytes(63)), ProtocolError, "sent 63 bytes"),
+    (lambda asked: Verified(asked.id, bytes(80)), ProtocolError, "sent 80 bytes"),
+    (lambda asked: Farewell(asked.id), ProtocolError, "answered a Verify with Farewell"),
+    (lambda asked: Verified(asked.id, bytes(64)), TransferFailed, "4 of 4 tensors differ"),
+    (lambda asked: Failed(asked.id, 0, "two\nlines"), TransferFailed, "two lines"),
+    (lambda asked: Failed(asked.id, 77, "any"), TransferFailed, "could not confirm the bytes: any"),
+]
+
+
+@pytest.mark.parametrize(("lie", "kind", "text"), LIES)
+def test_rule_10_an_answer_that_lies_is_no_success(
+    local_pair: Pair, lie: Callable[[Verify], Message], kind: type[Exception], text: str
+) -> None:
+    src, dst = both(local_pair, ROWS, Spec())
+    handlers = engine(local_pair.prompt).links._handlers
+    honest = handlers[Verify]
+    handlers[Verify] = lambda link, message: link.send(lie(message))
+    with pytest.raises(kind, match=text) as caught:
+        local_pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
+    assert "\n" not in str(caught.value)
+    assert getattr(caught.value, "status_code", None) is not LLMStatusCode.LLM_SUCCESS
+    assert verified(local_pair.decoder) == 0
+    unconsumed(local_pair, 1)
+    handlers[Verify] = honest
+    local_pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
+    same_bytes(local_pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
+
+
+def test_every_question_has_its_own_nonce(local_pair: Pair) -> None:
+    both(local_pair, Spec(keys=(CacheKey(1, 1), CacheKey(1, 2))), Spec())
+    handlers = engine(local_pair.prompt).links._handlers
+    honest, nonces = handlers[Verify], []
+
+    def note(link: Link, message: Verify) -> None:
+        nonces.append(message.nonce)
+        honest(link, message)
+
+    handlers[Verify] = note
+    for number in (1, 2):
+        local_pair.decoder.do(call, "pull_cache", CacheKey(1, number), Use("kv"), number)
+    assert len(set(nonces)) == len(nonces) == 2
