@@ -136,6 +136,7 @@ class Engine:
             quarantined_bytes=0,
             swap=self._swap.statistics(),
             links=self.links.statistics(),
+            redials=self.links.redials(),
             operations=self.meters.totals(),
         )
 

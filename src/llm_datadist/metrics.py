@@ -22,6 +22,7 @@ __all__ = [
     "LinkStatistics",
     "Meters",
     "OperationStatistics",
+    "RedialStatistics",
     "Span",
     "Statistics",
     "SwapStatistics",
@@ -86,6 +87,16 @@ class LinkStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class RedialStatistics:
+    """A link that was lost and is being dialled again: where, how often so far, and why that failed last."""
+
+    remote_cluster_id: int
+    address: str
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
 
@@ -98,6 +109,7 @@ class Statistics:
         quarantined_bytes: Pool bytes that wait for a foreign writer before they are free.
         swap: The engine of swap_blocks.
         links: Every link.
+        redials: Links that were lost and are being dialled again.
         operations: Totals per operation.
     """
 
@@ -109,6 +121,7 @@ class Statistics:
     quarantined_bytes: int
     swap: SwapStatistics
     links: tuple[LinkStatistics, ...]
+    redials: tuple[RedialStatistics, ...]
     operations: tuple[OperationStatistics, ...]
 
 

@@ -235,6 +235,17 @@ class Connection(ABC):
         """Return True when it is certain that the peer's process has ended, or this connection is closed."""
         return self._closed
 
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
+        try:
+            self._enter("peer_pidfd")
+        except LinkError:
+            return None
+        try:
+            return self._duplicate_pidfd()
+        finally:
+            self._leave()
+
     def close(self) -> None:
         """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
         self._shut(abort=False)
@@ -269,6 +280,10 @@ class Connection(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Give back what the connection owns. Called once, without any lock, when nobody uses it any more."""
+
+    def _duplicate_pidfd(self) -> int | None:
+        """Return a new descriptor of the peer's process, where the transport has one."""
+        return None
 
     # Checks, who is inside, and when to release
 

@@ -48,6 +48,9 @@ class CmaConnection(Connection):
         """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
         return not self._peer.alive()
 
+    def _duplicate_pidfd(self) -> int | None:
+        return self._peer.duplicate_pidfd()
+
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")

@@ -35,6 +35,9 @@ class ShmConnection(Connection):
         """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
         return not self._peer.alive()
 
+    def _duplicate_pidfd(self) -> int | None:
+        return self._peer.duplicate_pidfd()
+
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 
