@@ -236,10 +236,12 @@ class Redialler:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[RedialStatistics, ...]:
-        """Return one value per redial."""
+        """Return one value per cluster that is being dialled again."""
         with self._changed:
             current = [] if self._current is None else [self._current]
-            return tuple(redial.statistics() for redial in [*current, *self._waiting.values()])
+            redials = [*current, *self._waiting.values()]
+        # An attempt that has made its link is over, whatever its thread still does.
+        return tuple(redial.statistics() for redial in redials if not self._linked(redial.peer.cluster_id))
 
     def story(self, cluster_id: int) -> str:
         """Return what goes on about a cluster, as the end of an error text; "" when nothing does."""
