@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist"]
 
-_LINK_THREADS = 16
+#: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
+_LINK_THREADS = 128
 
 
 class LLMDataDist:

@@ -164,6 +164,7 @@ class Engine:
             lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
             links=self.links.statistics(),
+            redials=self.links.redials(),
             operations=self.meters.totals(),
         )
 

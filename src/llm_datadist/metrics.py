@@ -22,6 +22,7 @@ __all__ = [
     "LinkStatistics",
     "Meters",
     "OperationStatistics",
+    "RedialStatistics",
     "Span",
     "Statistics",
     "SwapStatistics",
@@ -94,6 +95,16 @@ class LinkStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class RedialStatistics:
+    """A link that was lost and is being dialled again: where, how often so far, and why that failed last."""
+
+    remote_cluster_id: int
+    address: str
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
 
@@ -107,6 +118,7 @@ class Statistics:
         lost_writers: Peers without a link that have not ended a write into our memory; their process may be stopped.
         swap: The engine of swap_blocks.
         links: Every link.
+        redials: Links that were lost and are being dialled again.
         operations: Totals per operation.
     """
 
@@ -119,6 +131,7 @@ class Statistics:
     lost_writers: int
     swap: SwapStatistics
     links: tuple[LinkStatistics, ...]
+    redials: tuple[RedialStatistics, ...]
     operations: tuple[OperationStatistics, ...]
 
 

@@ -157,6 +157,22 @@ def test_r15_what_appears_after_a_miss_is_found_at_the_next_call(pair: Pair, rca
     same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, PAIRS))
 
 
+def test_r15_what_is_registered_and_freed_after_the_link_is_seen_by_the_next_push(pair: Pair) -> None:
+    pair.start(rca=True)
+    src = pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    push = ("push_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    with pytest.raises(CacheNotFound):
+        pair.decoder.do(call, *push)
+    for seed in (3, 4):
+        dst = pair.prompt.do(make, "kv", REGISTERED, seed)
+        pair.decoder.do(call, *push)
+        same_bytes(pair.prompt.do(show, "kv"), moved(dst, src, [(0, 1), (3, 6)]))
+        pair.prompt.do(forget, "kv")
+        with pytest.raises(CacheNotFound):
+            pair.decoder.do(call, *push)
+    same_bytes(pair.decoder.do(show, "kv"), src)
+
+
 def test_kept_answers_end_with_their_link(pair: Pair) -> None:
     src, dst = both(pair)
     pair.decoder.do(call, *PULL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.support.world import World, residue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TCP = {"llm.Transport": "tcp"}
 PATIENT = {"llm.PeerTimeout": "600"}  # nothing in these tests is noticed by missed beats
 
 
@@ -67,6 +68,27 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
         alone(survivor)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_r22_over_tcp_beats_tell_what_the_sockets_in_a_forked_child_hide(killed: ChildEnd, survivor: ChildEnd) -> None:
+    killed.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=TCP)
+    survivor.start("DECODER", 2, extra=TCP | {"llm.PeerTimeout": "1.5"})
+    assert survivor.do(link, [info(1, killed.port)]) == SUCCESS
+    child = killed.do(_fork, False)  # it holds the link, the lanes and the listener, and the kernel tells nothing
+    try:
+        bytes_move_both_ways(killed, survivor)
+        killed.kill()
+        alone(survivor)
+        # The listener's port still takes connections; whoever dials it again hears nothing, and says so meanwhile.
+        wait_until(lambda: [each.attempts > 0 for each in survivor.do(redials)] == [True])
+        assert survivor.do(unlink, [info(1, killed.port)]) == SUCCESS
+        assert survivor.do(redials) == ()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def redials(world: World) -> tuple[Any, ...]:
+    return world.dd.statistics().redials
 
 
 def _fork(world: World, properly: bool) -> int:

@@ -24,6 +24,7 @@ from tests.support.linking import (
     link,
     links,
     result_there,
+    unlink,
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill, make_config, residue
@@ -46,13 +47,14 @@ KILLED = "the connection broke|closed the connection|its process has ended"  # w
 class Family:
     """The processes of one test. Survivors must have nothing left when they have finalized."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
         self._newborn: dict[ChildEnd, Any] = {}
 
     def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
         end = ChildEnd(f"{role.lower()} {cluster_id}")
         self._newborn[end] = end.do(_residue)
-        extra = {"llm.Transport": "shm"} | settings.pop("extra", {})
+        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
         end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
         return end
 
@@ -74,9 +76,9 @@ class Family:
 
 
 @pytest.fixture
-def family() -> Iterator[Family]:
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     before = files_of_ours()
-    family = Family()
+    family = Family(getattr(request, "param", "shm"))
     yield family
     family.part()
     assert files_of_ours() == before
@@ -143,6 +145,16 @@ def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
     return source, [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]
 
 
+def warmed_up(prompt: End, decoder: End) -> None:
+    """Link and part once: what a process makes at its first link and keeps is there from now on."""
+    ends = (prompt, decoder)
+    sockets = [end.do(_residue)["fds"]["socket"] for end in ends]
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    alone(*ends)
+    wait_until(lambda: [end.do(_residue)["fds"]["socket"] for end in ends] == sockets)  # data lanes close a bit later
+
+
 def unchanged(end: End, was: list[Bytes]) -> None:
     for name, old in zip(("rows", "paged"), was, strict=True):
         same_bytes(end.do(show, name), old)
@@ -162,28 +174,40 @@ def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[By
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
+BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
+
+
+@BOTH_TRANSPORTS
 def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(family: Family) -> None:
     prompt = family.born("PROMPT", 1)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
+    warmed_up(prompt, decoder)
     tables, held = decoder.do(picture), decoder.do(_residue)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
     family.kill(prompt)
     both_pulls_lost(decoder, prompt, KILLED)
     not_linked(decoder)
+    if family.transport == "tcp":
+        # No descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
+        assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+        assert "llm-datadist-redial" not in decoder.do(_residue)["threads"]
     unchanged(decoder, target)
-    # What was mapped of the dead is given back at once, not at finalize.
-    wait_until(lambda: decoder.do(_residue) == held)
+    # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
+    kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
+    wait_until(lambda: [decoder.do(_residue)[kind] for kind in kept] == [held[kind] for kind in kept])
     assert decoder.do(picture) == tables
 
 
+@BOTH_TRANSPORTS
 def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes_nothing(
     family: Family, tmp_path: Path
 ) -> None:
     prompt = family.born("PROMPT", 1, extra=PATIENT)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
     source, target = caches(prompt, decoder)
+    warmed_up(prompt, decoder)
     tables, held = prompt.do(picture), prompt.do(_residue)
     for step in ("resolved", "release"):
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
@@ -222,6 +246,7 @@ def pulls(world: World) -> int:
     return int(world.memory.get("pulls", 0))
 
 
+@BOTH_TRANSPORTS
 def test_r22_the_link_to_a_third_process_moves_data_all_the_while(family: Family, tmp_path: Path) -> None:
     prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
@@ -256,6 +281,7 @@ def test_r22_the_link_to_a_third_process_moves_data_all_the_while(family: Family
 # --- restarted --------------------------------------------------------------------------------------------------------
 
 
+@BOTH_TRANSPORTS
 @pytest.mark.parametrize("same_address", [True, False])
 def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     family: Family, tmp_path: Path, same_address: bool
@@ -282,6 +308,7 @@ def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     assert len(list(tmp_path.iterdir())) == (0 if same_address else 2)
 
 
+@BOTH_TRANSPORTS
 def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Family) -> None:
     prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
     caches(prompt, old)
@@ -353,6 +380,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     bytes_move_both_ways(prompt, decoder)
 
 
+@BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
     prompt = family.born("PROMPT", 1)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "3"})

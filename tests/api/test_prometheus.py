@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.prometheus import register
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -58,3 +59,15 @@ def _scrape_after_finalize(world: World) -> bytes:
 def test_finalized_exports_nothing(local_pair: Pair) -> None:
     local_pair.start(linked=False)
     assert local_pair.decoder.do(_scrape_after_finalize) == b""
+
+
+def _finalize(world: World) -> None:
+    world.dd.finalize()
+
+
+def test_scrape_shows_a_lost_link_that_is_being_dialled_again(shm_pair: Pair) -> None:
+    shm_pair.start()
+    name = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
+    assert name not in shm_pair.decoder.do(_scrape)
+    shm_pair.prompt.do(_finalize)  # its process lives, so there is hope
+    wait_until(lambda: shm_pair.decoder.do(_scrape).get(name, 0) >= 1)

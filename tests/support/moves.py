@@ -125,11 +125,11 @@ def forget(world: World, name: str) -> None:
 
 
 def picture(world: World) -> Any:
-    """Return ``statistics()`` without what changes by itself (ages) or is meant to (operations), tables checked."""
+    """Return ``statistics()`` without what changes by itself (ages, redials) or is meant to (operations), checked."""
     world.dd.check_integrity()
     statistics = world.dd.statistics()
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
-    return replace(statistics, keys=keys, operations=())
+    return replace(statistics, keys=keys, operations=(), redials=())
 
 
 def asked(before: Any) -> Any:

@@ -199,3 +199,35 @@ def test_a_closed_table_takes_no_link() -> None:
         with pytest.raises(LinkRefused, match="finalised"):
             refused()
     assert here.table.all() == []
+
+
+def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebody_links() -> None:
+    here, there = End(1, b"a"), End(2, b"b")
+
+    def knock(sequence: int, *, redialled: bool) -> Link:
+        link = here.link(there.me, f"knock {sequence}", dialled=False, sequence=0, peer_sequence=sequence)
+        link.redialled = redialled
+        return link
+
+    here.table.part(2)
+    refused = knock(1, redialled=True)
+    with pytest.raises(LinkRefused) as caught:
+        here.table.admit(refused)
+    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    assert here.table.all() == []
+    explicit = knock(2, redialled=False)
+    here.table.admit(explicit)
+    here.table.remove(explicit)
+    back = knock(3, redialled=True)
+    here.table.admit(back)
+    assert here.table.all() == [back]
+    for link in (refused, explicit, back):
+        link.end("over", lost=False)
+
+
+def test_the_memory_of_what_was_unlinked_is_bounded() -> None:
+    here = End(1, b"a")
+    for cluster_id in range(10_000):
+        here.table.part(cluster_id)
+    assert len(here.table._parted) == 4096
+    assert 9_999 in here.table._parted

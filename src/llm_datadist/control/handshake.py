@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
@@ -117,14 +117,18 @@ class _Wire:
 
 
 class Dial:
-    """One handshake, seen from the initiator. Used by one thread, as a context manager.
+    """One handshake, seen from the initiator. Used by one thread, as a context manager; :meth:`hang_up` by any.
 
     What it holds is given back at the end of the block, unless it was taken.
+
+    Args:
+        again: The incarnation that must answer, when a lost link is dialled again.
 
     Attributes:
         peer: Who answered.
         connection: The data connection, open.
         choice: Its transport, and why.
+        address: Where it dials.
     """
 
     peer: Peer
@@ -132,10 +136,18 @@ class Dial:
     choice: Choice
 
     def __init__(
-        self, address: tuple[str, int], identity: Identity, exports: Exports, lanes: Lanes, deadline: Deadline
+        self,
+        address: tuple[str, int],
+        identity: Identity,
+        exports: Exports,
+        lanes: Lanes,
+        deadline: Deadline,
+        *,
+        again: bytes | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
-        self._address = address
+        self.address = address
+        self._again = again
         self._identity = identity
         self._exports = exports
         self._lanes = lanes
@@ -152,7 +164,7 @@ class Dial:
             LinkRefused: Unreachable, refused, speaks something else, or no transport reaches it.
         """
         token = secrets.token_bytes(16)
-        self._wire.connect(self._address)
+        self._wire.connect(self.address)
         self._wire.send(CONTROL_PREAMBLE + frame(self._hello(wanted, token)))
         welcome = self._wire.receive(Welcome)
         self._check(welcome, wanted)
@@ -169,7 +181,7 @@ class Dial:
         """Choose the transports, dial the lanes where one goes over them, open the connection."""
         claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
         with closing(Opening(claim, memory, self._identity.transport)) as opening:
-            dialer = LaneDialer(self._address, welcome.lane_token)
+            dialer = LaneDialer(self.address, welcome.lane_token)
             group = self._lanes.open(dialer.dial(LANES_PER_LINK, self._deadline) if opening.wants_lanes else ())
             self._undo.callback(self._lanes.shut, group)
             self.connection = opening.open(self._lanes, group, writable=self._exports.writable, redial=dialer.dial)
@@ -185,6 +197,15 @@ class Dial:
         self._undo.pop_all()
         return self._wire.socket, self._wire.parser.rest()
 
+    def hang_up(self) -> None:
+        """Let the call that waits for the peer fail at once. Any thread; what was taken is hung up on too."""
+        with suppress(OSError):
+            self._wire.socket.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        """In a forked child: close the child's copy of the socket, and say nothing to the peer."""
+        self._wire.socket.close()
+
     def _hello(self, wanted: int | None, token: bytes) -> Hello:
         mine = self._identity
         return Hello(
@@ -195,6 +216,7 @@ class Dial:
             pid=mine.pid,
             host=mine.host,
             wanted=wanted,
+            redials=self._again is not None,
             token=token,
             cookie=self._exports.guards.cookie,
             cookie_address=self._exports.guards.segment.address,
@@ -205,6 +227,11 @@ class Dial:
         """What the target has checked in our Hello is checked in its answer too."""
         if welcome.version != PROTOCOL_VERSION:
             raise LinkRefused(f"{self._what}: it speaks version {welcome.version}, this end {PROTOCOL_VERSION}")
+        if self._again not in (None, welcome.incarnation):
+            raise LinkRefused(
+                f"{self._what}: another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
+                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+            )
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"{self._what}: remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
         if welcome.remote_accessible != self._identity.remote_accessible:

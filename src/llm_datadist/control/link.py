@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
 from llm_datadist.deadline import Deadline
-from llm_datadist.errors import LLMException, NotLinked, PeerLost, code_2_status
+from llm_datadist.errors import AlreadyLinked, LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.metrics import LinkStatistics
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ class Link:
         asked_for: True once ``link_clusters`` of this end named this link.
         sequence: This end's number for it; a later link has a higher one.
         peer_sequence: The other end's.
+        address: Where this end dialled it; None at the other end.
+        redialled: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
+            may still claim it.
         last_heard: When something came from the peer, on the monotonic clock.
         last_pong: Number of the last :meth:`ping` that was answered.
         kept: Answers of the peer that stay valid while their guards do; belongs to the transfer layer.
@@ -95,6 +98,8 @@ class Link:
         self.asked_for = dialled
         self.sequence = sequence
         self.peer_sequence = peer_sequence
+        self.address: tuple[str, int] | None = None
+        self.redialled = False
         self.kept: dict[Any, Any] = {}
         self.channel: Channel | None = None
         self.last_heard = time.monotonic()
@@ -135,6 +140,22 @@ class Link:
         with self._lock:
             self.channel = channel
             self._machine.fire(LinkEvent.READY)
+
+    def claim(self, since: int, *, mutual: bool) -> None:
+        """Count this link as the one that ``link_clusters`` asked for, which began when ``since`` was the newest one.
+
+        Raises:
+            AlreadyLinked: It was not made meanwhile, nor by a redial that nobody has claimed, nor are both ends to
+                link (``mutual``).
+        """
+        made_meanwhile = self.sequence > since and not self.dialled
+        if self.asked_for or not (made_meanwhile or mutual or self.redialled):
+            raise self.already()
+        self.asked_for = True
+
+    def already(self) -> AlreadyLinked:
+        """Build the error for a call that asks for a second link."""
+        return AlreadyLinked(f"already linked to {self.peer}", peer=self.peer.cluster_id)
 
     # --- operations: callers' threads ------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.beats import Beats
@@ -25,12 +24,13 @@ from llm_datadist.control.messages import (
     Resolved,
     Stay,
 )
+from llm_datadist.control.parting import give_up, on_goodbye, reply
+from llm_datadist.control.redial import Redialler
+from llm_datadist.control.rivals import Rivals
 from llm_datadist.control.table import LinkTable
 from llm_datadist.errors import (
-    AlreadyLinked,
     DeadlineExceeded,
     LinkRefused,
-    LLMException,
     LLMStatusCode,
     NotLinked,
     ProtocolError,
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
     from llm_datadist.control.handshake import Identity
     from llm_datadist.control.loop import ControlLoop
+    from llm_datadist.control.redial import Redial
     from llm_datadist.deadline import Deadline
-    from llm_datadist.metrics import LinkStatistics
+    from llm_datadist.metrics import LinkStatistics, RedialStatistics
     from llm_datadist.transport import Choice
     from llm_datadist.transport.base import Exports
     from llm_datadist.transport.datapath import DataPath
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkManager"]
 
-#: A second process under a linked cluster id waits that long for the first one to show that it lives (rule 8).
-_RIVAL_SECONDS: Final = 1.0
-_RIVAL_POLL_SECONDS: Final = 0.01
 #: When both ends dialled at once, the one that gave way looks that often for the other's link.
 _CROSSING_POLL_SECONDS: Final = 0.05
 
@@ -91,9 +89,9 @@ class LinkManager:
         self._exports = exports
         self._lanes = lanes
         self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
-            Ping: lambda link, message: _reply(link, Pong(message.id)),
-            Pong: _on_pong,
-            Goodbye: _on_goodbye,
+            Ping: lambda link, message: reply(link, Pong(message.id)),
+            Pong: self._on_pong,
+            Goodbye: on_goodbye,
             Stay: lambda link, _: self._on_stay(link),
             **handlers,
         }
@@ -102,6 +100,8 @@ class LinkManager:
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(exports, socket_dir)
         self._started = False
+        self._rivals = Rivals(self._table, self._end)
+        self._redialler = Redialler(self._dial_again, lambda cluster_id: self._usable(cluster_id) is not None)
         self._beats = Beats(control, self._table.all, self._end, on_tick, peer_timeout)
 
     # --- start and stop: init and finalize -------------------------------------------------------------------------
@@ -121,6 +121,7 @@ class LinkManager:
 
     def stop(self, reason: str) -> None:
         """End every link without a word to the peers (API §3.2), then the listener and the rendezvous."""
+        self._redialler.stop()
         for link in self._table.close():
             link.begin_unlink()
             self._end(link, reason, lost=False)
@@ -139,6 +140,7 @@ class LinkManager:
     def abandon(self) -> None:
         """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
         self._rendezvous.close()
+        self._redialler.abandon()
         if self._listener is not None:
             self._listener.abandon()
         for link in self._table.snapshot():
@@ -158,12 +160,15 @@ class LinkManager:
         Raises:
             NotLinked: There is none.
         """
-        link = self._table.get(cluster_id)
-        if link is None or not link.usable:
-            raise NotLinked(
-                f"cluster {cluster_id} is not linked; link_clusters makes the link, from either side", peer=cluster_id
-            )
+        link = self._usable(cluster_id)
+        if link is None:
+            story = self._redialler.story(cluster_id) or "; link_clusters makes the link, from either side"
+            raise NotLinked(f"cluster {cluster_id} is not linked{story}", peer=cluster_id)
         return link
+
+    def _usable(self, cluster_id: int | None) -> Link | None:
+        link = None if cluster_id is None else self._table.get(cluster_id)
+        return link if link is not None and link.usable else None
 
     def all(self) -> list[Link]:
         """Return every link."""
@@ -172,6 +177,10 @@ class LinkManager:
     def statistics(self) -> tuple[LinkStatistics, ...]:
         """Return one value per link."""
         return tuple(link.statistics() for link in self.all())
+
+    def redials(self) -> tuple[RedialStatistics, ...]:
+        """Return one value per lost link that is being dialled again."""
+        return self._redialler.statistics()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the links contradict themselves or the table."""
@@ -184,7 +193,8 @@ class LinkManager:
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
         """Link to the listener at ``address``; ``wanted`` None learns its cluster id (R28).
 
-        When the peer dials this end meanwhile, one link is made and both calls succeed.
+        When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
+        a loss that a redial has already mended.
 
         Args:
             mutual: Both ends link explicitly (transfer backend hixl): a link that the peer made is no obstacle to
@@ -196,44 +206,72 @@ class LinkManager:
             LinkRefused: Unreachable or refused, with the reason.
         """
         since = self._table.now()
-        present = None if wanted is None else self._table.get(wanted)
-        if present is not None and present.usable:
-            _claim(present, since, mutual=mutual)
+        silent = self._usable(wanted)
+        if silent is not None and self._rivals.answers(silent, deadline):
+            silent.claim(since, mutual=mutual)
             return
+        try:
+            present = self._dial_until_linked(wanted, address, deadline, since)
+        except (DeadlineExceeded, LinkRefused):
+            if silent is not None and silent.usable:
+                raise silent.already() from None  # whoever cannot be reached twice is still linked
+            raise
+        if present is not None:
+            present.claim(since, mutual=mutual)
+
+    def _dial_until_linked(
+        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
+    ) -> Link | None:
+        """Make a link; return the one that there is already, when it was there first and its peer knows it."""
         while True:
             try:
                 present = self._dial(wanted, address, deadline)
             except LinkRefused as error:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
-            else:
-                break
-            # Both ends dialled at once, and this one gives way: look whether the other has come through, or try again.
-            crossed = self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS)
-            if not crossed:
-                deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
-        if present is not None:
-            _claim(present, since, mutual=mutual)
+                # Both ends dialled at once, and this one gives way: has the other come through? Else try again.
+                if not self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS):
+                    deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
+                continue
+            if present is None or self._rivals.answers(present, deadline):
+                return present
+            # The process lives, it has just answered, but it knows nothing of this link any more.
+            self._rivals.lose(present, "its peer answers new dials only", deadline)
 
     def _is_new(self, cluster_id: int | None, since: int) -> bool:
-        link = None if cluster_id is None else self._table.get(cluster_id)
-        return link is not None and link.usable and link.sequence > since
+        link = self._usable(cluster_id)
+        return link is not None and link.sequence > since
 
-    def _dial(self, wanted: int | None, address: tuple[str, int], deadline: Deadline) -> Link | None:
+    def _dial(
+        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, again: Redial | None = None
+    ) -> Link | None:
         """Make one link; return the one that there is already, when it was there first."""
-        with Dial(address, self._identity, self._exports, self._lanes, deadline) as dial:
+        incarnation = None if again is None else again.peer.incarnation
+        with Dial(address, self._identity, self._exports, self._lanes, deadline, again=incarnation) as dial:
+            if again is not None:
+                again.begin(dial)
             dial.greet(wanted)
+            self._rivals.replace(dial.peer, deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
                 return number
             try:
-                self._install_dialled(dial, number, dial.settle(number))
+                self._install_dialled(dial, number, dial.settle(number), again)
             finally:
                 self._table.withdraw(dial.peer)
         return None
 
-    def _install_dialled(self, dial: Dial, number: int, peer_number: int) -> None:
+    def _dial_again(self, again: Redial, deadline: Deadline) -> None:
+        """One attempt of the redialler, on its thread."""
+        self._dial(None, again.address, deadline, again)
+        link = self._table.get(again.peer.cluster_id)
+        if again.cancelled and link is not None and link.redialled:
+            self._end(link, "unlinked", lost=False)
+
+    def _install_dialled(self, dial: Dial, number: int, peer_number: int, again: Redial | None) -> None:
         link = Link(dial.peer, dial.connection, dial.choice, dialled=True, sequence=number, peer_sequence=peer_number)
+        link.address, link.redialled = dial.address, again is not None
+        link.asked_for = again is None
         sock, leftover = dial.take()
         link.ready(channel := self._channel(link, sock))
         try:
@@ -243,6 +281,7 @@ class LinkManager:
             raise
         link.connection.begin(link)
         channel.begin(leftover)
+        self._redialler.linked(link.peer.cluster_id)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked to %s over %s: %s", link.peer, link.choice.name, link.choice.reason)
@@ -261,18 +300,7 @@ class LinkManager:
     async def admit(self, hello: Hello) -> None:
         """Refuse a second process under a linked cluster id, unless the first one is gone (rule 8)."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
-        old = self._table.rival(peer)
-        if old is None:
-            return
-        ping = old.ping()
-        give_up = self._control.loop.time() + _RIVAL_SECONDS
-        # A restarted peer may dial before the end of its old connection has been read.
-        while self._table.rival(peer) is old and self._control.loop.time() < give_up:
-            if old.last_pong >= ping:
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
-            await asyncio.sleep(_RIVAL_POLL_SECONDS)
-        if self._table.rival(peer) is old:
-            self._end(old, f"silent while {peer} took its place", lost=True)
+        await self._rivals.give_way(peer)
 
     def install(
         self, hello: Hello, met: Met, connection: DataPath, choice: Choice, sock: socket.socket, leftover: bytes
@@ -280,6 +308,7 @@ class LinkManager:
         """Make the link of a stranger usable, and tell it so; an older link of the same incarnation is replaced."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
         link = Link(peer, connection, choice, dialled=False, sequence=0, peer_sequence=met.sequence)
+        link.redialled = hello.redials
         old = self._table.admit(link)
         # Usable here before the initiator hears of it, and it hears of it before anything else.
         channel = self._channel(link, sock, Linked(link.sequence))
@@ -287,6 +316,7 @@ class LinkManager:
         link.connection.begin(link)
         self._table.touch()
         channel.begin(leftover)
+        self._redialler.linked(peer.cluster_id)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
@@ -294,42 +324,28 @@ class LinkManager:
     # --- unlinking: a caller's thread ------------------------------------------------------------------------------
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster; no link is success. Either way running operations may finish first.
+        """Give up the link to a cluster, a lost one that is being dialled again too; no link is success.
 
-        Forced: this side only, without a word; what still runs at the deadline fails. Otherwise: tell the peer and
-        wait for its agreement.
+        Running operations may finish first. Forced: this side only, without a word; what still runs at the deadline
+        fails. Otherwise: tell the peer and wait for its agreement.
 
         Raises:
             DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
         """
-        link = self._table.get(cluster_id)
-        if link is None:
-            return
-        if not link.begin_unlink():
-            # Another call, of either end, is at it.
-            gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline.remaining())
-            if not gone and not force:
-                raise deadline.error(f"unlink of {link.peer}", "drain", cluster_id)
-        elif force:
-            link.wait_idle(deadline)
-        else:
-            self._part(link, deadline)
-        self._end(link, "unlinked", lost=False)
-
-    def _part(self, link: Link, deadline: Deadline) -> None:
-        """Part in agreement. A link that breaks meanwhile is as good."""
-        what = f"unlink of {link.peer}"
+        self._redialler.cancel(cluster_id, deadline)
         try:
-            if not link.wait_idle(deadline):
-                raise deadline.error(what, "drain", link.peer.cluster_id)
-            link.request(Goodbye, deadline, what, "unlink")
-        except DeadlineExceeded:
-            _reply(link, Stay())
-            link.resume()
-            self._table.touch()
-            raise
-        except LLMException as error:
-            logger.info("%s: %s", what, error)
+            link = self._table.get(cluster_id)
+            if link is not None:
+                give_up(self._table, link, deadline, force=force)
+            # From here on the peer does not come back by itself; one that just has is not wanted either.
+            self._table.part(cluster_id)
+            if link is not None:
+                self._end(link, "unlinked", lost=False)
+            back = self._usable(cluster_id)
+            if back is not None and back.redialled and not back.asked_for:
+                self._end(back, "unlinked", lost=False)
+        finally:
+            self._redialler.cancel(cluster_id, deadline)  # what the loss of the link began meanwhile
 
     # --- the control thread ----------------------------------------------------------------------------------------
 
@@ -353,32 +369,18 @@ class LinkManager:
     def _end(self, link: Link, reason: str, *, lost: bool) -> None:
         """A link is over. Any thread; the first reason counts."""
         expected = not lost or link.state is LinkState.DRAINING
+        # Before the link is gone: whoever unlinks what is gone must find what has been begun.
+        in_table = self._table.get(link.peer.cluster_id) is link
+        redial = self._redialler.begin(link) if in_table and not expected else None
         self._table.remove(link)
-        if link.end(reason, lost=lost):
+        ended = link.end(reason, lost=lost)
+        if redial is not None and not ended:
+            self._redialler.forget(redial)  # another call was first
+        if ended:
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
             self._on_end(link)
 
-
-def _claim(link: Link, since: int, *, mutual: bool) -> None:
-    """Count a link that is there as the one asked for, if this call or its twin at the peer made it."""
-    made_meanwhile = link.sequence > since and not link.dialled
-    if link.asked_for or not (made_meanwhile or mutual):
-        raise AlreadyLinked(f"already linked to {link.peer}", peer=link.peer.cluster_id)
-    link.asked_for = True
-
-
-def _reply(link: Link, message: Message) -> None:
-    """Say something that may come too late."""
-    try:
-        link.send(message)
-    except LLMException as error:
-        logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
-
-
-def _on_pong(link: Link, message: Pong) -> None:
-    link.last_pong = max(link.last_pong, message.id)
-
-
-def _on_goodbye(link: Link, message: Goodbye) -> None:
-    link.peer_parts(lambda: _reply(link, Farewell(message.id)))
+    def _on_pong(self, link: Link, message: Pong) -> None:
+        link.last_pong = max(link.last_pong, message.id)
+        self._table.touch()

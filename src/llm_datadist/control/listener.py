@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Listener", "bind"]
 
 _BACKLOG: Final = 128
-#: Strangers in the middle of a handshake; beyond, the one that has been silent for longest makes room.
+#: Strangers in the middle of a handshake; beyond, one makes room: the oldest of those who have not said who they are,
+#: else the oldest of all.
 _MAX_GREETINGS: Final = 128
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 M = TypeVar("M", bound="Message")
@@ -133,8 +134,9 @@ class Listener:
         self._rendezvous = rendezvous
         self._lanes = lanes
         self._host = host
-        self._greetings: set[socket.socket] = set()
-        #: Those of them that have not said who they are, the oldest first.
+        #: The oldest first, as below.
+        self._greetings: dict[socket.socket, None] = {}
+        #: Those of them that have not said who they are.
         self._silent: dict[socket.socket, None] = {}
         self._resume: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = sock.getsockname()[:2]
@@ -165,11 +167,10 @@ class Listener:
         except OSError as error:
             self._pause(error)
             return
-        if len(self._greetings) >= _MAX_GREETINGS and not self._make_room():
-            sock.close()
-            return
+        if len(self._greetings) >= _MAX_GREETINGS:
+            self._make_room()
         sock.setblocking(False)
-        self._greetings.add(sock)
+        self._greetings[sock] = None
         self._silent[sock] = None
         self._control.spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
 
@@ -179,14 +180,12 @@ class Listener:
         self._control.loop.remove_reader(self._sock)
         self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
 
-    def _make_room(self) -> bool:
-        """Hang up on whoever has been silent for longest; False when everybody is in the middle of a handshake."""
-        oldest = next(iter(self._silent), None)
-        if oldest is None:
-            return False
-        del self._silent[oldest]
+    def _make_room(self) -> None:
+        """Hang up on whoever has been silent for longest, or else has been at it for longest."""
+        oldest = next(iter(self._silent or self._greetings))
+        self._silent.pop(oldest, None)
+        self._greetings.pop(oldest, None)
         _hang_up(oldest)
-        return True
 
     async def _greet(self, sock: socket.socket, who: str) -> None:
         handed_over = False
@@ -196,7 +195,7 @@ class Listener:
         except (TimeoutError, OSError, LLMException) as error:
             logger.info("a connection from %s came to nothing: %s", who, str(error) or "it took too long")
         finally:
-            self._greetings.discard(sock)
+            self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
             if not handed_over:
                 sock.close()
@@ -227,7 +226,7 @@ class Listener:
         token, _ = await read_lane_greeting(self._control.loop, sock)
         group = self._lanes.find(token)
         await accept_lane(self._control.loop, sock)
-        self._greetings.discard(sock)
+        self._greetings.pop(sock, None)
         self._lanes.add(group, sock)
 
     def _check(self, hello: Hello) -> None:

@@ -72,7 +72,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True, array_like=True, tag="hello"):
     """Initiator -> target, first frame: who I am and what I want.
 
-    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``token`` opens the same-host
+    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``redials`` says that no user asked for
+    this link now: the initiator has lost it and wants it back. ``token`` opens the same-host
     rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
     what cma must find at ``cookie_address`` of our address space. ``exports`` are what we export, for a
     transport that maps nothing.
@@ -85,6 +86,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     pid: Id
     host: Text
     wanted: U64 | None
+    redials: bool
     token: Identity16
     cookie: Identity16
     cookie_address: U64

@@ -12,7 +12,7 @@ Both ends of a pair may dial at once, from several threads, while links end. Wha
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMStatusCode
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
 
 __all__ = ["LinkTable"]
+
+#: Unlinked clusters that are remembered.
+_MAX_PARTED: Final = 4096
 
 
 class LinkTable:
@@ -35,6 +38,8 @@ class LinkTable:
         #: The accepted ends of links to ourselves; the dialled ends are in the table like any other.
         self._loopback: set[Link] = set()
         self._dialling: set[bytes] = set()
+        #: Clusters that this end has unlinked, the oldest first: they may not come back by redialling.
+        self._parted: dict[int, None] = {}
         self._sequence = 0
         self._closed = False
 
@@ -107,6 +112,7 @@ class LinkTable:
             self._refuse_if_closed()
             old = self._links.get(link.peer.cluster_id)
             self._links[link.peer.cluster_id] = link
+            self._parted.pop(link.peer.cluster_id, None)
             self._changed.notify_all()
             return old
 
@@ -123,7 +129,8 @@ class LinkTable:
 
         Raises:
             LinkRefused: With ``LLM_LINK_BUSY`` when a dial of this end goes on instead, or the peer's is stale; the
-                cluster id belongs to another process; the table is closed.
+                cluster id belongs to another process; it redials what this end has unlinked
+                (``LLM_NOT_YET_LINK``); the table is closed.
         """
         peer = link.peer
         with self._changed:
@@ -135,6 +142,11 @@ class LinkTable:
             old = self._links.get(peer.cluster_id)
             if self.rival(peer) is not None and old is not None:
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {old.peer}")
+            if link.redialled and peer.cluster_id in self._parted:
+                raise LinkRefused(
+                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
+                    status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+                )
             dials_here = peer.incarnation in self._dialling and self._mine < peer.incarnation
             if dials_here or (old is not None and link.peer_sequence < old.peer_sequence):
                 raise LinkRefused(
@@ -142,7 +154,16 @@ class LinkTable:
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             self._links[peer.cluster_id] = link
+            self._parted.pop(peer.cluster_id, None)
             return old
+
+    def part(self, cluster_id: int) -> None:
+        """This end unlinks a cluster: until somebody links it explicitly, no redial of the peer is admitted."""
+        with self._changed:
+            self._parted.pop(cluster_id, None)
+            self._parted[cluster_id] = None
+            if len(self._parted) > _MAX_PARTED:
+                del self._parted[next(iter(self._parted))]
 
     # --- both ------------------------------------------------------------------------------------------------------
 

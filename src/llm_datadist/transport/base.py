@@ -209,6 +209,17 @@ class Connection(ABC):
         """Return True when it is certain that the peer's process has ended, or this connection is closed."""
         return self._closed
 
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
+        try:
+            self._enter("peer_pidfd")
+        except LinkError:
+            return None
+        try:
+            return self._duplicate_pidfd()
+        finally:
+            self._leave()
+
     def close(self) -> None:
         """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
         self._shut(abort=False)
@@ -246,6 +257,10 @@ class Connection(ABC):
 
     def _announcer(self, *, write: bool) -> Announcer | None:
         """Return where movements are announced; None where the owner of the memory knows of them by itself."""
+        return None
+
+    def _duplicate_pidfd(self) -> int | None:
+        """Return a new descriptor of the peer's process, where the transport has one."""
         return None
 
     # Checks, who is inside, and when to release

@@ -58,6 +58,9 @@ class CmaConnection(Connection):
         # Readers fail by the generation, nobody waits for them.
         return writers_of(self._peer) if write else None
 
+    def _duplicate_pidfd(self) -> int | None:
+        return self._peer.duplicate_pidfd()
+
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")

@@ -77,6 +77,9 @@ class DataPath(Protocol):
     def peer_ended(self) -> bool:
         """Return True when it is certain that the peer has ended."""
 
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended, or None."""
+
     def close(self) -> None:
         """Refuse new calls, release when the running ones have ended."""
 

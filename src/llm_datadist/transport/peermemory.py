@@ -94,6 +94,13 @@ class PeerMemory:
         if self._page is not None and self._page.segment is not None:
             self._page.segment.close_descriptor()
 
+    def duplicate_pidfd(self) -> int | None:
+        """Return a new descriptor of the peer's process, the caller's to close; None when closed."""
+        try:
+            return os.dup(self.pidfd)
+        except OSError:
+            return None  # closed, perhaps just now: -1 is no descriptor either
+
     def close(self) -> None:
         """Unmap everything and close the pidfd; arrays over the memory keep it mapped. Idempotent."""
         if self.closed:

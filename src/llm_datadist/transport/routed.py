@@ -105,6 +105,11 @@ class RoutedConnection:
         """Return True when it is certain that the peer's process has ended."""
         return self._shared.peer_ended() or self._private.peer_ended()
 
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended, if either route has one."""
+        shared = self._shared.peer_pidfd()
+        return self._private.peer_pidfd() if shared is None else shared
+
     def close(self) -> None:
         """Close both. Idempotent, never waits."""
         self._shared.close()

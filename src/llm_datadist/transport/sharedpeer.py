@@ -79,6 +79,11 @@ class SharedPeer:
         if self._memory is not None:
             self._memory.introduce(who, cluster_id)
 
+    def duplicate_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended; None when closed."""
+        memory = self._memory
+        return None if memory is None else memory.duplicate_pidfd()
+
     def close(self) -> None:
         """Give the share back, and with the last one the memory. Idempotent."""
         memory, self._memory = self._memory, None

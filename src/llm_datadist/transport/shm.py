@@ -45,6 +45,9 @@ class ShmConnection(Connection):
         # Readers fail by the generation, nobody waits for them.
         return writers_of(self._peer) if write else None
 
+    def _duplicate_pidfd(self) -> int | None:
+        return self._peer.duplicate_pidfd()
+
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 

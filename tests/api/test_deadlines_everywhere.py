@@ -1,0 +1,274 @@
+"""Every public call against everything that can stall: typed and within its time, and nothing is broken after (R6, R7).
+
+What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
+listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer
+and for a redial's attempt, its timeout; finalize for its own threads. Everything else waits for nobody.
+
+No time is asserted: a call that hangs is one whose end gives no answer at all (:class:`ChildEnd`).
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist.cache.registry import Namespace
+from llm_datadist.control.messages import Failed, Ping, Pong, Resolve, Resolved, frame
+from llm_datadist.errors import DeadlineExceeded
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.strangers import Stranger, silent_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+    Stall = Callable[[Pair, Path], Any]
+
+TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK
+BUDGET_MS = 150
+PATIENT = {"llm.PeerTimeout": "600"}  # the calls end by their own time, not because the peer counts as dead
+KEY = CacheKey(1, 10)
+ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
+
+#: Every transfer: its arguments, and which (destination, source) rows it moves. Cache 1 is the prompt's "rows".
+TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
+    "pull_cache": ((CacheKeyByIdAndIndex(1, 1, 0), Use("rows"), 3), [(3, 0)]),
+    "pull_blocks": ((BLOCKS, Use("paged"), [1, 6], [0, 3]), [(0, 1), (3, 6)]),
+    "push_cache": ((CacheKeyByIdAndIndex(1, 1, 2), Use("rows"), 1), [(2, 1)]),
+    "push_blocks": ((BLOCKS, Use("paged"), [5], [7]), [(7, 5)]),
+}
+
+
+# --- what can stall ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stopped_process(pair: Pair, folder: Path) -> Iterator[None]:
+    """The peer's process does nothing at all."""
+    assert isinstance(pair.prompt, ChildEnd)
+    pair.prompt.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        pair.prompt.signal(signal.SIGCONT)
+
+
+@contextmanager
+def deaf_control_thread(pair: Pair, folder: Path) -> Iterator[None]:
+    """The peer runs, but its control thread serves nobody."""
+    pair.prompt.do(stall_control, folder)
+    wait_until((folder / "stalled").exists)
+    try:
+        yield
+    finally:
+        (folder / "go on").touch()
+
+
+def stall_control(world: World, folder: Path) -> None:
+    assert world.dd._engine is not None
+
+    def stall() -> None:
+        (folder / "stalled").touch()
+        wait_until((folder / "go on").exists, 60)
+
+    world.dd._engine._control.post(stall)
+
+
+@contextmanager
+def full_socket(pair: Pair, folder: Path) -> Iterator[None]:
+    """The peer reads nothing, and its socket holds no more: what is sent waits here."""
+    with stopped_process(pair, folder):
+        pair.decoder.do(fill_socket, 1)
+        yield
+
+
+def fill_socket(world: World, peer: int) -> None:
+    assert world.dd._engine is not None
+    link_ = world.dd._engine.links.get(peer)
+    assert link_.channel is not None
+    while not link_.channel._backlog:
+        link_.send(Failed(0, 0, "x" * 4000))  # to nobody's question: dropped when it is read
+
+
+def wait_for_answer(world: World, peer: int) -> None:
+    """Wait until the peer has worked off all that was said to it meanwhile."""
+    assert world.dd._engine is not None
+    link_ = world.dd._engine.links.get(peer)
+    number = link_.ping()
+    wait_until(lambda: link_.last_pong >= number, 30)
+
+
+STALLS: Final[dict[str, Stall]] = {
+    "stopped process": stopped_process,
+    "deaf control thread": deaf_control_thread,
+    "full socket": full_socket,
+}
+
+
+# --- every call -------------------------------------------------------------------------------------------------------
+
+
+def both_kinds(pair: Pair) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
+    specs = {"rows": ROWS, "paged": PAGED}, {"rows": Spec(), "paged": Spec(blocks=True)}
+    ends = (pair.prompt, pair.decoder)
+    source, target = (
+        {name: end.do(make, name, spec, seed) for seed, (name, spec) in enumerate(mine.items())}
+        for end, mine in zip(ends, specs, strict=True)
+    )
+    return source, target
+
+
+def times_out(end: End, method: str, *args: Any) -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        end.do(call, method, *args)
+    assert (caught.value.status_code, caught.value.budget_ms) == (TIMEOUT, BUDGET_MS)
+    assert caught.value.phase == "resolve"
+
+
+def every_local_call(world: World) -> list[str]:
+    """Make each call that needs no peer, and prove what it says with bytes; return their names."""
+    host, paged = Spec(placement=Placement.HOST, blocks=True), Spec(blocks=True)
+    made = {
+        "allocate_cache": make(world, "a", Spec(keys=(CacheKey(2, 99),)), 50),
+        "allocate_blocks_cache": make(world, "b", paged, 51),
+        "host": make(world, "h", host, 52),
+        "register_cache": make(world, "r", Spec(memory="private"), 53),
+        "register_blocks_cache": make(world, "rb", Spec(memory="private", blocks=True), 54),
+    }
+    call(world, "copy_cache", Use("r"), Use("a"), 4, 5)
+    same_bytes(show(world, "r"), moved(made["register_cache"], made["allocate_cache"], [(4, 5)]))
+    call(world, "copy_blocks", Use("b"), {0: [6]})
+    same_bytes(show(world, "b"), moved(made["allocate_blocks_cache"], made["allocate_blocks_cache"], [(6, 0)]))
+    call(world, "swap_blocks", Use("b"), Use("h"), {1: 2})
+    same_bytes(show(world, "h"), moved(made["host"], made["allocate_blocks_cache"], [(2, 1)]))
+    call(world, "remove_cache_key", CacheKey(2, 99))
+    call(world, "deallocate_cache", Use("a"))
+    for name in ("b", "h"):
+        call(world, "deallocate_blocks_cache", Use(name))
+    for name in ("r", "rb"):
+        world.cm.unregister_cache(world.caches[name].cache_id)
+    world.dd.check_integrity()
+    assert world.dd.explain(1).remote_cluster_id == 1
+    for name in ("a", "b", "h", "r", "rb"):
+        del world.caches[name]
+    return sorted(made)
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_r06_r07_every_call_ends_in_time_and_the_link_is_good_afterwards(
+    shm_pair: Pair, tmp_path: Path, stall: str
+) -> None:
+    shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    source, target = both_kinds(shm_pair)
+    before = decoder.do(picture)
+    with STALLS[stall](shm_pair, tmp_path):
+        for method, (args, _) in TRANSFERS.items():
+            times_out(decoder, method, *args)
+        assert len(decoder.do(every_local_call)) == 5
+        assert decoder.do(picture).caches == before.caches
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (ALREADY, [ALREADY])
+        assert decoder.do(link, [info(None, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+        assert decoder.do(unlink, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    for name in ("rows", "paged"):
+        same_bytes(decoder.do(show, name), target[name])
+        same_bytes(prompt.do(show, name), source[name])
+    decoder.do(wait_for_answer, 1)
+    wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    for method, (args, pairs) in TRANSFERS.items():
+        name = args[1].name
+        decoder.do(call, method, *args)
+        if method.startswith("pull"):
+            target[name] = moved(target[name], source[name], pairs)
+        else:
+            source[name] = moved(source[name], target[name], pairs)
+        same_bytes(decoder.do(show, name), target[name])
+        same_bytes(prompt.do(show, name), source[name])
+    wait_until(lambda: prompt.do(picture).pins == 0)
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+
+
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("force", [False, True])
+def test_r06_parting_from_a_peer_that_stalls_ends_in_time(
+    shm_pair: Pair, tmp_path: Path, stall: str, force: bool
+) -> None:
+    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    with STALLS[stall](shm_pair, tmp_path):
+        if force:
+            assert shm_pair.decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
+            assert shm_pair.decoder.do(links) == {}
+            told = shm_pair.decoder.do(link, [info(1, shm_pair.prompt.port)], BUDGET_MS)
+            assert told == (TIMEOUT, [TIMEOUT])
+        else:
+            shm_pair.decoder.do(finalize)
+    wait_until(lambda: shm_pair.prompt.do(links) == {})
+    if force:
+        shm_pair.link()
+        bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def finalize(world: World) -> None:
+    world.dd.finalize()
+
+
+def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:
+    """The peer has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come."""
+    shm_pair.start(linked=False, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    shm_pair.prompt.do(make, "rows", Spec(), 1)
+    before = shm_pair.prompt.do(show, "rows")
+    assert shm_pair.prompt.port is not None
+    with Stranger(shm_pair.prompt.port) as stranger:
+        stranger.link()
+        whole = frame(Pong(1))
+        stranger.say(whole[:5])
+        for _ in range(2):
+            times_out(shm_pair.prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
+        assert shm_pair.prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+        stranger.say(whole[5:], Ping(77))
+        while stranger.hear(Pong).id != 77:
+            pass
+        assert shm_pair.prompt.do(links) == {66: "ready"}
+    same_bytes(shm_pair.prompt.do(show, "rows"), before)
+
+
+def test_r06_a_listener_that_accepts_and_says_nothing_costs_the_time_of_the_call(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with silent_port() as silent:
+        clusters = [info(9, silent), info(None, silent), info(1, shm_pair.prompt.port)]
+        told = shm_pair.decoder.do(link, clusters, BUDGET_MS)
+    assert told == (ALREADY, [TIMEOUT, TIMEOUT, ALREADY])
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_r06_no_local_call_waits_for_a_peer_that_stands_still_inside_a_pull(shm_pair: Pair, tmp_path: Path) -> None:
+    """The peer holds a pin and is stopped: its source is given back, removed and replaced all the same."""
+    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt = shm_pair.prompt
+    prompt.do(make, "rows", ROWS, 1)
+    assert prompt.port is not None
+    with Stranger(prompt.port) as stranger:
+        stranger.link()
+        stranger.say(Resolve(1, False, (int(Namespace.REQUEST), KEY.req_id, KEY.model_id), 0, 0, 600_000))
+        stranger.hear(Resolved)
+        assert prompt.do(picture).pins == 1
+        prompt.do(call, "deallocate_cache", Use("rows"))
+        prompt.do(call, "remove_cache_key", KEY)
+        prompt.do(make, "again", ROWS, 2)
+        prompt.do(call, "deallocate_cache", Use("again"))
+        prompt.do(call, "remove_cache_key", KEY)
+        # The frozen one's memory waits for its pin, and for nothing longer.
+        assert prompt.do(picture).caches.draining == 1
+    wait_until(lambda: prompt.do(picture).caches.draining == 0)
+    assert prompt.do(picture).pins == 0

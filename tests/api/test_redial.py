@@ -1,0 +1,368 @@
+"""What one end dialled and lost comes back by itself, to the same incarnation only, until somebody unlinks it (R22)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist.errors import NotLinked
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.strangers import silent_port
+from tests.support.world import World, residue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Pair
+    from tests.support.ends import End
+
+ALREADY = LLMStatusCode.LLM_ALREADY_LINK
+BOTH_UP = ({2: "ready"}, {1: "ready"})
+PATIENT = {"llm.PeerTimeout": "600"}
+
+
+def lose(world: World, peer: int) -> None:
+    """Cut the control connection, as a network would: neither end meant it."""
+    assert world.dd._engine is not None
+    channel = world.dd._engine.links.get(peer).channel
+    assert channel is not None
+    with suppress(OSError):  # it may just have been lost
+        channel._socket.shutdown(socket.SHUT_RDWR)
+
+
+def redials(world: World) -> tuple[Any, ...]:
+    return world.dd.statistics().redials
+
+
+def threads(world: World) -> list[str]:
+    names: list[str] = residue()["threads"]
+    return names
+
+
+def link_number(world: World, peer: int) -> int:
+    assert world.dd._engine is not None
+    link_ = world.dd._engine.links._table.get(peer)
+    return 0 if link_ is None or not link_.usable else link_.sequence
+
+
+def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
+    return pair.prompt.do(links), pair.decoder.do(links)
+
+
+def comes_back(pair: Pair, was: int) -> None:
+    """Wait for another link than ``was`` at the decoder, and for the end of the redial."""
+    wait_until(lambda: pair.decoder.do(link_number, 1) > was)
+    wait_until(lambda: both(pair) == BOTH_UP)
+    assert pair.decoder.do(redials) == ()
+    wait_until(lambda: "llm-datadist-redial" not in pair.decoder.do(threads))
+
+
+@pytest.mark.parametrize("by_the_dialler", [False, True])
+def test_a_lost_link_comes_back_by_itself_many_times(pair: Pair, by_the_dialler: bool) -> None:
+    pair.start()
+    for _ in range(3):
+        was = pair.decoder.do(link_number, 1)
+        loser, peer = (pair.decoder, 1) if by_the_dialler else (pair.prompt, 2)
+        loser.do(lose, peer)
+        comes_back(pair, was)
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+@pytest.mark.parametrize("caller", ["prompt", "decoder"])
+def test_an_explicit_link_after_a_redial_succeeds_once(pair: Pair, caller: str) -> None:
+    pair.start()  # the decoder dials
+    pair.prompt.stop()
+    pair.decoder.stop()
+    for end, role, cluster_id in ((pair.prompt, "PROMPT", 1), (pair.decoder, "DECODER", 2)):
+        extra = {"llm.Transport": pair.transport}
+        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", extra=extra)
+    pair.link()
+    was = pair.decoder.do(link_number, 1)
+    pair.decoder.do(lose, 1)
+    comes_back(pair, was)
+    here, there = (pair.prompt, pair.decoder) if caller == "prompt" else (pair.decoder, pair.prompt)
+    mended = here.do(link_number, there.cluster_id)
+    assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS
+    assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
+    assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+@contextmanager
+def frozen(end: End) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT at the end."""
+    assert isinstance(end, ChildEnd)
+    end.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        end.signal(signal.SIGCONT)
+
+
+def redialling(end: End) -> bool:
+    return [(each.remote_cluster_id, each.attempts > 0) for each in end.do(redials)] == [(1, True)]
+
+
+def not_linked(end: End, *parts: str) -> None:
+    asked: list[tuple[Any, ...]] = [(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0]), (explain, 1)]
+    for ask in asked:
+        with pytest.raises(NotLinked) as caught:
+            end.do(*ask)
+        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def explain(world: World, cluster_id: int) -> Any:
+    return world.dd.explain(cluster_id)
+
+
+def test_operations_meanwhile_are_not_linked_and_say_that_a_redial_goes_on(shm_pair: Pair) -> None:
+    shm_pair.start()
+    shm_pair.decoder.do(make, "kv", Spec(blocks=True), 1)
+    with frozen(shm_pair.prompt):
+        shm_pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(shm_pair.decoder))
+        not_linked(shm_pair.decoder, "cluster 1", f"127.0.0.1:{shm_pair.prompt.port} is being dialled again")
+        assert shm_pair.decoder.do(links) == {}
+        (redial,) = shm_pair.decoder.do(redials)
+        assert redial.address == f"127.0.0.1:{shm_pair.prompt.port}"
+    wait_until(lambda: both(shm_pair) == BOTH_UP)
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    wait_until(lambda: shm_pair.decoder.do(redials) == ())
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_unlink_ends_the_redial(shm_pair: Pair, force: bool) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.prompt):
+        shm_pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(shm_pair.decoder))
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 5000, force) == SUCCESS
+        assert shm_pair.decoder.do(redials) == ()
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 5000, force) == SUCCESS
+        wait_until(lambda: "llm-datadist-redial" not in shm_pair.decoder.do(threads))
+    # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
+    wait_until(lambda: shm_pair.prompt.do(links) == {})
+    assert shm_pair.decoder.do(links) == {}
+    shm_pair.link()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_an_explicit_link_ends_the_redial(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.prompt):
+        shm_pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(shm_pair.decoder))
+        timeout = LLMStatusCode.LLM_TIMEOUT
+        assert shm_pair.decoder.do(link, [info(1, shm_pair.prompt.port)], 200) == (timeout, [timeout])
+        wait_until(lambda: redialling(shm_pair.decoder))  # it goes on: the user wants the link, too
+    shm_pair.link()
+    assert shm_pair.decoder.do(redials) == ()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_finalize_ends_the_redial_at_once(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.prompt):
+        shm_pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(shm_pair.decoder))
+        shm_pair.decoder.stop()
+        assert "llm-datadist-redial" not in shm_pair.decoder.do(threads)
+
+
+def test_a_link_that_the_peer_gave_up_by_force_does_not_come_back_by_itself(pair: Pair) -> None:
+    pair.start()
+    assert pair.prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
+    wait_until(lambda: both(pair) == ({}, {}) and pair.decoder.do(redials) == ())
+    assert both(pair) == ({}, {}), "the redial was refused"
+    pair.link()
+    was = pair.decoder.do(link_number, 1)
+    pair.decoder.do(lose, 1)  # linked explicitly since: forgiven
+    comes_back(pair, was)
+
+
+def test_a_peer_that_unlinked_what_it_had_lost_is_not_linked_by_a_redial(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.decoder):
+        shm_pair.prompt.do(lose, 2)
+        wait_until(lambda: shm_pair.prompt.do(links) == {})
+        assert shm_pair.prompt.do(unlink, [info(2, 1)]) == SUCCESS
+    wait_until(lambda: shm_pair.decoder.do(links) == {} and shm_pair.decoder.do(redials) == ())
+    assert both(shm_pair) == ({}, {})
+    shm_pair.link()
+
+
+# --- another incarnation, and none ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(request: pytest.FixtureRequest) -> Iterator[list[ChildEnd]]:
+    """Prompts of the test's own, to be killed."""
+    ends: list[ChildEnd] = []
+    yield ends
+    for end in ends:
+        end.kill()
+
+
+def born(prompts: list[ChildEnd], port: int | None = 0, **settings: Any) -> ChildEnd:
+    prompts.append(ChildEnd("prompt"))
+    prompts[-1].start("PROMPT", 1, listen_ip_info=f"127.0.0.1:{port}", **settings)
+    return prompts[-1]
+
+
+@pytest.fixture
+def decoder() -> Iterator[ChildEnd]:
+    """A decoder that must have nothing left afterwards."""
+    end = ChildEnd("decoder")
+    before = end.do(_residue)
+    end.start("DECODER", 2, extra=PATIENT)
+    end.do(make, "kv", Spec(blocks=True), 1)
+    yield end
+    end.stop()
+    wait_until(lambda: end.do(_residue) == before)
+    end.close()
+
+
+def _residue(world: World) -> dict[str, Any]:
+    return residue()
+
+
+def test_a_killed_peer_is_not_dialled_for_long(prompts: list[ChildEnd], decoder: ChildEnd) -> None:
+    prompt = born(prompts)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt.kill()
+    wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())  # its process has ended: no hope
+    wait_until(lambda: "llm-datadist-redial" not in decoder.do(threads))
+
+
+def finalize(world: World) -> None:
+    world.dd.finalize()
+
+
+@pytest.mark.parametrize("cluster_id", [1, 9])
+def test_another_incarnation_at_the_address_ends_the_redial(
+    prompts: list[ChildEnd], decoder: ChildEnd, cluster_id: int
+) -> None:
+    prompt = born(prompts)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt.do(finalize)  # the process goes on: nothing but its silence tells
+    wait_until(lambda: redialling(decoder))
+    other = ChildEnd("other")
+    prompts.append(other)
+    other.start("PROMPT", cluster_id, listen_ip_info=f"127.0.0.1:{prompt.port}")
+    wait_until(lambda: decoder.do(redials) == (), 20)
+    assert decoder.do(links) == {}, "nobody has asked for a link to the new one"
+    assert other.do(links) == {}
+    not_linked(decoder, "link_clusters makes the link")
+    assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
+
+
+def test_r22_a_restarted_peer_is_linked_at_once_although_its_end_has_not_been_seen(
+    prompts: list[ChildEnd], decoder: ChildEnd
+) -> None:
+    for wanted in (1, None):
+        first = born(prompts)
+        assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+        # Somebody else holds the sockets and the process is only stopped: no end of stream, no pidfd tells anything.
+        with frozen(first):
+            second = born(prompts)
+            assert decoder.do(link, [info(wanted, second.port)]) == SUCCESS
+            bytes_move_both_ways(second, decoder)
+        wait_until(lambda end=first: end.do(links) == {})  # type: ignore[misc]
+        assert decoder.do(unlink, [info(1, second.port)]) == SUCCESS
+
+
+def kill_and_link_again(world: World, pid: int, port: int) -> Any:
+    """The news of the end may not have been read when the other process is dialled."""
+    os.kill(pid, signal.SIGKILL)
+    return link(world, [info(1, port)])
+
+
+def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(prompts: list[ChildEnd], decoder: ChildEnd) -> None:
+    first = born(prompts)
+    assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+    for _ in range(4):
+        second = born(prompts)
+        assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
+        bytes_move_both_ways(second, decoder)
+        first = second
+
+
+def test_a_silent_but_linked_peer_is_already_link(shm_pair: Pair) -> None:
+    shm_pair.start(extra=PATIENT)
+    with frozen(shm_pair.prompt), silent_port() as silent:
+        for port in (shm_pair.prompt.port, silent):
+            assert shm_pair.decoder.do(link, [info(1, port)], 1500) == (ALREADY, [ALREADY])
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(pair: Pair) -> None:
+    pair.start()
+    for number in range(15):
+        loser, peer = (pair.decoder, 1) if number % 2 else (pair.prompt, 2)
+        with suppress(NotLinked):
+            loser.do(lose, peer)
+        if number % 3 == 1:
+            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) in (SUCCESS, (ALREADY, [ALREADY]))
+            wait_until(lambda: both(pair) == BOTH_UP)
+        elif number % 3 == 2:
+            assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+            assert (pair.decoder.do(links), pair.decoder.do(redials)) == ({}, ())
+            wait_until(lambda: both(pair) == ({}, {}))
+            pair.link()
+    wait_until(lambda: both(pair) == BOTH_UP)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_a_forked_child_redials_nothing_and_its_parent_goes_on(prompts: list[ChildEnd]) -> None:
+    prompt, forker = born(prompts), ChildEnd("forker")
+    prompts.append(forker)  # killed: a fork ends threads of other libraries, too
+    forker.start("DECODER", 2)
+    assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
+    with frozen(prompt):
+        forker.do(lose, 1)
+        wait_until(lambda: redialling(forker))
+        assert forker.do(fork_and_look) == "not initialized"
+    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+    bytes_move_both_ways(prompt, forker)
+
+
+def fork_and_look(world: World) -> str:
+    """Return what a forked child finds: no thread, no link, nothing initialised."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = "?"
+        try:
+            names = [thread.name for thread in threading.enumerate() if "redial" in thread.name]
+            world.dd.statistics()
+            found = f"a live object, {names}"
+        except RuntimeError as error:
+            found = "not initialized" if "not initialized" in str(error) and not names else str(error)
+        finally:
+            os.write(into, found.encode())
+            os._exit(0)
+    os.close(into)
+    os.waitpid(child, 0)
+    with os.fdopen(out, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def test_an_address_where_nobody_listens_is_tried_on(decoder: ChildEnd, prompts: list[ChildEnd]) -> None:
+    prompt = born(prompts)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt.do(finalize)
+    wait_until(lambda: [each.attempts >= 3 for each in decoder.do(redials)] == [True])
+    (redial,) = decoder.do(redials)
+    assert "refused" in redial.reason
+    not_linked(decoder, "attempts, the last attempt: link to 127.0.0.1", "refused")

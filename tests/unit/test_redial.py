@@ -1,0 +1,219 @@
+"""Redials one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist.control.link import Link, Peer
+from llm_datadist.control.redial import Redial, Redialler
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import LinkRefused, LLMStatusCode
+from llm_datadist.transport import Choice
+from tests.support.moves import wait_until
+from tests.unit.test_link_table import Nowhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ADDRESS = ("127.0.0.1", 4711)
+PATIENCE = Deadline.after_ms(60_000)
+
+
+class Gone(Nowhere):
+    """A connection whose peer's process is told by a pipe: it has ended once the pipe's other end is closed."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        super().__init__()
+
+    def peer_pidfd(self) -> int | None:
+        return os.dup(self._fd)
+
+
+def lost(cluster_id: int = 7, connection: Nowhere | None = None) -> Link:
+    peer = Peer(cluster_id, bytes(16), 1, "host")
+    link = Link(peer, connection or Nowhere(), Choice("tcp", None, "test"), dialled=True, sequence=1, peer_sequence=1)
+    link.address = ADDRESS
+    return link
+
+
+class Attempts:
+    """What the redialler dials, and what comes of it."""
+
+    def __init__(self) -> None:
+        self.made: list[Redial] = []
+        self.linked: set[int] = set()
+        self.outcome: Callable[[], None] = lambda: None
+        self.redialler = Redialler(self.dial, lambda cluster_id: cluster_id in self.linked)
+
+    def dial(self, redial: Redial, deadline: Deadline) -> None:
+        assert 0 < deadline.remaining() < 60
+        self.made.append(redial)
+        self.outcome()
+
+    def over(self) -> bool:
+        return self.redialler.statistics() == () and not self.redialler._running
+
+
+@pytest.fixture
+def attempts() -> Iterator[Attempts]:
+    attempts = Attempts()
+    yield attempts
+    attempts.redialler.stop()
+    assert not [each for each in threading.enumerate() if each.name == "llm-datadist-redial"]
+
+
+def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:
+    raise LinkRefused("no such luck", status_code=status)
+
+
+def test_the_delay_doubles_up_to_ten_seconds_with_jitter_below_it() -> None:
+    redial = Redial(lost(), ADDRESS, 0.1)
+    waits = [redial.due - time.monotonic()]
+    for _ in range(12):
+        redial.later("why")
+        waits.append(redial.due - time.monotonic())
+    for number, seconds in enumerate(waits):
+        full = min(0.1 * 2**number, 10.0)
+        assert full / 2 - 0.05 <= seconds <= full
+    assert len({round(seconds / min(0.1 * 2**number, 10.0), 6) for number, seconds in enumerate(waits)}) > 6
+
+
+def test_a_success_ends_it_and_the_thread(attempts: Attempts) -> None:
+    assert attempts.redialler.begin(lost()) is not None
+    wait_until(attempts.over)
+    assert len(attempts.made) == 1
+    assert attempts.redialler.begin(lost()) is not None  # a new thread
+    wait_until(lambda: attempts.over() and len(attempts.made) == 2)
+
+
+def test_a_link_that_is_lost_again_at_once_goes_on_with_the_back_off(attempts: Attempts) -> None:
+    delays = []
+    for number in range(4):
+        redial = attempts.redialler.begin(lost())
+        assert redial is not None
+        delays.append(redial.delay)
+        wait_until(lambda n=number: attempts.over() and len(attempts.made) == n + 1)  # type: ignore[misc]
+    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8])
+
+
+def test_failures_are_tried_again_and_told(attempts: Attempts) -> None:
+    attempts.outcome = refuse
+    attempts.redialler.begin(lost())
+    wait_until(lambda: len(attempts.made) == 2)
+    (now,) = attempts.redialler.statistics()
+    assert (now.remote_cluster_id, now.address) == (7, "127.0.0.1:4711")
+    assert "no such luck" in attempts.redialler.story(7)
+    assert attempts.redialler.story(8) == ""
+
+
+@pytest.mark.parametrize("status", ["LLM_ALREADY_LINK", "LLM_NOT_YET_LINK", "LLM_PARAM_INVALID"])
+def test_what_another_attempt_would_not_change_ends_it_with_one_line(
+    attempts: Attempts, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts.outcome = lambda: refuse(LLMStatusCode[status])
+    attempts.redialler.begin(lost())
+    wait_until(attempts.over)
+    (line,) = [record.getMessage() for record in caplog.records if "not dialled again" in record.getMessage()]
+    assert "link_clusters links again" in line
+    assert len(attempts.made) == 1
+
+
+def test_a_bug_in_an_attempt_costs_that_cluster_only(attempts: Attempts, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        if attempts.made[-1].peer.cluster_id == 7:
+            raise ValueError("a bug")
+
+    attempts.outcome = fail
+    attempts.redialler.begin(lost(7))
+    attempts.redialler.begin(lost(8))
+    wait_until(attempts.over)
+    assert sorted(each.peer.cluster_id for each in attempts.made) == [7, 8]
+    assert "unexpected error" in caplog.text
+
+
+def test_a_cluster_that_is_linked_by_now_is_not_dialled(attempts: Attempts) -> None:
+    attempts.linked.add(7)
+    attempts.redialler.begin(lost())
+    assert attempts.redialler.statistics() == ()
+    wait_until(attempts.over)
+    assert attempts.made == []
+
+
+def test_what_this_end_did_not_dial_is_not_dialled_again(attempts: Attempts) -> None:
+    accepted = lost()
+    accepted.address = None
+    assert attempts.redialler.begin(accepted) is None
+    ended = lost()
+    ended.end("over", lost=True)
+    assert attempts.redialler.begin(ended) is None
+    assert attempts.over()
+
+
+def test_a_process_that_has_ended_is_dialled_no_more_and_no_descriptor_is_left(attempts: Attempts) -> None:
+    open_before = os.listdir("/proc/self/fd")
+    told, teller = os.pipe()
+    attempts.outcome = refuse
+    assert attempts.redialler.begin(lost(7, Gone(told))) is not None
+    wait_until(lambda: len(attempts.made) >= 1)
+    os.close(teller)  # readable from now on, as a pidfd is
+    wait_until(attempts.over)
+    assert attempts.redialler.begin(lost(7, Gone(told))) is None
+    os.close(told)
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None:
+    attempts.outcome = refuse
+    attempts.redialler.begin(lost(7))
+    attempts.redialler.begin(lost(8))
+    wait_until(lambda: len(attempts.made) >= 2)
+    attempts.redialler.cancel(7, PATIENCE)
+    attempts.redialler.cancel(7, PATIENCE)
+    attempts.redialler.cancel(99, PATIENCE)
+    count = sum(each.peer.cluster_id == 7 for each in attempts.made)
+    wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
+    assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
+
+
+def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts: Attempts) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        go.wait(30)
+
+    attempts.outcome = hold
+    attempts.redialler.begin(lost())
+    assert inside.wait(10)
+    attempts.redialler.cancel(7, Deadline.after_ms(20))
+    assert attempts.made[0].cancelled
+    assert attempts.redialler._current is attempts.made[0], "it was not waited for in vain"
+    threading.Timer(0.05, go.set).start()
+    attempts.redialler.cancel(7, PATIENCE)
+    assert attempts.redialler._current is None
+    wait_until(attempts.over)
+
+
+def test_after_a_stop_nothing_is_dialled(attempts: Attempts) -> None:
+    attempts.outcome = refuse
+    attempts.redialler.begin(lost())
+    attempts.redialler.stop()
+    count = len(attempts.made)
+    assert attempts.redialler.begin(lost()) is None
+    assert attempts.redialler.statistics() == ()
+    assert len(attempts.made) == count
+
+
+def test_every_text_is_one_line(attempts: Attempts) -> None:
+    attempts.outcome = refuse
+    redial: Any = attempts.redialler.begin(lost())
+    wait_until(lambda: len(attempts.made) >= 1)
+    for text in (attempts.redialler.story(7), repr(redial)):
+        assert "\n" not in text
+        assert "127.0.0.1:4711" in text
