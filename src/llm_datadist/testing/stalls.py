@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.errors import LLMException
@@ -83,7 +84,7 @@ def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     end = threading.Event()
     for link in links:
         for name in ("read", "write"):
-            _replace(link.connection, name, lambda move: _after(end, move), undo)
+            _replace(link.connection, name, partial(_after, end), undo)
     undo.callback(end.set)
 
 
@@ -97,25 +98,39 @@ def _after(end: threading.Event, move: Callable[..., Any]) -> Callable[..., Any]
 
 def _frame(_: Engine, links: list[Link], undo: ExitStack) -> None:
     for link in links:
-        kept: list[Message] = []
-        lock = threading.Lock()  # of the list and its end
-        channel = link.channel
-        assert channel is not None, "a link that can be found has a channel"
-        send = channel.send
+        assert link.channel is not None, "a link that can be found has a channel"
+        kept = _Kept(link.channel.send)
+        undo.callback(kept.let_go)
+        _replace(link.channel, "send", kept.instead, undo)
 
-        def keep(message: Message, kept: list[Message] = kept, lock: threading.Lock = lock) -> None:
-            with lock:
-                kept.append(message)
 
-        def let_go(
-            send: Callable[[Message], None] = send, kept: list[Message] = kept, lock: threading.Lock = lock
-        ) -> None:
-            with lock, suppress(LLMException):  # the link may have ended meanwhile
-                for message in kept:
-                    send(message)
+class _Kept:
+    """Messages that wait for the end of a stall. Any thread."""
 
-        undo.callback(let_go)
-        _replace(channel, "send", lambda _, keep=keep: keep, undo)
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()  # of the two below
+        self._messages: list[Message] = []
+        self._over = False
+
+    def instead(self, _: object) -> Callable[[Message], None]:
+        """Return what takes the place of the channel's own sending."""
+        return self.send
+
+    def send(self, message: Message) -> None:
+        """Keep a message, or send it when the stall has just ended."""
+        with self._lock:
+            if not self._over:
+                self._messages.append(message)
+                return
+        self._send(message)
+
+    def let_go(self) -> None:
+        """Send all that was kept; on a link that has ended meanwhile it is lost."""
+        with self._lock, suppress(LLMException):
+            self._over = True
+            for message in self._messages:
+                self._send(message)
 
 
 def _replace(
