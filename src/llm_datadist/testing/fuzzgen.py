@@ -1,8 +1,8 @@
 """Wrong frames from right ones: what the targets of :mod:`llm_datadist.testing.fuzz` are fed with.
 
-All of it follows from a seed. A frame begins as a message that could be meant, then a field or two become wild, then some bytes change. So most of
-them reach deep into the code, and none of the ways to be wrong is left out: random, truncated, oversized, out of order,
-repeated.
+All of it follows from a seed. A frame begins as a message that could be meant, then a field or two become wild, then
+some bytes change. So most of them reach deep into the code, and none of the ways to be wrong is left out: random,
+truncated, oversized, out of order, repeated.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ tables must agree with themselves, and the pins of the lost be gone.
 
 from __future__ import annotations
 
-import socket
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -29,6 +28,8 @@ from llm_datadist.types import (
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
+    import socket
+
     from llm_datadist.descriptors import Cache
     from llm_datadist.engine import Engine
 
