@@ -10,6 +10,7 @@ import pytest
 
 from llm_datadist import CacheKey
 from llm_datadist.testing.midcopy import PageTrap, frozen, peek, stop_inside_copy, trap_denied
+from llm_datadist.views import tensor_views
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -101,42 +102,48 @@ def test_a_trap_stops_once_and_nobody_after_its_release() -> None:
 
 
 def test_a_signal_stops_a_copy_often_enough_and_says_when_it_did_not(shm_pair: Pair) -> None:
-    shm_pair.start(extra=PATIENT)
-    spec = Spec(tensors=4, rows=2, stride=3 * MIB, keys=(KEY,))
-    source = shm_pair.prompt.do(make, "rows", spec, 1)
-    target = shm_pair.decoder.do(make, "rows", Spec(tensors=4, rows=2, stride=3 * MIB), 2)
+    # One thread, so that the last byte is the last one.
+    shm_pair.start(extra=PATIENT | {"llm.CopyThreads": "1"})
+    source = shm_pair.prompt.do(make, "rows", BIG, 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(tensors=4, rows=2, stride=2 * MIB), 2)
+    shm_pair.decoder.do(expect, moved(target, source, [(1, 0)]))
     decoder: Any = shm_pair.decoder
-    # The first byte of the first tensor's row, and the last of the last one's. The copy is 12 MiB.
-    first, last = decoder.do(address, "rows", 0) + 3 * MIB, decoder.do(address, "rows", 3) + 6 * MIB - 1
-    source_first, source_last = int(source[0][0][0]), int(source[3][0][-1])
+    first = decoder.do(address, "rows", 0) + 2 * MIB
+    last = decoder.do(address, "rows", 3) + 4 * MIB - 1
+    arrived_first, arrived_last = int(source[0][0][0]), int(source[3][0][-1])
     caught = tried = 0
-    while caught < 3 and tried < 60:
+    while caught < 2 and tried < 100:
         tried += 1
-        target = decoder.do(make_unlike, source_first, source_last)
+        decoder.do(spoil, "rows")
         decoder.do(begin_there, "pull", call, "pull_cache", KEY, Use("rows"), 1)
-        caught += stop_inside_copy(
+        inside = stop_inside_copy(
             decoder.pid,
-            lambda: peek(decoder.pid, first, 1)[0] == source_first,
-            lambda: peek(decoder.pid, last, 1)[0] == source_last,
+            lambda: peek(decoder.pid, first, 1)[0] == arrived_first,
+            lambda: peek(decoder.pid, last, 1)[0] == arrived_last,
         )
-        assert frozen(decoder.pid)
+        caught += inside
         decoder.signal(signal.SIGCONT)
         assert decoder.do(result_there, "pull") is None
-        same_bytes(decoder.do(show, "rows"), moved(target, source, [(1, 0)]))
+        assert decoder.do(as_expected, "rows")
         shm_pair.prompt.do(publish_again)
-    assert caught >= 1, f"{caught} of {tried} trials stopped inside the copy"
+    assert caught == 2, f"{caught} of {tried} trials stopped inside the copy"
     with pytest.raises(TimeoutError, match="no copy of process"):
         stop_inside_copy(decoder.pid, lambda: False, lambda: False, 0.01)
 
 
-def make_unlike(world: World, first: int, last: int) -> list[Any]:
-    """Change the two bytes that are watched, so that their change can be seen; return all bytes."""
-    from llm_datadist.views import tensor_views
+def expect(world: World, expected: list[Any]) -> None:
+    world.memory["expected"] = expected
 
-    views = [view.reshape(-1) for view in tensor_views(world.caches["rows"])]
-    views[0][3 * MIB] = first ^ 0xFF
-    views[3][6 * MIB - 1] = last ^ 0xFF
-    return show(world, "rows")
+
+def spoil(world: World, name: str) -> None:
+    """Change every byte of row 1, so that the first and the last that arrives can be seen."""
+    for view, expected in zip(tensor_views(world.caches[name]), world.memory["expected"], strict=True):
+        view.reshape(2, -1)[1] = expected[1] ^ 0xFF
+
+
+def as_expected(world: World, name: str) -> bool:
+    same_bytes(show(world, name), world.memory["expected"])
+    return True
 
 
 def publish_again(world: World) -> None:
