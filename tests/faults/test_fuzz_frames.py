@@ -17,8 +17,8 @@ from llm_datadist.control.channel import FrameParser
 from llm_datadist.control.messages import Release, decode
 from llm_datadist.errors import ProtocolError
 from llm_datadist.log import logger
+from llm_datadist.target import Target
 from llm_datadist.testing import fuzz, fuzzgen, fuzzlinks
-from llm_datadist.transfer import Target
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "dials": {"Welcome": 0.05, "Linked": 0.01},
     "rendezvous": {},
     "lanes": {"read": 0.1, "write": 0.1},
+    "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
 }
 

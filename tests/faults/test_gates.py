@@ -55,8 +55,16 @@ def check(pair: Pair, source: list[Any], target: list[Any], *, push: bool) -> No
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-@pytest.mark.parametrize("step", [name for name in INITIATOR if name not in LATE])
+@pytest.mark.parametrize("step", [name for name in INITIATOR if name not in {*LATE, "guards"}])
 def test_an_initiator_stops_at_the_gate_and_goes_on(pair: Pair, step: str, tmp_path: Path) -> None:
+    stops(pair, step, tmp_path)
+
+
+def test_an_initiator_that_reads_the_guards_by_itself_stops_before_it_does(mapped_pair: Pair, tmp_path: Path) -> None:
+    stops(mapped_pair, "guards", tmp_path)
+
+
+def stops(pair: Pair, step: str, tmp_path: Path) -> None:
     push = step in PUSH_ONLY
     pair.start(rca=push)
     method, _, arguments, source, target = move(pair, push=push)

@@ -115,16 +115,23 @@ def _key(rng: random.Random) -> Any:  # noqa: ANN401
     return [rng.randrange(4), rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 2**64 - 1)), rng.randrange(3)]
 
 
+def _exports(rng: random.Random) -> list[Any]:
+    described = {"region": rng.randrange(1, 4), "nbytes": 1 << rng.randrange(12, 40), "name": "pool", "writable": False}
+    return [described] * rng.randrange(3)
+
+
 def _hello(rng: random.Random) -> list[Any]:
     wanted = rng.choice((None, None, 1, rng.randrange(9)))
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
-    return ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, token, rng.randbytes(16), 4096]
+    head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted]
+    return [*head, token, rng.randbytes(16), 4096, _exports(rng)]
 
 
 def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
-    return ["welcome", 1, 1, rng.randbytes(16), False, 4242, "fuzz", rendezvous, rng.randbytes(16), 4096]
+    head = ["welcome", 1, 1, rng.randbytes(16), False, 4242, "fuzz", rendezvous]
+    return [*head, rng.randbytes(16), 4096, _exports(rng), rng.randbytes(16)]
 
 
 def _met(rng: random.Random) -> list[Any]:

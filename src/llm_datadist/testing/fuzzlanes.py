@@ -13,15 +13,18 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
+import msgspec
 import numpy as np
 
 from llm_datadist.control.loop import ControlLoop
-from llm_datadist.errors import CacheNotFound, ProtocolError
+from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from llm_datadist.native import Ending, LaneEngine, Plan, Tensors, plan_row
 from llm_datadist.testing.fuzz import Finding, Verdicts, trial
-from llm_datadist.testing.fuzzgen import LINK, Forge, mutated
+from llm_datadist.testing.fuzzgen import LINK, Forge, mutated, wild
+from llm_datadist.testing.fuzzlinks import join
+from llm_datadist.testing.fuzzstage import Stage
 from llm_datadist.transport.lanedial import TOKEN_BYTES, read_lane_greeting
-from llm_datadist.transport.lanerequest import encode_request
+from llm_datadist.transport.lanerequest import LaneRequest, encode_request
 from llm_datadist.transport.lanes import LaneGrant, Lanes
 
 if TYPE_CHECKING:
@@ -30,9 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist.transport.lanerequest import LaneRequest
-
-__all__ = ["fuzz_lane_greetings", "fuzz_lanes"]
+__all__ = ["fuzz_lane_greetings", "fuzz_lane_handles", "fuzz_lanes"]
 
 _MAGIC: Final = 0x31444C44
 _READ, _DATA, _WRITE, _RESULT = 1, 2, 3, 4
@@ -99,7 +100,7 @@ class _Scene:
         self._control.call(self.lanes.start, self._control.loop)
         near, far = socket.socketpair()
         self._lane = self._honest.add_lane(near.detach())
-        self.lanes.open("honest", [far])
+        self.lanes.begin(self.lanes.open([far]), "honest")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -123,7 +124,7 @@ class _Scene:
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.open("bad", [theirs])
+            self.lanes.begin(self.lanes.open([theirs]), "bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)
@@ -174,6 +175,45 @@ def _lane_frame(rng: random.Random, number: int) -> bytes:
     return _HEADER.pack(_MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
 
 
+def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
+    """Ask the owner of real caches for memory by handles nobody was given, in the name of a real link."""
+    rng = Forge(seed, LINK).rng
+    ours, theirs = socket.socketpair()
+    with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
+        stage.publish()
+        link, owner = join(stage, theirs, 1), stage.engine.links._lanes._handler
+        plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
+
+        def ask_many() -> None:
+            for _ in range(500):
+                ask = owner.on_write if rng.random() < 0.5 else owner.on_read
+                try:
+                    grant = ask(link, LaneRequest(_handle(rng), 384, plan))
+                except LLMException as error:
+                    verdicts.refuse(error)
+                else:
+                    if not grant.guards:
+                        raise Finding("memory was granted without a guard")
+                    verdicts.take(grant)
+
+        while verdicts.judged < frames:
+            stage.engine._control.call(ask_many)
+        ours.close()
+        stage.settled()
+    return verdicts
+
+
+def _handle(rng: random.Random) -> bytes:
+    guards = [[rng.randrange(24), rng.randrange(1, 6)] for _ in range(rng.randrange(1, 4))]
+    fields = [rng.randrange(5), rng.choice((0, 0, 0, rng.randrange(9))), guards]
+    if rng.random() < 0.2:
+        fields[rng.randrange(3)] = wild(rng)
+    if rng.random() < 0.1:
+        guards[0][rng.randrange(2)] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    return mutated(data, rng) if rng.random() < 0.2 else data
+
+
 def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
     """Begin lanes with anything: token and number, cut off or too long, in any pieces."""
     rng = Forge(seed, LINK).rng
@@ -210,5 +250,6 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
 #: name -> function(frames, seed).
 TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
     "lanes": fuzz_lanes,
+    "lane handles": fuzz_lane_handles,
     "lane greetings": fuzz_lane_greetings,
 }

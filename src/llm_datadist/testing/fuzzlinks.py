@@ -7,7 +7,7 @@ import secrets
 import select
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from llm_datadist.errors import LLMException
 from llm_datadist.testing.fuzz import Finding, Verdicts, trial
 from llm_datadist.testing.fuzzgen import HANDSHAKE, LINK, Forge, mutated, resolved, wild
 from llm_datadist.testing.fuzzstage import PATIENCE_SECONDS, VICTIM, Stage, drain
-from llm_datadist.transport.connect import Claim, open_connection
+from llm_datadist.transport.connect import Claim, Opening
 from llm_datadist.types import BlocksCacheKey
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llm_datadist.datadist import LLMDataDist
     from llm_datadist.engine import Engine
 
-__all__ = ["fuzz_answers", "fuzz_handlers"]
+__all__ = ["fuzz_answers", "fuzz_handlers", "join"]
 
 _STRANGER: Final = 666
 
@@ -77,15 +77,17 @@ def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[None]:
         del links._dispatch
 
 
-def _join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
+def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
     """Make a link of the victim out of a socket, as its listener does after a handshake."""
     engine = stage.engine
 
     def install() -> Link:
-        own = stage.engine.store.exports.incarnation
-        connection, choice = open_connection(Claim(own, bytes(16), 0), None, "inproc", engine.options.remote_accessible)
-        hello = Hello(1, _STRANGER, secrets.token_bytes(16), False, 1, "fuzz", None, bytes(16), bytes(16), 0)
-        engine.links.install(hello, Met("inproc", "fuzz", sequence), connection, choice, sock, b"")
+        own = engine.store.exports
+        hello = Hello(1, _STRANGER, secrets.token_bytes(16), False, 1, "fuzz", None, bytes(16), bytes(16), 0, [])
+        with closing(Opening(Claim(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
+            lanes = engine.links._lanes
+            connection = opening.open(lanes, lanes.open(), writable=own.writable)
+            engine.links.install(hello, Met("inproc", "fuzz", sequence), connection, opening.choice, sock, b"")
         return engine.links.get(_STRANGER)
 
     return engine._control.call(install)
@@ -95,7 +97,7 @@ def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None
     """One peer says its piece, hears what it is answered, and goes."""
     ours, theirs = socket.socketpair()
     with ours:
-        link = _join(stage, theirs, sequence)
+        link = join(stage, theirs, sequence)
         _say(ours, data)
         drain(ours)
     reason = link.channel.reason if link.channel is not None else ""
@@ -127,7 +129,7 @@ def _hoard(stage: Stage, verdicts: Verdicts) -> None:
     question = ["resolve", 1, False, None, stage.published[0].cache_id, 0, 60_000]
     payload = msgspec.msgpack.encode(question)
     with ours:
-        link = _join(stage, theirs, 1 << 40)
+        link = join(stage, theirs, 1 << 40)
         ours.setblocking(False)
         _say(ours, (FRAME_HEADER.pack(len(payload)) + payload) * (MAX_PINS_PER_PEER + 500))
         drain(ours)
