@@ -37,7 +37,8 @@ def test_a_handshake_that_is_harmed_fails_in_time_and_leaves_nothing(
     relayed.relay.plan("control", direction, HARM[harm](at))
     ends = harm in {"truncate", "reset", "half_close"}  # else somebody may wait for what never comes
     code, codes = relayed.link(10_000 if ends else 300)
-    allowed = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_PARAM_INVALID}
+    # LLM_FAILED: the target's word for a handshake that breaks the protocol.
+    allowed = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FAILED}
     if not ends:
         allowed.add(LLMStatusCode.LLM_TIMEOUT)
     if harm in {"corrupt", "duplicate"}:

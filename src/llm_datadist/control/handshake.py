@@ -224,6 +224,6 @@ class Dial:
 def _refusal(what: str, message: Refused) -> LinkRefused:
     """Nothing that is raised carries success (R29), whatever the peer says; its words go on one line."""
     code = code_2_status(message.code)
-    if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED):  # a link that failed has a word of its own
+    if code is LLMStatusCode.LLM_SUCCESS:
         code = LLMStatusCode.LLM_LINK_FAILED
     return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=code)
