@@ -1,7 +1,4 @@
-"""Gates: stop an end at a step of a transfer until the test says go, in this process or in another one.
-
-A gate is two files in a folder: ``reached`` appears when the end is there, and it goes on when ``go`` appears.
-"""
+"""Calls that stand at a gate of `llm_datadist.testing.gates`, at an end of either kind, and counts of messages."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.control.messages import Release, Resolve
+from llm_datadist.testing.gates import STEPS, Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.moves import call, wait_until
+from tests.support.moves import call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,63 +18,25 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["STEPS", "Stopped", "begin", "count_messages", "releases", "resolves", "stopped"]
-
-#: step -> (object that has it, its method, stop after it rather than before)
-STEPS = {
-    "resolved": ("connection", "map", True),  # the answer has come, nothing has been compared
-    "before copy": ("connection", "read", False),  # the guards were fine, no byte has moved
-    "before write": ("connection", "write", False),
-    "after copy": ("connection", "read", True),  # every byte has moved, the guards are still to be looked at again
-    "after write": ("connection", "write", True),
-    "deadline": ("connection", "read", False),  # as "before copy", and the call's time passes there
-    "write deadline": ("connection", "write", False),
-    "release": ("link", "send", False),  # all is done, the release has not been sent
-}
+__all__ = ["STEPS", "Stopped", "begin", "count_messages", "gated_call", "releases", "resolves", "stopped"]
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
     """Make a call that stops at ``step``."""
-    assert world.dd._engine is not None
-    link = world.dd._engine.links.get(cluster_id)
-    owner, name, after = STEPS[step]
-    target: Any = link if owner == "link" else link.connection
-    original = getattr(target, name)
-
-    def stop() -> None:
-        (folder / "reached").touch()
-        wait_until((folder / "go").exists, 30)
-
-    def stepped(*step_args: Any, **step_kwargs: Any) -> Any:
-        if name == "send" and not isinstance(step_args[0], Release):
-            return original(*step_args, **step_kwargs)
-        target.__dict__.pop(name, None)
-        if not after:
-            stop()
-        if "deadline" in step:
-            wait_until(step_args[-1].expired)
-        result = original(*step_args, **step_kwargs)
-        if after:
-            stop()
-        return result
-
-    setattr(target, name, stepped)
-    try:
+    with shut(world.dd, step, folder, peer=cluster_id):
         return call(world, method, *args, **kwargs)
-    finally:
-        target.__dict__.pop(name, None)
 
 
 class Stopped:
     """A call that is stopped at a step. The test's side of the gate."""
 
     def __init__(self, folder: Path, collect: Callable[[], Any]) -> None:
-        self._folder = folder
+        self.gate = Gate(folder)
         self._collect: Callable[[], Any] | None = collect
 
     def finish(self) -> Any:
         """Let the call go on; return its result or raise what it raised."""
-        (self._folder / "go").touch()
+        self.gate.open()
         collect, self._collect = self._collect, None
         assert collect is not None, "finished already"
         return collect()
@@ -93,7 +53,7 @@ def stopped(end: End, step: str, folder: Path, method: str, *args: Any, peer: in
     """Begin a call of the cache manager of ``end`` and wait until it stops at ``step`` of its way to ``peer``."""
     call = Stopped(folder, begin(end, gated_call, peer, step, folder, method, *args))
     try:
-        wait_until((folder / "reached").exists, 30)
+        call.gate.wait()
         yield call
     finally:
         call.collect_anyway()

@@ -1,4 +1,4 @@
-"""Layer 8, testing: what an author of a transport or a device needs to show that it keeps the contract.
+"""Layer 8, testing: what authors of transports, devices and engines need to show that theirs keeps the contract.
 
 Loaded on first use: ``import llm_datadist.testing`` needs neither pytest nor the parts under test.
 """
@@ -10,17 +10,40 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from llm_datadist.testing.conformance import TransportConformance
+    from llm_datadist.testing.gates import Gate, shut
+    from llm_datadist.testing.midcopy import PageTrap
     from llm_datadist.testing.peers import LocalPeer, Peer, PeerProcess
+    from llm_datadist.testing.relay import Relay
     from llm_datadist.testing.staged_device import StagedDevice
+    from llm_datadist.testing.stalls import stall
+    from llm_datadist.testing.streams import Fault
 
-__all__ = ["LocalPeer", "Peer", "PeerProcess", "StagedDevice", "TransportConformance"]
+__all__ = [
+    "Fault",
+    "Gate",
+    "LocalPeer",
+    "PageTrap",
+    "Peer",
+    "PeerProcess",
+    "Relay",
+    "StagedDevice",
+    "TransportConformance",
+    "shut",
+    "stall",
+]
 
 _MODULES: Final = {
+    "Fault": "streams",
+    "Gate": "gates",
     "LocalPeer": "peers",
     "Peer": "peers",
     "PeerProcess": "peers",
+    "PageTrap": "midcopy",
+    "Relay": "relay",
     "StagedDevice": "staged_device",
     "TransportConformance": "conformance",
+    "shut": "gates",
+    "stall": "stalls",
 }
 
 

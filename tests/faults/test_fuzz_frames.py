@@ -1,0 +1,193 @@
+"""A million wrong frames (ARCHITECTURE rule 10): typed refusals only, tables whole, memory bounded, neighbours served.
+
+The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work.
+`python -m llm_datadist.testing.fuzz --frames N --seed S` does more of it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from llm_datadist.control.channel import FrameParser
+from llm_datadist.control.messages import Release, decode
+from llm_datadist.errors import ProtocolError
+from llm_datadist.log import logger
+from llm_datadist.target import Target
+from llm_datadist.testing import fuzz, fuzzgen, fuzzlinks
+from tests.support.world import residue, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FRAMES: Final = 1_000_000
+SEED: Final = 20_260
+MOST_GROWTH: Final = 64 << 20
+#: What a reader may say no with; anything else would be news.
+TYPED: Final = {
+    "ProtocolError",
+    "header: ProtocolError",
+    "ParamError",
+    "LinkError",
+    "LinkRefused",
+    "LLMException",
+    "CacheMismatch",
+    "CacheNotFound",
+    "TransferFailed",
+    "DeadlineExceeded",
+    "PeerLost",
+    "NotLinked",
+    "Refused",
+    "hung up",
+    "dropped",
+    "breach",
+    "another message",
+}
+#: Per target, kinds of which at least that part of its frames must be: it did not pass by doing one thing only.
+TAKEN: Final[dict[str, dict[str, float]]] = {
+    "parser": {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.005, "Met": 0.005, "Farewell": 0.002},
+    "same-host packets": {"Hello": 0.1, "Refusal": 0.01},
+    "lane requests": {"LaneRequest": 0.1},
+    "handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Goodbye": 0.01, "Stay": 0.01},
+    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Goodbye": 0.01},
+    "answers": {"Resolved": 0.02, "pull": 0.0001},
+    "greetings": {"Welcome": 0.02},
+    "dials": {"Welcome": 0.05, "Linked": 0.01},
+    "rendezvous": {},
+    "lanes": {"read": 0.1, "write": 0.1},
+    "lane handles": {"LaneGrant": 0.001},
+    "lane greetings": {"greeting": 0.1},
+}
+
+
+def frames_of(target: str) -> int:
+    return math.ceil(FRAMES * fuzz.SHARES[target])
+
+
+def test_the_shares_make_a_million_and_every_target_has_one() -> None:
+    assert set(fuzz.SHARES) == set(fuzz.all_targets()) == set(TAKEN)
+    assert sum(map(frames_of, fuzz.SHARES)) >= FRAMES
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = residue()
+    yield
+    assert settled(before) == before
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("target", fuzz.SHARES)
+def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str) -> None:
+    function = fuzz.all_targets()[target]
+    function(min(frames_of(target), 2_000), SEED + 1)  # whatever is made once is made now
+    before = fuzz.anonymous_bytes()
+    verdicts = function(frames_of(target), SEED)
+    grown = fuzz.anonymous_bytes() - before
+    sys.stdout.write(f"{verdicts}\n")
+    assert verdicts.judged >= frames_of(target)
+    few = {kind: part for kind, part in TAKEN[target].items() if verdicts.accepted[kind] < part * verdicts.judged}
+    assert few == {}, verdicts
+    assert verdicts.refused.total() > verdicts.judged / 50, verdicts
+    assert set(verdicts.refused) <= TYPED
+    assert grown < MOST_GROWTH
+
+
+def test_the_same_seed_makes_the_same_frames() -> None:
+    first, second = (fuzz.fuzz_parser(5_000, 7) for _ in range(2))
+    assert (first.accepted, first.refused) == (second.accepted, second.refused)
+    assert fuzz.fuzz_parser(5_000, 8).accepted != first.accepted
+
+
+def test_the_command_runs_one_target_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("same-host packets, seed 3: 2000 frames, ")
+    assert lines[1] == "2000 frames judged, no finding"
+
+
+# --- that a fault would be found --------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_raises_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(payload: bytes) -> Any:
+        message = decode(payload)
+        if isinstance(message, Release) and message.count == 3:
+            raise IndexError(message.count)
+        return message
+
+    monkeypatch.setattr(fuzz, "decode", careless)
+    with pytest.raises(fuzz.Finding, match=r"parser, seed 5, after \d+ frames: IndexError"):
+        fuzz.fuzz_parser(5_000, 5)
+
+
+def test_a_parser_that_is_led_astray_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = FrameParser.take
+
+    def losing(self: FrameParser) -> bytes | None:
+        payload = take(self)
+        return payload[:-1] if payload is not None and len(payload) == 77 else payload
+
+    monkeypatch.setattr(FrameParser, "take", losing)
+    verdicts = fuzz.fuzz_parser(20_000, 5)
+    monkeypatch.undo()
+    assert verdicts.refused.total() > fuzz.fuzz_parser(20_000, 5).refused.total()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_handler_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Target.on_release
+
+    def careless(self: Target, link: Any, message: Release) -> None:
+        release(self, link, message)
+        if message.first == 4:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(Target, "on_release", careless)
+    with pytest.raises(fuzz.Finding, match=r"handlers, seed 1: the library logged .*ZeroDivisionError"):
+        fuzzlinks.fuzz_handlers(2_000, 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "drop_peer", lambda self, link: None)
+    monkeypatch.setattr("llm_datadist.testing.fuzzstage.PATIENCE_SECONDS", 0.2)
+    with pytest.raises(fuzz.Finding, match=r"left behind after all strangers went: \d+ pins"):
+        fuzzlinks.fuzz_handlers(2_000, 1)
+
+
+def test_what_the_library_logs_against_itself_is_found() -> None:
+    with pytest.raises(fuzz.Finding, match="the library logged"), fuzz.trial("nothing", 1):
+        logger.info("link to %s ended: internal error: %r", "cluster 1", IndexError())
+    with fuzz.trial("nothing", 1):
+        logger.warning("link to cluster 1 ended: the connection broke")
+
+
+# --- the forge --------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_has_its_right_and_its_wrong_forms() -> None:
+    forge = fuzzgen.Forge(1, fuzzgen.LINK | fuzzgen.HANDSHAKE)
+    payloads = [forge.payload() for _ in range(20_000)]
+    right: set[str] = set()
+    for payload in payloads:
+        with suppress(ProtocolError):
+            right.add(type(decode(payload)).__name__.lower())
+    assert right == set(fuzzgen.LINK | fuzzgen.HANDSHAKE)
+    assert len(set(payloads)) < len(payloads), "some are said again"
+    assert min(map(len, payloads)) < 3
+    assert max(map(len, payloads)) > 4096
+
+
+def test_mutation_changes_what_it_is_given() -> None:
+    rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
+    data = rng.randbytes(200)
+    changed = [fuzzgen.mutated(data, rng) for _ in range(500)]
+    assert sum(each != data for each in changed) > 480
+    assert {len(each) < 200 for each in changed} == {True, False}
+    assert max(map(len, changed)) > 200
+    assert len(fuzzgen.mutated(b"", rng)) > 0

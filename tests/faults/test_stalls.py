@@ -1,0 +1,108 @@
+"""Stalls: what is stalled waits, deadlines go on, and everything goes on afterwards with the right bytes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llm_datadist import CacheKey
+from llm_datadist.errors import DeadlineExceeded
+from llm_datadist.testing import stall
+from llm_datadist.testing.stalls import STALLS
+from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
+from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Pair
+    from tests.support.world import World
+
+KEY = CacheKey(1, 10)
+PATIENT = {"llm.PeerTimeout": "600"}
+
+
+def stall_there(world: World, what: str, peer: int | None = None) -> None:
+    world.memory["stall"] = stack = ExitStack()
+    stack.enter_context(stall(world.dd, what, peer=peer))
+
+
+def go_on(world: World) -> None:
+    world.memory.pop("stall").close()
+
+
+@pytest.mark.parametrize("what", ["registry", "control", "frame"])
+def test_a_question_to_a_stalled_target_ends_with_its_deadline_and_the_next_one_is_answered(
+    shm_pair: Pair, what: str
+) -> None:
+    shm_pair.start(sync_kv_timeout=300, extra=PATIENT)
+    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.prompt.do(stall_there, what, 2)
+    with pytest.raises(DeadlineExceeded) as caught:
+        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    assert caught.value.phase == "resolve"
+    assert shm_pair.decoder.do(links) == {1: "ready"}
+    same_bytes(shm_pair.decoder.do(show, "rows"), target)
+    shm_pair.prompt.do(go_on)
+    # The late answer's pin comes back, and nothing was consumed.
+    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
+    shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+@pytest.mark.parametrize("what", ["copy", "pool"])
+def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
+    shm_pair.start(extra=PATIENT)
+    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.decoder.do(stall_there, what)
+    if what == "copy":
+        shm_pair.decoder.do(begin_there, "call", call, "pull_cache", KEY, Use("rows"), 5)
+        wait_until(lambda: shm_pair.prompt.do(picture).pins == 1)
+        same_bytes(shm_pair.decoder.do(show, "rows"), target)
+    else:
+        shm_pair.decoder.do(begin_there, "call", allocate)
+        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)  # needs no pool
+    assert shm_pair.decoder.do(waiting), "the call is still there"
+    shm_pair.decoder.do(go_on)
+    result = shm_pair.decoder.do(result_there, "call")
+    assert not isinstance(result, BaseException), result
+    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def allocate(world: World) -> None:
+    world.caches["more"] = world.cm.allocate_cache(Spec().desc, [])
+
+
+def waiting(world: World) -> bool:
+    thread, _ = world.memory["call"]
+    return bool(thread.is_alive())
+
+
+def test_frames_that_were_kept_come_in_their_order(shm_pair: Pair) -> None:
+    shm_pair.start(extra=PATIENT)
+    keys = tuple(CacheKey(1, number) for number in range(5))
+    shm_pair.prompt.do(make, "rows", Spec(keys=keys), 1)
+    shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.decoder.do(stall_there, "frame", 1)
+    for number in range(5):
+        shm_pair.decoder.do(begin_there, f"pull {number}", call, "pull_cache", keys[number], Use("rows"), number)
+    assert shm_pair.prompt.do(picture).pins == 0
+    shm_pair.decoder.do(go_on)
+    assert [shm_pair.decoder.do(result_there, f"pull {number}") for number in range(5)] == [None] * 5
+    wait_until(lambda: (now := shm_pair.prompt.do(picture)).pins == 0 and now.keys == ())
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
+    local_pair.start()
+    with pytest.raises(KeyError):
+        local_pair.decoder.do(stall_there, "weather")
+    world_dd = local_pair.decoder.do(lambda world: world.dd)
+    local_pair.decoder.stop()
+    for what in STALLS:
+        with pytest.raises(ValueError, match="initialised"), stall(world_dd, what):
+            pass
