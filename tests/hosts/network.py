@@ -73,10 +73,12 @@ class Namespace:
         lines = Path(f"/proc/{self.pid}/net/tcp").read_text("ascii").splitlines()[1:]
         return [" ".join(fields[1:4]) for fields in map(str.split, lines) if fields[3] in _HELD]
 
-    def picture(self) -> str:
-        """Return addresses, routes, rules and queues, as text to compare."""
+    def picture(self) -> list[str]:
+        """Return addresses, routes, rules and queues."""
         text = self.ip("address show up", "route", "rule") + self.run("tc", "qdisc")
-        return re.sub(r"<[A-Z_,]*>|state \w+|refcnt \d+|linkdown", "", text)  # those follow by themselves, a little later
+        # Those follow by themselves, a little later.
+        text = re.sub(r"<[A-Z_,]*>|state \w+|refcnt \d+|linkdown", "", text)
+        return [" ".join(line.split()) for line in text.splitlines()]
 
     def close(self) -> None:
         """End it. What still runs inside keeps it alive."""
@@ -233,7 +235,7 @@ class Network:
         for host in self.hosts:
             host.heal()
 
-    def picture(self) -> dict[str, str]:
+    def picture(self) -> dict[str, list[str]]:
         """Return what every host and the router look like."""
         return {"router": self.router.picture()} | {f"host {host.number}": host.picture() for host in self.hosts}
 
