@@ -77,7 +77,7 @@ class Namespace:
         """Return addresses, routes, rules and queues."""
         text = self.ip("address show up", "route", "rule") + self.run("tc", "qdisc")
         # Those follow by themselves, a little later.
-        text = re.sub(r"<[A-Z_,]*>|state \w+|refcnt \d+|linkdown", "", text)
+        text = re.sub(r"<[^>]*>|state \w+|refcnt \d+|linkdown", "", text)
         return [" ".join(line.split()) for line in text.splitlines()]
 
     def close(self) -> None:
