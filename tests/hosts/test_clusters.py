@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey
+from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
 from tests.hosts.cluster import explained
-from tests.support.linking import begin_there, bytes_move_both_ways, result_there
+from tests.support.linking import begin_there, bytes_move_both_ways, info, link, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def born(cluster: Cluster, *, rca: bool) -> tuple[list[ChildEnd], list[ChildEnd]
 def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
     """Both ends say that tcp connects them, and that it is because they share no host."""
     for here, there in ((one, other), (other, one)):
-        link = here.do(explained, there.cluster_id)
-        assert (link.state, link.transport) == ("ready", "tcp")
-        assert "not shm: " in link.reason
+        story = here.do(explained, there.cluster_id)
+        assert (story.state, story.transport) == ("ready", "tcp")
+        assert "not shm: " in story.reason
 
 
 def test_pulls_of_every_kind_on_every_link_at_once(cluster: Cluster) -> None:
@@ -174,3 +174,17 @@ def test_auto_takes_shm_on_one_host_and_tcp_to_another(cluster: Cluster) -> None
         bytes_move_both_ways(decoder, prompt)
     assert {near.do(explained, 1).transport, prompt.do(explained, 2).transport} == {"shm"}
     over_tcp(far, prompt)
+
+
+def test_a_forced_transport_is_kept_or_refused_and_never_replaced(cluster: Cluster) -> None:
+    first, second, *_ = cluster.hosts
+    prompt = cluster.born(first, "PROMPT", 1)
+    near = cluster.born(first, "DECODER", 2, extra={"llm.Transport": "tcp"})
+    far = cluster.born(second, "DECODER", 3, extra={"llm.Transport": "shm"})
+    cluster.link(near, prompt)
+    bytes_move_both_ways(near, prompt)
+    assert near.do(explained, 1).transport == "tcp"
+    code, _ = far.do(link, [info(1, prompt.port, ip=first.address, local=second.address)])
+    assert code is LLMStatusCode.LLM_LINK_FAILED
+    assert far.do(links) == {}
+    assert prompt.do(links).keys() == {2}
