@@ -30,36 +30,44 @@ ALL = list(range(BULKY.rows))
 UNHURRIED: dict[str, Any] = {"sync_kv_timeout": 60_000, "extra": {"llm.PeerTimeout": "60"}}
 
 
-def still_runs(world: World, name: str) -> bool:
-    alive: bool = world.memory[name][0].is_alive()
-    return alive
+def pull_until_told(world: World) -> int:
+    """Pull the bulk again and again; return how often."""
+    count = 0
+    while "enough" not in world.memory:
+        call(world, "pull_blocks", BULK, Use("bulk"), ALL[::-1], ALL)
+        count += 1
+    return count
+
+
+def tell(world: World) -> None:
+    world.memory["enough"] = True
 
 
 def test_several_readers_fill_the_pipe_and_others_are_answered_meanwhile(cluster: Cluster) -> None:
     home, *away = cluster.hosts
     prompt = cluster.born(home, "PROMPT", 1, **UNHURRIED)
     readers = [cluster.born(host, "DECODER", number, **UNHURRIED) for number, host in enumerate(away[:2], 2)]
-    hurried = cluster.born(away[2], "DECODER", 4, sync_kv_timeout=3_000)
+    hurried = cluster.born(away[2], "DECODER", 4, sync_kv_timeout=5_000)
     for decoder in (*readers, hurried):
         cluster.link(decoder, prompt)
     bulk = prompt.do(make, "bulk", replace(BULKY, blocks_key=BULK), 1)
-    wanted = [
-        moved(reader.do(make, "bulk", BULKY, 2), bulk, zip(ALL, reversed(ALL), strict=True)) for reader in readers
-    ]
+    turned = list(zip(ALL, ALL[::-1], strict=True))
+    wanted = [moved(reader.do(make, "bulk", BULKY, 2), bulk, turned) for reader in readers]
     rows = prompt.do(make, "rows", Spec(keys=(ROW,)), 3)
     rows_there = hurried.do(make, "rows", Spec(), 4)
-    home.limit(60)  # 32 MiB take more than four seconds
+    home.limit(80)  # 32 MiB take more than three seconds
     sent = home.bytes_sent()
     for reader in readers:
-        reader.do(begin_there, "bulk", call, "pull_blocks", BULK, Use("bulk"), ALL[::-1], ALL)
+        reader.do(begin_there, "bulk", pull_until_told)
     wait_until(lambda: home.bytes_sent() > sent + (1 << 20))
     hurried.do(call, "pull_cache", ROW, Use("rows"), 5)
     bytes_move_both_ways(readers[0], prompt)
-    assert hurried.do(unlink, [info(1, prompt.port, ip=home.address)], 3_000) == SUCCESS
-    assert [reader.do(still_runs, "bulk") for reader in readers] == [True, True], "all that was done meanwhile"
+    assert hurried.do(unlink, [info(1, prompt.port, ip=home.address)], 5_000) == SUCCESS
+    for reader in readers:
+        reader.do(tell)
     same_bytes(hurried.do(show, "rows"), moved(rows_there, rows, [(5, 0)]))
     for reader, right in zip(readers, wanted, strict=True):
-        assert reader.do(result_there, "bulk") is None
+        assert reader.do(result_there, "bulk") >= 1
         same_bytes(reader.do(show, "bulk"), right)
     same_bytes(prompt.do(show, "bulk"), bulk)
 
@@ -106,7 +114,7 @@ def test_pulls_and_pushes_through_delay_loss_and_reordering_move_right_bytes(clu
 
 def test_a_pull_that_the_network_is_too_slow_for_ends_at_its_deadline_and_the_next_is_right(cluster: Cluster) -> None:
     # Two or three round trips at most: a new connection starts with a few packets, whatever it grows to later.
-    with far_apart(cluster, {"delay": 0.2}, sync_kv_timeout=1_200) as (prompt, decoder, _):
+    with far_apart(cluster, {"delay": 0.15}, sync_kv_timeout=1_200) as (prompt, decoder, _):
         bulk = prompt.do(make, "bulk", replace(BULKY, blocks_key=BULK), 1)
         decoder.do(make, "bulk", BULKY, 2)
         row = decoder.do(make, "rows", Spec(), 3)
