@@ -149,7 +149,7 @@ class Network:
     def __init__(self, hosts: int, *, as_user: bool = False) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
-            raise Impossible(f"{' and '.join(missing)} of iproute2 is not installed")
+            raise Impossible(f"{' and '.join(missing)} of iproute2 cannot be found")
         self.router, self.kind = _first(as_user)
         self.hosts: list[Host] = []
         self._lost: list[tuple[Host, Host]] = []
