@@ -1,4 +1,4 @@
-"""Ends for the interface tests: the same test runs over inproc (two in this process) and shm (two processes)."""
+"""Ends for the interface tests: the same test runs over inproc (two in this process), shm and tcp (two processes)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.world import World, cluster_info, residue, settled
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TRANSPORTS = ("inproc", "shm")
+TRANSPORTS = ("inproc", "shm", "tcp")
 
 
 def pytest_collection_finish() -> None:
@@ -71,8 +71,20 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 @pytest.fixture(params=TRANSPORTS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends over each transport; afterwards nothing may be left in either process."""
+    """Two ends over each transport: two processes but for inproc; afterwards nothing may be left in either process."""
     yield from _pair(request, request.param)
+
+
+@pytest.fixture(params=["inproc", "shm"])
+def mapped_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends over the transports whose initiator reads the peer's guards by itself."""
+    yield from _pair(request, request.param)
+
+
+@pytest.fixture
+def tcp_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends in two processes over data lanes."""
+    yield from _pair(request, "tcp")
 
 
 @pytest.fixture

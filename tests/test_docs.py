@@ -132,7 +132,7 @@ def test_architecture_names_enough_for_the_check_to_mean_something() -> None:
         ("cache/nowhere.py", "there is no such file"),
         ("nowhere/", "there is no such file"),
         ("transfer.py:nothing", "transfer.py defines no nothing"),
-        ("transfer.py:Target.nothing", "transfer.py defines no Target.nothing"),
+        ("transfer.py:Initiator.nothing", "transfer.py defines no Initiator.nothing"),
         ("Nowhere.nothing", "there is no class Nowhere"),
         ("Target.nothing", "Target has no nothing"),
         ("Nowhere", "there is no such name"),
@@ -148,7 +148,7 @@ def test_a_name_that_does_not_exist_is_seen(span: str, text: str) -> None:
     [
         "transfer.py",
         "cache/",
-        "transfer.py:Target.on_resolve",
+        "target.py:Target.on_resolve",
         "native/__init__.py:execute",
         "cache/lifecycle.py:TRANSITIONS",
         "CacheManager.pull_blocks",  # inherited

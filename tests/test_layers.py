@@ -24,7 +24,7 @@ LAYERS: Final[dict[int, str]] = {
     3: "cache",
     4: "transport",
     5: "control",
-    6: "caches local swap transfer engine",
+    6: "caches local swap transfer target lane_target engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager views datadist",
     8: "cli demo testing prometheus",

@@ -6,12 +6,14 @@ where the three meet, and where the registry's effects are carried out, guards f
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.lifecycle import State
 from llm_datadist.cache.registry import Registry, key_of
 from llm_datadist.errors import ParamError
@@ -24,7 +26,7 @@ from llm_datadist.transport.base import PRIVATE, Exports
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from llm_datadist.cache.layout import Geometry
@@ -54,6 +56,7 @@ class Storage:
         offsets: uint64 offset per tensor (or address, for private memory), little-endian.
         allocation: The pool memory behind it; None for registered memory.
         segments: What keeps the memory mapped, one per tensor or one for all: for views.
+        tag: Names this memory, and no other one ever, to whoever has to stop using it.
     """
 
     tensors: Tensors
@@ -61,6 +64,7 @@ class Storage:
     offsets: bytes
     allocation: Allocation | None
     segments: tuple[Segment, ...]
+    tag: int = field(default_factory=itertools.count(1).__next__)
 
     def names(self) -> tuple[bytes, bytes]:
         """Return (regions, offsets), as a transport that maps exported regions wants them."""
@@ -110,6 +114,8 @@ class CacheStore:
             guards=self._guards,
             writable=options.remote_accessible,
         )
+        #: Ends all use of a storage by our own data lanes, by its tag; set by whoever owns the lanes.
+        self.quiesce: Callable[[int], None] = lambda tag: None
 
     # --- making caches ---------------------------------------------------------------------------------------------
 
@@ -238,8 +244,14 @@ class CacheStore:
         for guard in effects.retire:
             guards.release(guard.slot)
         for storage in effects.free:
+            self.quiesce(storage.tag)
             if storage.allocation is not None:
                 storage.allocation.free()
+
+    def keepable(self, entry: Entry) -> bool:
+        """A peer may keep where the cache is and use it without a word: nothing is consumed, guards protect it."""
+        registered_one_sided = not entry.owned and self.remote_accessible
+        return entry.geometry.kind is CacheKind.BLOCKS or registered_one_sided
 
     # --- using them here -------------------------------------------------------------------------------------------
 

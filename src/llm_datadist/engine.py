@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
 from llm_datadist.caches import CacheStore
@@ -18,13 +18,16 @@ from llm_datadist.control.handshake import Identity
 from llm_datadist.control.links import LinkManager
 from llm_datadist.control.listener import bind
 from llm_datadist.control.loop import ControlLoop
+from llm_datadist.lane_target import LaneMender, LaneTarget
 from llm_datadist.local import LocalCopies
 from llm_datadist.log import logger
 from llm_datadist.memory.device import HostDevice
 from llm_datadist.metrics import Meters, Statistics
 from llm_datadist.swap import SwapEngine
-from llm_datadist.transfer import Initiator, Target
+from llm_datadist.target import Target
+from llm_datadist.transfer import Initiator
 from llm_datadist.transport import inproc
+from llm_datadist.transport.lanes import Lanes
 
 if TYPE_CHECKING:
     from llm_datadist.control.link import Link
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from llm_datadist.options import Options
 
 __all__ = ["Engine"]
+
+#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
+_MAX_LANE_THREADS: Final = 4
 
 
 class Engine:
@@ -78,12 +84,19 @@ class Engine:
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self._target = Target(self.store)
+            mender = LaneMender()
+            undo.callback(mender.close)
+            self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
+            self.store.quiesce = self._lanes.quiesce
+            undo.callback(self._lanes.close)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
             self.initiator = Initiator(self.links, self._copy_pool)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()
+            self._control.call(self._lanes.start, self._control.loop)
+            undo.callback(self._control.call, self._lanes.stop)
             self.links.start(listening)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address)
@@ -102,6 +115,7 @@ class Engine:
             self._control,
             identity,
             self.store.exports,
+            self._lanes,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
             handlers=self._target.handlers(),
@@ -120,6 +134,7 @@ class Engine:
         """In a forked child: threads and locks are the parent's. Dead here, and nothing of the parent is touched."""
         self.alive = False
         self.links.abandon()
+        self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
@@ -143,6 +158,10 @@ class Engine:
         """Raise AssertionError when any part contradicts itself."""
         self.store.check_integrity()
         self.links.check_integrity()
+
+
+def _lane_threads() -> int:
+    return max(1, min(_MAX_LANE_THREADS, native.usable_cpus() // 2))
 
 
 def _warn_if_open(address: tuple[str, int] | None) -> None:

@@ -72,11 +72,17 @@ class SwapStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns."""
+    """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns.
+
+    Attributes:
+        transport: What moves what the peer exports: its pools.
+        private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
+    """
 
     remote_cluster_id: int
     state: str
     transport: str
+    private_transport: str | None
     reason: str
     peer_pid: int
     peer_host: str

@@ -57,7 +57,7 @@ NO_EFFECT: Final = frozenset(
 )
 """Options of the interface that are accepted and have no effect here; so is every ``llm.RefInput*``."""
 
-TRANSPORTS: Final = ("auto", "inproc", "shm", "cma")
+TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
 """The values of ``llm.Transport``."""
 
 _UNBUILT: Final = ("llm.Checksum", "llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa")

@@ -1,23 +1,19 @@
-"""The meeting point of two processes: the initiator resolves, plans, copies, checks guards and settles; the target
-answers and releases. Walk 1 of docs/architecture.md, step by step.
-
-Which end a class runs on is in its name; nothing here knows the public classes.
+"""The initiator of transfers: resolves, plans, copies, checks guards and settles. Walk 1 of docs/architecture.md, step
+by step; the target's half is in ``target.py``. Nothing here knows the public classes.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from llm_datadist.cache.layout import CacheKind, Geometry
-from llm_datadist.cache.registry import Key, Namespace
 from llm_datadist.control.link import Link, RemoteFailure
-from llm_datadist.control.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved
+from llm_datadist.control.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -26,30 +22,32 @@ from llm_datadist.errors import (
     LLMStatusCode,
     ParamError,
     ProtocolError,
+    TransferAborted,
     TransferFailed,
 )
+from llm_datadist.lane_target import encode_handle
 from llm_datadist.log import logger
 from llm_datadist.native import Plan
-from llm_datadist.transport.base import PRIVATE
+from llm_datadist.transport.base import PRIVATE, MemoryChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from llm_datadist.cache.registry import Binding, Entry
-    from llm_datadist.caches import CacheStore
+    from llm_datadist.cache.registry import Key
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
 
-__all__ = ["Initiator", "RemoteName", "Target"]
+__all__ = ["Initiator", "RemoteName"]
 
 #: (remote geometry, remote row, both ends have the same tensors) -> what to copy.
 MakePlan = Callable[[Geometry, int, bool], Plan]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
+#: The first answer may be an old one that was kept, the second one is the target's word of just now. The rest is for
+#: data lanes, which another transfer's timeout may break.
+_ATTEMPTS: Final = 4
 #: Answers kept per link; beyond, all are dropped and asked for again.
 _MAX_KEPT: Final = 65536
 
@@ -121,22 +119,28 @@ class Initiator:
     ) -> int:
         link = self._links.get(name.cluster_id)
         with link.operation():
-            # The first answer may be an old one that was kept; the second one is the target's word of just now.
-            for _ in range(2):
+            for _ in range(_ATTEMPTS):
+                kept = (name, push) in link.kept
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
                     # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                     if self._current(link, remote, what):
                         plan = make_plan(remote.geometry, remote.row, self._same_memory(link, local, remote))
-                        self._copy(link, plan, local, remote, deadline, what, push=push)
-                        moved = plan
-                        return plan.nbytes
-                    link.kept.pop((name, push), None)
+                        if self._copy(link, plan, local, remote, deadline, what, push=push):
+                            moved = plan
+                            return plan.nbytes
+                except ParamError:
+                    # Whether a kept answer is still true is not to be seen from here, so it may be that which is wrong.
+                    if not (kept and remote.tensors.remote_guards):
+                        raise
                 finally:
                     self._settle(link, remote, moved, push=push)
+                link.kept.pop((name, push), None)
         raise TransferFailed(
-            f"{what}: {name} changed twice while it was being resolved", peer=name.cluster_id, phase="resolve"
+            f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row",
+            peer=name.cluster_id,
+            phase="copy",
         )
 
     @staticmethod
@@ -181,7 +185,11 @@ class Initiator:
             if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
                 raise _unreachable(link, answer.cache_id, what)
             tensors = link.connection.map(
-                regions.astype(np.uint32), offsets.astype(np.uint64), geometry.tensor_bytes, writable=push
+                regions.astype(np.uint32),
+                offsets.astype(np.uint64),
+                geometry.tensor_bytes,
+                writable=push,
+                handle=encode_handle(answer.cache_id, answer.pin, answer.guards),
             )
         except (LLMException, ValueError) as error:
             if answer.pin:
@@ -203,11 +211,20 @@ class Initiator:
         what: str,
         *,
         push: bool,
-    ) -> None:
+    ) -> bool:
+        """Move the bytes and judge them; False: they did not move, and it is worth asking again where the cache is."""
         move = link.connection.write if push else link.connection.read
         try:
             move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
-        except LinkError as error:
+        except (MemoryChanged, CacheNotFound):
+            # The owner has looked, before the first byte. An answer of just now is worth one more look all the same:
+            # a cache that is not there any more should be named so.
+            return False
+        except (LinkError, TransferAborted) as error:
+            if link.survives(deadline):
+                return False
+            if not link.ended:
+                deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
             raise link.lost_error(what, "copy") from error
         if not self._current(link, remote, what):
             link.kept.clear()
@@ -217,9 +234,12 @@ class Initiator:
                 peer=link.peer.cluster_id,
                 phase="copy",
             )
+        return True
 
     def _current(self, link: Link, remote: _Resolution, what: str) -> bool:
-        """Return True while every guard of the answer shows the generation it came with."""
+        """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
+        if remote.tensors.remote_guards:
+            return True
         generation = link.connection.generation
         try:
             for guard in remote.guards:
@@ -244,117 +264,6 @@ class Initiator:
         except LLMException as error:
             # The link is gone: the target drops this peer's pins by itself and consumes nothing (R5).
             logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
-
-
-class Target:
-    """Answers resolves and takes releases. Runs on the control thread; every handler is short."""
-
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
-
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {
-            Resolve: self.on_resolve,
-            Release: self.on_release,
-            Consumed: self.on_consumed,
-            Resolved: self.on_late_answer,
-        }
-
-    def on_resolve(self, link: Link, message: Resolve) -> None:
-        """A peer wants to know where a cache is."""
-        try:
-            answer: Message = self._resolved(link, message)
-        except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
-        try:
-            self._send(link, answer)
-        except ProtocolError as error:
-            # More tensors than a frame can name: the caller must hear so, not wait.
-            self._store.apply(self._store.registry.release(link, answer.pin if isinstance(answer, Resolved) else 0))
-            self._send(link, Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
-
-    def on_release(self, link: Link, message: Release) -> None:
-        """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
-        consume = message.count > 0 and not self._store.remote_accessible
-        registry = self._store.registry
-        self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
-
-    def on_consumed(self, link: Link, message: Consumed) -> None:
-        """A peer has pushed into a row: complete pushes consume the row's key (R5)."""
-        if self._store.remote_accessible:
-            effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
-            self._store.apply(effects)
-
-    def on_late_answer(self, link: Link, message: Resolved) -> None:
-        """An answer of the peer came after its caller had given up: give its pin back."""
-        if message.pin:
-            self._send(link, Release(message.pin, 0, 0))
-
-    def drop_peer(self, link: Link) -> None:
-        """A link has ended: its pins end, its keys stay."""
-        self._store.apply(self._store.registry.drop_peer(link))
-
-    def expire(self, now: float) -> None:
-        """End the pins whose initiators ran out of time."""
-        self._store.apply(self._store.registry.expire(now))
-
-    def _resolved(self, link: Link, message: Resolve) -> Resolved:
-        store, key = self._store, message.key
-        if message.push and not store.remote_accessible:
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
-        if message.push and key is None and message.cache_id <= 0:
-            # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
-            key = (Namespace.REQUEST, 0, 0)
-        if message.push and key is None:
-            # A row that a push cannot go to is a wrong argument; one that a pull cannot find may come (API §6.12).
-            entry = store.registry.lookup(message.cache_id, "cache_id")
-            entry.geometry.require_row("batch_index of dst_cache_key", message.row)
-        pin, entry, row, binding = self._found(link, message, key)
-        shared = link.connection.capabilities.shared_regions
-        regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
-        return Resolved(
-            id=message.id,
-            cache_id=entry.cache_id,
-            geometry=msgspec.Raw(msgspec.msgpack.encode(entry.geometry)),
-            row=row,
-            regions=regions,
-            offsets=offsets,
-            guards=_guards(entry, binding if key is not None else None),
-            pin=pin,
-        )
-
-    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[int, Entry, int, Binding | None]:
-        """Return (pin or 0, entry, row, binding) of what the peer may use."""
-        registry = self._store.registry
-        pin = 0
-        entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
-        if not self._keepable(entry):
-            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
-            pinned = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
-            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
-        # After the pin: until then the key may have moved to another cache.
-        if not entry.remote_accessible:
-            if pin:
-                self._store.apply(registry.release(link, pin))
-            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
-        return pin, entry, row, binding
-
-    def _keepable(self, entry: Entry) -> bool:
-        """The answer may be kept and used again without a message: nothing is consumed, the guard makes it safe."""
-        registered_one_sided = not entry.owned and self._store.remote_accessible
-        return entry.geometry.kind is CacheKind.BLOCKS or registered_one_sided
-
-    def _send(self, link: Link, message: Message) -> None:
-        try:
-            link.send(message)
-        except LinkError as error:
-            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
-
-
-def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
-    guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
-    return [Guarded(guard.slot, guard.generation) for guard in guards]
 
 
 def _remote_first(plan: Plan, *, push: bool) -> int:

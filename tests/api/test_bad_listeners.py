@@ -72,6 +72,8 @@ def welcome(**changes: Any) -> Welcome:
         "rendezvous": "@llm-datadist-nobody",
         "cookie": b"c" * 16,
         "cookie_address": 4096,
+        "exports": [],
+        "lane_token": b"t" * 16,
     }
     return Welcome(**(fields | changes))
 

@@ -226,8 +226,9 @@ def test_a_key_rebound_between_resolve_and_copy_gives_the_later_row(pair: Pair, 
 @pytest.mark.parametrize("source", [PAGED, REGISTERED])
 @pytest.mark.parametrize("change", [forget, _replace])
 def test_a_source_that_changes_during_the_copy_is_a_failed_transfer(
-    pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
+    mapped_pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
 ) -> None:
+    pair = mapped_pair
     _, dst = both(pair, source)
     with stopped(pair.decoder, step, tmp_path, *PULL) as pulling:
         pair.prompt.do(change, *(["kv"] if change is forget else [source]))
@@ -240,7 +241,8 @@ def test_a_source_that_changes_during_the_copy_is_a_failed_transfer(
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])
-def test_a_row_key_removed_during_the_copy_is_a_failed_transfer(pair: Pair, tmp_path: Path, step: str) -> None:
+def test_a_row_key_removed_during_the_copy_is_a_failed_transfer(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
+    pair = mapped_pair
     _, dst = both(pair, Spec(keys=(KEY,)), Spec())
     with stopped(pair.decoder, step, tmp_path, "pull_cache", KEY, Use("kv"), 5) as pulling:
         pair.prompt.do(call, "remove_cache_key", KEY)
@@ -259,7 +261,8 @@ def test_rows_pulled_by_id_do_not_mind_a_key_that_goes(pair: Pair, tmp_path: Pat
 
 
 @pytest.mark.parametrize("step", ["before write", "after write"])
-def test_a_target_unregistered_during_a_push_is_a_failed_transfer(pair: Pair, tmp_path: Path, step: str) -> None:
+def test_a_target_unregistered_during_a_push_is_a_failed_transfer(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
+    pair = mapped_pair
     both(pair, REGISTERED, rca=True)
     src = pair.decoder.do(show, "kv")
     pushing = ("push_blocks", BLOCKS, Use("kv"), [1], [2])
@@ -273,8 +276,9 @@ def test_a_target_unregistered_during_a_push_is_a_failed_transfer(pair: Pair, tm
 
 
 def test_memory_of_a_freed_cache_is_reused_under_a_stopped_reader_without_wrong_success(
-    pair: Pair, tmp_path: Path
+    mapped_pair: Pair, tmp_path: Path
 ) -> None:
+    pair = mapped_pair
     _, dst = both(pair)
     with stopped(pair.decoder, "before copy", tmp_path, *PULL) as pulling:
         pair.prompt.do(forget, "kv")
@@ -284,13 +288,58 @@ def test_memory_of_a_freed_cache_is_reused_under_a_stopped_reader_without_wrong_
     untouched_but(pair, dst, [6, 0])
 
 
-def test_an_answer_that_changes_twice_is_a_failed_transfer(local_pair: Pair) -> None:
+@pytest.mark.parametrize("step", ["before copy", "after copy"])
+@pytest.mark.parametrize("source", [PAGED, REGISTERED])
+@pytest.mark.parametrize("change", [forget, _replace])
+def test_over_lanes_the_owner_judges_a_source_that_changes(
+    tcp_pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
+) -> None:
+    """Before its first byte it is asked for again, after its last the old bytes were right."""
+    src, dst = both(tcp_pair, source)
+    with stopped(tcp_pair.decoder, step, tmp_path, *PULL) as pulling:
+        later = tcp_pair.prompt.do(change, *(["kv"] if change is forget else [source]))
+        if step == "before copy" and change is forget:
+            with pytest.raises(CacheNotFound):
+                pulling.finish()
+            same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
+        else:
+            pulling.finish()
+            pulled = later if step == "before copy" else src
+            same_bytes(tcp_pair.decoder.do(show, "kv"), moved(dst, pulled, PAIRS))
+
+
+@pytest.mark.parametrize("step", ["before write", "after write"])
+def test_over_lanes_a_target_is_never_written_after_it_was_unregistered(
+    tcp_pair: Pair, tmp_path: Path, step: str
+) -> None:
+    both(tcp_pair, REGISTERED, rca=True)
+    with stopped(tcp_pair.decoder, step, tmp_path, "push_blocks", BLOCKS, Use("kv"), [1], [2]) as push:
+        before = tcp_pair.prompt.do(_unregister_and_show)
+        if step == "before write":
+            with pytest.raises(CacheNotFound):
+                push.finish()
+        else:
+            push.finish()
+    same_bytes(tcp_pair.prompt.do(_memory_of, "kv"), before)
+
+
+def _unregister_and_show(world: World) -> Bytes:
+    """What a forgotten cache's memory holds is the user's again."""
+    forget(world, "kv")
+    return _memory_of(world, "kv")
+
+
+def _memory_of(world: World, name: str) -> Bytes:
+    return show(world, name)
+
+
+def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair) -> None:
     _, dst = both(local_pair)
     local_pair.decoder.do(_always_late, local_pair.prompt.world)  # type: ignore[attr-defined]  # both ends are here
-    with pytest.raises(TransferFailed, match="changed twice") as caught:
+    with pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
         local_pair.decoder.do(call, *PULL)
-    assert caught.value.phase == "resolve"
-    assert local_pair.prompt.do(resolves) == 2
+    assert caught.value.phase == "copy"
+    assert local_pair.prompt.do(resolves) == 4
     same_bytes(local_pair.decoder.do(show, "kv"), dst)
 
 

@@ -55,13 +55,20 @@ def explain(world: World, cluster_id: int) -> Any:
 # --- a link -----------------------------------------------------------------------------------------------------------
 
 
+REASONS = {
+    "inproc": "the peer is in this process",
+    "shm": "is on this host, 2 regions mapped",
+    "tcp": "data lanes, as llm.Transport says",
+}
+
+
 def test_a_link_is_usable_both_ways_after_one_call(pair: Pair) -> None:
     pair.start()
     bytes_move_both_ways(pair.prompt, pair.decoder)
     for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
         there = end.do(explain, peer)
         assert (there.remote_cluster_id, there.state, there.transport) == (peer, "ready", pair.transport)
-        reason = {"inproc": "the peer is in this process", "shm": "is on this host, 2 regions mapped"}[pair.transport]
+        reason = REASONS[pair.transport]
         assert reason in there.reason
 
 

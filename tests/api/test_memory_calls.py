@@ -172,7 +172,7 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     assert guards is not None
     advanced, retired = guards.allocate(), guards.allocate()
     probe = Probe(guards, [advanced, retired])
-    store.apply(Effects(advance=[advanced], retire=[retired], free=[SimpleNamespace(allocation=probe)]))
+    store.apply(Effects(advance=[advanced], retire=[retired], free=[SimpleNamespace(tag=1, allocation=probe)]))
     assert probe.seen == [True, True]
     assert guards.live == 1
     guards.release(advanced.slot)

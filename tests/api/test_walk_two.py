@@ -97,7 +97,10 @@ def test_remove_cache_key_before_and_after_deallocate(pair: Pair, first: str) ->
         pair.decoder.do(call, "pull_cache", KEY, Use("kv"))
 
 
-def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(pair: Pair, tmp_path: Path) -> None:
+def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(
+    mapped_pair: Pair, tmp_path: Path
+) -> None:
+    pair = mapped_pair
     _, dst = both(pair)
     with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
         pair.prompt.do(forget, "kv")

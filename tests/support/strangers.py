@@ -25,6 +25,7 @@ from llm_datadist.control.messages import (
 from llm_datadist.deadline import Deadline
 from llm_datadist.memory import GuardTable
 from llm_datadist.transport import Exports, meet
+from llm_datadist.transport.lanedial import LANE_PREAMBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ class Stranger:
             "token": secrets.token_bytes(16),
             "cookie": self._guards.cookie,
             "cookie_address": 4096,
+            "exports": [],
         }
         return Hello(**(fields | changes))  # type: ignore[arg-type]
 
@@ -146,6 +148,8 @@ def read_hello(sock: socket.socket) -> Hello:
     while True:
         data += (more := sock.recv(65536))
         assert more
+        if data.startswith(LANE_PREAMBLE):
+            raise ConnectionAbortedError("a data lane: these listeners have none")
         if len(data) > PREAMBLE_BYTES:
             assert data[:PREAMBLE_BYTES] == CONTROL_PREAMBLE
             parser.feed(data[PREAMBLE_BYTES:])

@@ -119,7 +119,7 @@ def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def test_a_group_gives_the_lane_with_the_least_to_do() -> None:
-    group = LaneGroup("link")
+    group = LaneGroup()
     with pytest.raises(PeerLost, match="no data lane"):
         group.take(1)
     assert group.add(1)
@@ -130,8 +130,8 @@ def test_a_group_gives_the_lane_with_the_least_to_do() -> None:
     group.discard(1)
     group.put(1, 1)
     assert (group.take(100), len(group)) == (2, 1)
-    assert group.close() == [2]
-    assert group.close() == []
+    assert group.close() == ([2], [])
+    assert group.close() == ([], [])
     assert not group.add(3)
     assert repr(group) == "<LaneGroup 0 lanes, closed>"
 
@@ -177,8 +177,9 @@ def connected(handler: Handler) -> Iterator[tuple[TcpConnection, Lanes]]:
     thread.start()
     far, near = Lanes(1, handler), Lanes(1, handler)
     loop.call_soon_threadsafe(far.start, loop)
-    far.open("the link", [pair[1] for pair in pairs])
-    connection = TcpConnection(near, near.open("near", [pair[0] for pair in pairs]), [], writable=True)
+    far.begin(far.open([pair[1] for pair in pairs]), "the link")
+    connection = TcpConnection(near, near.open([pair[0] for pair in pairs]), [], writable=True)
+    connection.begin("near")
     try:
         yield connection, far
     finally:

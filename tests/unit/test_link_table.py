@@ -53,7 +53,7 @@ class End:
         self.told: list[str] = []
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
-        choice = Choice(name, "test")
+        choice = Choice(name, name, "test")
         return Link(peer, Nowhere(), choice, dialled=dialled, sequence=sequence, peer_sequence=peer_sequence)
 
     def end(self, link: Link | None) -> None:

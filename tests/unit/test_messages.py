@@ -27,6 +27,7 @@ from llm_datadist.control.messages import (
     frame,
 )
 from llm_datadist.errors import ProtocolError
+from llm_datadist.transport import RegionDescriptor
 
 #: Everything that may be a frame: Guarded only travels inside a Resolved.
 KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded}, key=lambda kind: kind.__name__)
@@ -44,6 +45,13 @@ _RAW = st.recursive(
 _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
     "incarnation": _FIXED,
     "token": _FIXED,
+    "lane_token": _FIXED,
+    "exports": st.lists(
+        st.builds(
+            RegionDescriptor, st.integers(1, 2**32 - 1), st.integers(1, 2**63 - 1), st.text(max_size=8), st.booleans()
+        ),
+        max_size=3,
+    ),
     "cookie": _FIXED,
     "remote_accessible": st.booleans(),
     "push": st.booleans(),
@@ -226,4 +234,5 @@ def test_a_hello_holds_nothing_that_is_not_announced() -> None:
         "token",
         "cookie",
         "cookie_address",
+        "exports",
     )

@@ -141,7 +141,7 @@ def test_device_id_by_its_cpp_name() -> None:
         ("llm.MemoryUtilization", "1.5", ("1.5", "[0.0, 1.0]")),
         ("llm.MemoryUtilization", "much", ("'much'",)),
         ("llm.GlobalResourceConfig", "{", ("'{'", "JSON")),
-        ("llm.Transport", "tcp", ("'tcp'", "auto, inproc, shm")),
+        ("llm.Transport", "rdma", ("'rdma'", "auto, inproc, shm, cma, tcp")),
         ("llm.ShmSocketDir", "", ("''",)),
         ("llm.PoolPrefault", "yes", ("'yes'",)),
         ("llm.CopyThreads", "0", ("'0'", "[1, 1024]")),

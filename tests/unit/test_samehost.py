@@ -689,21 +689,29 @@ def test_choose() -> None:
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
     assert choose(same_process=True, same_host=None, forced=None).name == "inproc"
     assert choose(same_process=False, same_host=peer, forced=None) == Choice(
-        "shm", "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process"
+        "shm",
+        "tcp",
+        "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
+        "memory by tcp, not by cma: nobody tried",
     )
+    assert choose(same_process=False, same_host=peer, forced=None, private=None).private == "cma"
+    assert choose(same_process=True, same_host=peer, forced="shm").private is None
     assert choose(same_process=True, same_host=peer, forced="shm").name == "shm"
     with pytest.raises(LinkRefused, match="'inproc' cannot reach the peer: not inproc: the peer is in another process"):
         choose(same_process=False, same_host=peer, forced="inproc")
     with pytest.raises(LinkRefused, match="not shm: no such socket"):
         choose(same_process=True, same_host=LinkRefused("no such socket"), forced="shm")
-    with pytest.raises(LinkRefused, match=r"no transport .* not inproc: .*; not shm: no same-host rendezvous was made"):
-        choose(same_process=False, same_host=None, forced=None)
+    for reason in (None, LinkRefused("no such socket")):
+        choice = choose(same_process=False, same_host=reason, forced=None)
+        assert (choice.name, choice.private) == ("tcp", "tcp")
+        assert f"not shm: {reason or 'no same-host rendezvous was made'}" in choice.reason
+    assert choose(same_process=True, same_host=peer, forced="tcp").name == "tcp"
     assert choose(same_process=False, same_host=peer, forced="cma", private=None) == Choice(
-        "cma", "the kernel lets us into the peer's memory"
+        "cma", "cma", "the kernel lets us into the peer's memory"
     )
     with pytest.raises(LinkRefused, match="'cma' cannot reach the peer: not cma: it runs as uid 5"):
         choose(same_process=False, same_host=peer, forced="cma", private="it runs as uid 5")
-    with pytest.raises(ParamError, match="known are inproc, shm, cma"):
+    with pytest.raises(ParamError, match="known are inproc, shm, cma, tcp"):
         choose(same_process=True, same_host=None, forced="rdma")
 
 

@@ -190,6 +190,20 @@ class Registry:
             self._settle(entry, Event.PIN, Effects())
             return pin
 
+    def reach(self, peer: object, cache_id: int, pin_id: int) -> Entry:
+        """Return the cache that a peer resolved before: by its pin, which finds a draining one too, or by id alone.
+
+        Raises:
+            CacheNotFound: No such pin of that peer, or no such cache.
+        """
+        with self._lock:
+            if not pin_id:
+                return self._lookup(cache_id, "cache_id")
+            pin = self._pins.get(pin_id)
+            if pin is None or pin.peer is not peer or pin.entry.cache_id != cache_id:
+                raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
+            return pin.entry
+
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
         """End a pin of ``peer``. With ``consume`` tensors [first, first + count) count as pulled by its binding.
 

@@ -4,6 +4,7 @@
     1  connect, preamble, Hello            ------>    checks version, RCA, wanted id, other links of that id
     2                                      <------    Welcome (or Refused), token now valid at its rendezvous
     3  same-host rendezvous: fds both ways <----->    samehost listener
+       data lanes, where one is needed     ------>    the same listener, by their token
     4  chooses a transport, Met            ------>    chooses too; both must agree
     5                                      <------    Linked (or Refused); the link is usable at the target
     6  the link is usable at the initiator
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
@@ -34,15 +35,18 @@ from llm_datadist.control.messages import (
     frame,
 )
 from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError, code_2_status
-from llm_datadist.transport.connect import Claim, meet_peer, open_connection
+from llm_datadist.transport.connect import LANES_PER_LINK, Claim, LaneDialer, Opening, meet_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
-    from llm_datadist.transport import Choice
-    from llm_datadist.transport.base import Connection, Exports
+    from llm_datadist.errors import LinkError
+    from llm_datadist.transport import Choice, PeerMemory
+    from llm_datadist.transport.base import Exports
+    from llm_datadist.transport.datapath import DataPath
+    from llm_datadist.transport.lanes import Lanes
 
 __all__ = ["GREETING_SECONDS", "Dial", "Identity"]
 
@@ -124,14 +128,17 @@ class Dial:
     """
 
     peer: Peer
-    connection: Connection
+    connection: DataPath
     choice: Choice
 
-    def __init__(self, address: tuple[str, int], identity: Identity, exports: Exports, deadline: Deadline) -> None:
+    def __init__(
+        self, address: tuple[str, int], identity: Identity, exports: Exports, lanes: Lanes, deadline: Deadline
+    ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
         self._address = address
         self._identity = identity
         self._exports = exports
+        self._lanes = lanes
         self._deadline = deadline
         self._wire = _Wire(deadline, self._what)
         self._undo = ExitStack()
@@ -152,12 +159,21 @@ class Dial:
         forced = self._identity.transport
         memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
         try:
-            claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address)
-            self.connection, self.choice = open_connection(claim, memory, forced, self._exports.writable)
+            self._open(welcome, memory)
         except LinkRefused as error:
             raise LinkRefused(f"{self._what}: {error}") from error
         self._undo.callback(self.connection.close)
         self.peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
+
+    def _open(self, welcome: Welcome, memory: PeerMemory | LinkError | None) -> None:
+        """Choose the transports, dial the lanes where one goes over them, open the connection."""
+        claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
+        with closing(Opening(claim, memory, self._identity.transport)) as opening:
+            dialer = LaneDialer(self._address, welcome.lane_token)
+            group = self._lanes.open(dialer.dial(LANES_PER_LINK, self._deadline) if opening.wants_lanes else ())
+            self._undo.callback(self._lanes.shut, group)
+            self.connection = opening.open(self._lanes, group, writable=self._exports.writable, redial=dialer.dial)
+            self.choice = opening.choice
 
     def settle(self, sequence: int) -> int:
         """Steps 4 to 6: tell the choice and this end's number, return the target's."""
@@ -182,6 +198,7 @@ class Dial:
             token=token,
             cookie=self._exports.guards.cookie,
             cookie_address=self._exports.guards.segment.address,
+            exports=self._exports.descriptors(),
         )
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:

@@ -7,10 +7,11 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
+from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.metrics import LinkStatistics
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist.control.channel import Channel
-    from llm_datadist.deadline import Deadline
     from llm_datadist.transport import Choice
-    from llm_datadist.transport.base import Connection
+    from llm_datadist.transport.datapath import DataPath
 
 __all__ = ["Link", "Peer", "RemoteFailure"]
+
+#: A peer whose data connection broke is given so long to show that the link is not at its end.
+_SURVIVAL_MS: Final = 1000
+_SURVIVAL_POLL_SECONDS: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Link:
     """
 
     def __init__(
-        self, peer: Peer, connection: Connection, choice: Choice, *, dialled: bool, sequence: int, peer_sequence: int
+        self, peer: Peer, connection: DataPath, choice: Choice, *, dialled: bool, sequence: int, peer_sequence: int
     ) -> None:
         self.peer = peer
         self.connection = connection
@@ -209,6 +213,16 @@ class Link:
             self.send(Ping(number))
         return number
 
+    def survives(self, deadline: Deadline) -> bool:
+        """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first."""
+        number = self.ping()
+        give_up = Deadline(min(_SURVIVAL_MS, deadline.remaining_ms()))
+        while self.last_pong < number:
+            if self.ended or give_up.expired():
+                return False
+            time.sleep(_SURVIVAL_POLL_SECONDS)
+        return not self.ended
+
     def lost_error(self, what: str, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""
         if self.ended and not self._lost:
@@ -324,8 +338,8 @@ class Link:
             for waiter in self._waiters.values():
                 waiter.wake(None)
             self._waiters.clear()
-        # Operations still copying keep the mappings until they are done: the connection counts its users.
-        self.connection.close()
+        # Operations still copying fail, and keep the mappings until they are out: the connection counts its users.
+        self.connection.abort()
         if self.channel is not None:
             self.channel.close(reason)
         return True
@@ -336,6 +350,7 @@ class Link:
             remote_cluster_id=self.peer.cluster_id,
             state=self._machine.state.value,
             transport=self.choice.name,
+            private_transport=self.choice.private,
             reason=self.choice.reason,
             peer_pid=self.peer.pid,
             peer_host=self.peer.host,

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.transport import Choice
-    from llm_datadist.transport.base import Connection, Exports
+    from llm_datadist.transport.base import Exports
+    from llm_datadist.transport.datapath import DataPath
+    from llm_datadist.transport.lanes import Lanes
 
 __all__ = ["LinkManager"]
 
@@ -76,6 +78,7 @@ class LinkManager:
         control: ControlLoop,
         identity: Identity,
         exports: Exports,
+        lanes: Lanes,
         *,
         socket_dir: str | None,
         peer_timeout: float,
@@ -86,6 +89,7 @@ class LinkManager:
         self._control = control
         self._identity = identity
         self._exports = exports
+        self._lanes = lanes
         self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Ping: lambda link, message: _reply(link, Pong(message.id)),
             Pong: _on_pong,
@@ -110,7 +114,9 @@ class LinkManager:
     def _start(self, listening: socket.socket | None) -> None:
         self._rendezvous.start(self._control.loop)
         if listening is not None:
-            self._listener = Listener(self._control, listening, self._identity, self._exports, self._rendezvous, self)
+            self._listener = Listener(
+                self._control, listening, self._identity, self._exports, self._rendezvous, self._lanes, self
+            )
         self._beats.start()
 
     def stop(self, reason: str) -> None:
@@ -215,7 +221,7 @@ class LinkManager:
 
     def _dial(self, wanted: int | None, address: tuple[str, int], deadline: Deadline) -> Link | None:
         """Make one link; return the one that there is already, when it was there first."""
-        with Dial(address, self._identity, self._exports, deadline) as dial:
+        with Dial(address, self._identity, self._exports, self._lanes, deadline) as dial:
             dial.greet(wanted)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
@@ -235,6 +241,7 @@ class LinkManager:
         except LinkRefused:
             link.end("finalized", lost=False)
             raise
+        link.connection.begin(link)
         channel.begin(leftover)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
@@ -268,7 +275,7 @@ class LinkManager:
             self._end(old, f"silent while {peer} took its place", lost=True)
 
     def install(
-        self, hello: Hello, met: Met, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
+        self, hello: Hello, met: Met, connection: DataPath, choice: Choice, sock: socket.socket, leftover: bytes
     ) -> None:
         """Make the link of a stranger usable, and tell it so; an older link of the same incarnation is replaced."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
@@ -277,6 +284,7 @@ class LinkManager:
         # Usable here before the initiator hears of it, and it hears of it before anything else.
         channel = self._channel(link, sock, Linked(link.sequence))
         link.ready(channel)
+        link.connection.begin(link)
         self._table.touch()
         channel.begin(leftover)
         if old is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from llm_datadist.control.channel import FrameParser, tune
@@ -22,14 +23,17 @@ from llm_datadist.control.messages import (
 )
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.log import logger
-from llm_datadist.transport.connect import Claim, open_connection
+from llm_datadist.transport.connect import Claim, Opening
+from llm_datadist.transport.lanedial import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, read_lane_greeting
 
 if TYPE_CHECKING:
     from llm_datadist.control.handshake import Identity
     from llm_datadist.control.loop import ControlLoop
     from llm_datadist.control.messages import Message
     from llm_datadist.transport import Choice
-    from llm_datadist.transport.base import Connection, Exports
+    from llm_datadist.transport.base import Exports
+    from llm_datadist.transport.datapath import DataPath
+    from llm_datadist.transport.lanes import LaneGroup, Lanes
     from llm_datadist.transport.samehost import PeerMemory, SameHostListener
 
 __all__ = ["Host", "Listener", "bind"]
@@ -48,7 +52,7 @@ class Host(Protocol):
         """Raise LinkError when there may be no link to that peer now."""
 
     def install(
-        self, hello: Hello, met: Met, connection: Connection, choice: Choice, sock: socket.socket, leftover: bytes
+        self, hello: Hello, met: Met, connection: DataPath, choice: Choice, sock: socket.socket, leftover: bytes
     ) -> None:
         """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
 
@@ -82,15 +86,17 @@ class _Stream:
         self._sock = sock
         self.parser = FrameParser()
 
-    async def preamble(self) -> None:
+    async def preamble(self) -> bytes:
+        """Read the preamble and not a byte more: what follows on a lane is not ours."""
         data = b""
         while len(data) < PREAMBLE_BYTES:
             more = await self._loop.sock_recv(self._sock, PREAMBLE_BYTES - len(data))
             if not more:
                 raise ProtocolError("the connection ended before its preamble")
             data += more
-        if data != CONTROL_PREAMBLE:
+        if data not in (CONTROL_PREAMBLE, LANE_PREAMBLE):
             raise ProtocolError(f"the preamble {data!r} is not one of ours")
+        return data
 
     async def send(self, message: Message) -> None:
         await self._loop.sock_sendall(self._sock, frame(message))
@@ -117,6 +123,7 @@ class Listener:
         identity: Identity,
         exports: Exports,
         rendezvous: SameHostListener,
+        lanes: Lanes,
         host: Host,
     ) -> None:
         self._control = control
@@ -124,6 +131,7 @@ class Listener:
         self._identity = identity
         self._exports = exports
         self._rendezvous = rendezvous
+        self._lanes = lanes
         self._host = host
         self._greetings: set[socket.socket] = set()
         #: Those of them that have not said who they are, the oldest first.
@@ -183,7 +191,6 @@ class Listener:
     async def _greet(self, sock: socket.socket, who: str) -> None:
         handed_over = False
         try:
-            tune(sock)
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake(sock)
         except (TimeoutError, OSError, LLMException) as error:
@@ -196,18 +203,32 @@ class Listener:
 
     async def _shake(self, sock: socket.socket) -> bool:
         stream = _Stream(self._control.loop, sock)
-        await stream.preamble()
+        if await stream.preamble() == LANE_PREAMBLE:
+            await self._take_lane(sock)
+            return True
+        tune(sock)
         hello = await stream.receive(Hello)
         self._silent.pop(sock, None)
+        group = self._lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
         try:
             self._check(hello)
             await self._host.admit(hello)
-            met, memory = await self._meet(stream, hello)
-            self._settle(sock, stream, hello, met, memory)
-        except LLMException as error:
-            await stream.send(Refused(int(error.status_code), str(error)[:4000]))
+            met, memory = await self._meet(stream, hello, group)
+            self._settle(sock, stream, hello, met, memory, group)
+        except BaseException as error:
+            self._lanes.shut(group)
+            if isinstance(error, LLMException):
+                await stream.send(Refused(int(error.status_code), str(error)[:4000]))
             raise
         return True
+
+    async def _take_lane(self, sock: socket.socket) -> None:
+        """A data lane of a link that is there, or about to be."""
+        token, _ = await read_lane_greeting(self._control.loop, sock)
+        group = self._lanes.find(token)
+        await accept_lane(self._control.loop, sock)
+        self._greetings.discard(sock)
+        self._lanes.add(group, sock)
 
     def _check(self, hello: Hello) -> None:
         mine = self._identity
@@ -225,12 +246,12 @@ class Listener:
                 status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
 
-    async def _meet(self, stream: _Stream, hello: Hello) -> tuple[Met, PeerMemory | LinkError | None]:
+    async def _meet(self, stream: _Stream, hello: Hello, group: LaneGroup) -> tuple[Met, PeerMemory | LinkError | None]:
         """Let the peer into the rendezvous, and wait until it says what came of it."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
-            await stream.send(self._welcome())
+            await stream.send(self._welcome(group.token))
             met = await stream.receive(Met)
             return met, outcome.pop() if outcome else None
         finally:
@@ -239,7 +260,7 @@ class Listener:
                 if not isinstance(unused, LinkError):
                     unused.close()
 
-    def _welcome(self) -> Welcome:
+    def _welcome(self, lane_token: bytes) -> Welcome:
         mine = self._identity
         return Welcome(
             version=PROTOCOL_VERSION,
@@ -251,26 +272,34 @@ class Listener:
             rendezvous=self._rendezvous.name,
             cookie=self._exports.guards.cookie,
             cookie_address=self._exports.guards.segment.address,
+            exports=self._exports.descriptors(),
+            lane_token=lane_token,
         )
 
     def _settle(
-        self, sock: socket.socket, stream: _Stream, hello: Hello, met: Met, memory: PeerMemory | LinkError | None
+        self,
+        sock: socket.socket,
+        stream: _Stream,
+        hello: Hello,
+        met: Met,
+        memory: PeerMemory | LinkError | None,
+        group: LaneGroup,
     ) -> None:
         """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
-        connection, choice = open_connection(
-            Claim(hello.incarnation, hello.cookie, hello.cookie_address),
-            memory,
-            self._identity.transport,
-            self._exports.writable,
-        )
-        try:
-            if met.transport != choice.name:
+        claim = Claim(hello.incarnation, hello.cookie, hello.cookie_address, hello.exports)
+        with closing(Opening(claim, memory, self._identity.transport)) as opening:
+            mine = opening.choice
+            if met.transport != mine.name:
                 theirs = " ".join(f"{met.transport} ({met.reason})".split())
-                raise LinkRefused(f"the ends chose differently: {theirs} there, {choice.name} ({choice.reason}) here")
-            self._host.install(hello, met, connection, choice, sock, stream.parser.rest())
+                raise LinkRefused(f"the ends chose differently: {theirs} there, {mine.name} ({mine.reason}) here")
+            connection = opening.open(self._lanes, group, writable=self._exports.writable)
+        try:
+            self._host.install(hello, met, connection, opening.choice, sock, stream.parser.rest())
         except BaseException:
             connection.close()
             raise
+        if not opening.wants_lanes:
+            self._lanes.shut(group)
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import msgspec
 
 from llm_datadist.errors import ProtocolError
+from llm_datadist.transport.exports import RegionDescriptor
 
 __all__ = [
     "CONTROL_PREAMBLE",
@@ -55,6 +56,7 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +68,8 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
 
     ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``token`` opens the same-host
     rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
-    what cma must find at ``cookie_address`` of our address space.
+    what cma must find at ``cookie_address`` of our address space. ``exports`` are what we export, for a
+    transport that maps nothing.
     """
 
     version: int
@@ -79,10 +82,14 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     token: Identity16
     cookie: Identity16
     cookie_address: U64
+    exports: Regions
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
-    """Target -> initiator: who answers, and where its same-host rendezvous listens."""
+    """Target -> initiator: who answers, and where its same-host rendezvous listens.
+
+    ``lane_token`` opens the target's listener to the data lanes of this link, until it ends.
+    """
 
     version: int
     cluster_id: U64
@@ -93,6 +100,8 @@ class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
     rendezvous: Text
     cookie: Identity16
     cookie_address: U64
+    exports: Regions
+    lane_token: Identity16
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):

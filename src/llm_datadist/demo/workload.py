@@ -25,6 +25,10 @@ class Transport(StrEnum):
     """The library chooses, between two processes."""
     SHM = "shm"
     """Shared memory, between two processes."""
+    CMA = "cma"
+    """Registered private memory, which the kernel copies, between two processes."""
+    TCP = "tcp"
+    """Data lanes over loopback, as between two hosts."""
     INPROC = "inproc"
     """Both roles as two ``LLMDataDist`` in one process."""
 

@@ -113,7 +113,8 @@ class LanePeerProcess(PeerProcess):
         def dial(count: int, deadline: Deadline) -> list[socket.socket]:
             return dial_lanes(address, token, count, deadline)
 
-        group = self.lanes.open(None, dial(self._count, Deadline.after_ms(10_000)))
+        group = self.lanes.open(dial(self._count, Deadline.after_ms(10_000)))
+        self.lanes.begin(group, None)
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
         return RegionConnection(self.lanes, group, regions, writable=self._writable, redial=dial)
 
@@ -166,7 +167,8 @@ class _LaneChild(Child):
         self._lanes.stop()
 
     def _listen(self, token: bytes) -> int:
-        self._groups[token] = self._lanes.open(token)
+        self._groups[token] = group = self._lanes.open()
+        self._lanes.begin(group, token)
         return int(self._server.getsockname()[1])
 
     def _hold(self, slot: int, generation: int) -> None:

@@ -37,20 +37,22 @@ __all__ = [
     "meet",
 ]
 
-TRANSPORTS: Final = ("inproc", "shm", "cma")
+TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
 """Names of all transports, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport of a link, and why that one.
+    """The transports of a link, and why those.
 
     Attributes:
-        name: One of :data:`TRANSPORTS`.
-        reason: One line: why it can be used, and why each better one cannot.
+        name: One of :data:`TRANSPORTS`: for what the peer exports.
+        private: One of them for the peer's private memory; None: nothing reaches it.
+        reason: One line: why they can be used, and why each better one cannot.
     """
 
     name: str
+    private: str | None
     reason: str
 
 
@@ -61,7 +63,7 @@ def choose(
     forced: str | None,
     private: str | None = "nobody tried",
 ) -> Choice:
-    """Return the best transport that both ends can use, or the forced one.
+    """Return the best transports that both ends can use, or the forced one for everything.
 
     Args:
         same_process: The peer's incarnation lives in this process.
@@ -71,20 +73,31 @@ def choose(
 
     Raises:
         ParamError: ``forced`` names no transport.
-        LinkRefused: The forced one, or every one, is impossible; the text says why.
+        LinkRefused: The forced one is impossible; the text says why.
     """
     if forced is not None and forced not in TRANSPORTS:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
-    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host), "cma": _cma(private)}
-    candidates = TRANSPORTS if forced is None else (forced,)
+    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host), "cma": _cma(private), "tcp": _tcp(forced)}
+    # cma alone reaches no pool by itself: for what the peer exports it is used when it is asked for only.
+    candidates = ("inproc", "shm", "tcp") if forced is None else (forced,)
     against: list[str] = []
     for name in candidates:
         possible, reason = verdicts[name]
         if possible:
-            return Choice(name, "; ".join([reason, *against]))
+            return _with_private(name, "; ".join([reason, *against]), forced, private)
         against.append(f"not {name}: {reason}")
-    wanted = "no transport reaches the peer" if forced is None else f"llm.Transport={forced!r} cannot reach the peer"
-    raise LinkRefused(f"{wanted}: {'; '.join(against)}")
+    raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
+
+
+def _with_private(name: str, reason: str, forced: str | None, private: str | None) -> Choice:
+    """Add how private memory is reached: by the same, where that can, else by cma, else over data lanes."""
+    if name != "shm":
+        return Choice(name, name, reason)
+    if forced is not None:
+        return Choice(name, None, f"{reason}; private memory by nothing: {private}")
+    if private is None:
+        return Choice(name, "cma", f"{reason}; private memory by cma")
+    return Choice(name, "tcp", f"{reason}; private memory by tcp, not by cma: {private}")
 
 
 def _inproc(same_process: bool) -> tuple[bool, str]:
@@ -93,6 +106,10 @@ def _inproc(same_process: bool) -> tuple[bool, str]:
 
 def _cma(private: str | None) -> tuple[bool, str]:
     return private is None, "the kernel lets us into the peer's memory" if private is None else private
+
+
+def _tcp(forced: str | None) -> tuple[bool, str]:
+    return True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport says"
 
 
 def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:

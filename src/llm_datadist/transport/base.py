@@ -11,7 +11,6 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError
 from llm_datadist.memory.guards import slot_address
 from llm_datadist.native import CopyPool, Plan, Tensors, execute, load_generation
 from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
+from llm_datadist.transport.values import Capabilities, MemoryChanged, RemoteTensors, Transfer, Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,6 +31,7 @@ __all__ = [
     "Capabilities",
     "Connection",
     "Exports",
+    "MemoryChanged",
     "RegionDescriptor",
     "RemoteTensors",
     "Transfer",
@@ -43,79 +44,6 @@ _serials: Final = itertools.count(1)
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a transport can do, as data.
-
-    Attributes:
-        name: Name of the transport, as in ``llm.Transport``.
-        shared_regions: True when exported regions (ids from 1) can be reached.
-        private_memory: True when :data:`PRIVATE` memory can be reached.
-        remote_guards: True when the owner of the memory checks its guards by itself, before the first byte and after
-            the last: :meth:`Connection.generation` is not available then, and a change is ``TransferFailed``.
-        same_addresses: True when an address of the peer means the same memory here.
-    """
-
-    name: str
-    shared_regions: bool
-    private_memory: bool
-    remote_guards: bool = False
-    same_addresses: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Where a peer's memory lies, by address, and whether this process may write it. Size in bytes."""
-
-    base: int
-    nbytes: int
-    writable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteTensors(Tensors):
-    """Tensors of a peer as returned by :meth:`Connection.map`; only the connection that made them may use them.
-
-    Attributes:
-        owner: Serial number of that connection: another one would read these addresses blindly.
-        writable: False when the mapping is read-only and a write would be a segmentation fault.
-        handle: What the owner of the memory needs to find it again, opaque to transports.
-        private: True when the addresses are those of the peer's private memory.
-    """
-
-    owner: int
-    writable: bool
-    handle: bytes = b""
-    private: bool = False
-
-
-class Transfer:
-    """A movement of bytes. This class is the finished one: shm and inproc are done at return.
-
-    Attributes:
-        nbytes: Bytes that move.
-    """
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def done(self) -> bool:
-        """Return True when every byte is in place."""
-        return True
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return when every byte is in place.
-
-        Raises:
-            DeadlineExceeded: The deadline passed first (phase ``copy``); the transfer is aborted.
-        """
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.nbytes} bytes: {'done' if self.done() else 'running'}>"
 
 
 class Connection(ABC):
@@ -185,7 +113,8 @@ class Connection(ABC):
                 chosen = regions == region
                 window = self._checked_window(region, writable)
                 bases[chosen] = _addresses(window, region, bases[chosen], extent)
-            return RemoteTensors(bases, extent, self._serial, writable, handle, named[:1] == [PRIVATE])
+            private, remote_guards = named[:1] == [PRIVATE], self.capabilities.remote_guards
+            return RemoteTensors(bases, extent, self._serial, writable, handle, private, remote_guards)
         finally:
             self._leave()
 
@@ -230,6 +159,24 @@ class Connection(ABC):
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
         return self._transfer(plan, local, remote, pool, deadline, write=True)
+
+    def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
+        """The handshake is over: serve what the peer asks of this connection, in the name of ``link``.
+
+        Raises:
+            LinkRefused: This process is being finalised.
+        """
+
+    def mend(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have nothing to mend)
+        """Make again what was lost without the link, where this end can and the transport has such a thing.
+
+        Raises:
+            LLMException: It cannot.
+        """
+
+    def owns(self, remote: RemoteTensors) -> bool:
+        """Return True when :meth:`map` of this connection made ``remote``."""
+        return remote.owner == self._serial
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that the peer's process has ended, or this connection is closed."""
@@ -321,7 +268,7 @@ class Connection(ABC):
         write: bool,
     ) -> Transfer:
         what = "write" if write else "read"
-        if remote.owner != self._serial:
+        if not self.owns(remote):
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
         self._enter(what)
         read = written = 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, PeerLost
+from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost
 from llm_datadist.log import logger
 from llm_datadist.native import LaneEngine, LaneLost, ReadAsked, Served, WriteAsked
 from llm_datadist.transport.lanerequest import decode_request
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     from llm_datadist.native import LaneEvent, Tensors
     from llm_datadist.transport.lanerequest import LaneRequest
 
-__all__ = ["LaneGrant", "LaneGroup", "LaneHandler", "Lanes"]
+__all__ = ["MAX_LANES", "LaneGrant", "LaneGroup", "LaneHandler", "Lanes"]
+
+MAX_LANES: Final = 16
+"""Lanes that one peer may have on one link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +60,64 @@ class LaneHandler(Protocol):
 
 
 class LaneGroup:
-    """The lanes of one link. Any thread; made and ended by :class:`Lanes`.
+    """The lanes of one link. Any thread; made, begun and ended by :class:`Lanes`.
+
+    Until it has begun, its lanes wait as sockets: what the peer says meanwhile stays in the kernel, so that no request
+    comes before the link that it is for.
 
     Attributes:
-        link: Whose they are, opaque here.
+        link: Whose they are, opaque here; None until it has begun.
+        token: What opens it to lanes of the peer; empty where this end dials.
     """
 
-    def __init__(self, link: object) -> None:
-        self.link = link
-        self._lock = threading.Lock()  # protects the two below
+    def __init__(self, token: bytes = b"") -> None:
+        self.link: object = None
+        self.token = token
+        self._changed = threading.Condition(threading.Lock())  # protects all below
         self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
+        self._waiting: list[socket.socket] = []
+        self._begun = False
         self._closed = False
 
     def __len__(self) -> int:
         """Return how many lanes there are now."""
-        return len(self._loads)
+        return len(self._loads) + len(self._waiting)
 
     @property
     def closed(self) -> bool:
         """True once the link's lanes were closed."""
         return self._closed
 
-    def take(self, nbytes: int) -> int:
+    def wait(self, sock: socket.socket) -> bool:
+        """Keep a socket until the group begins; False when it has begun."""
+        with self._changed:
+            if self._closed:
+                raise LinkRefused("the link of this lane has ended")
+            if not self._begun:
+                self._waiting.append(sock)
+            return not self._begun
+
+    def begin(self, link: object) -> list[socket.socket]:
+        """Keep no socket any more; return those that waited."""
+        with self._changed:
+            self.link, self._begun = link, True
+            waiting, self._waiting = self._waiting, []
+            return waiting
+
+    def take(self, nbytes: int, deadline_ns: int = 0) -> int:
         """Return the lane with the least to do, and note ``nbytes`` more on it.
+
+        Where the peer dials, lost lanes come back by themselves: they are waited for until ``deadline_ns``
+        (``time.monotonic_ns()``).
 
         Raises:
             PeerLost: There is none left.
         """
-        with self._lock:
+        with self._changed:
+            while not self._closed and not self._loads:
+                left = (deadline_ns - time.monotonic_ns()) / 1e9
+                if left <= 0 or not self._changed.wait(left):
+                    break
             lane = min(self._loads, key=self._loads.__getitem__, default=None)
             if lane is not None:
                 self._loads[lane] += nbytes
@@ -92,28 +127,31 @@ class LaneGroup:
 
     def put(self, lane: int, nbytes: int) -> None:
         """Note that so many bytes of a lane have ended, and whether they moved does not matter."""
-        with self._lock:
+        with self._changed:
             if lane in self._loads:
                 self._loads[lane] -= nbytes
 
     def add(self, lane: int) -> bool:
         """Take a new lane in; False when the group was closed meanwhile."""
-        with self._lock:
+        with self._changed:
             if not self._closed:
                 self._loads[lane] = 0
+                self._changed.notify_all()
             return not self._closed
 
     def discard(self, lane: int) -> None:
         """Take a lane out that has ended."""
-        with self._lock:
+        with self._changed:
             self._loads.pop(lane, None)
 
-    def close(self) -> list[int]:
-        """Take every lane out, for good, and return them."""
-        with self._lock:
+    def close(self) -> tuple[list[int], list[socket.socket]]:
+        """Take every lane out, for good; return them, and the sockets that waited."""
+        with self._changed:
             self._closed = True
             lanes, self._loads = list(self._loads), {}
-            return lanes
+            waiting, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return lanes, waiting
 
     def __repr__(self) -> str:
         return f"<LaneGroup {len(self)} lanes{', closed' if self._closed else ''}>"
@@ -122,48 +160,129 @@ class LaneGroup:
 class Lanes:
     """Owns the engine, its threads and all lanes until :meth:`close`. Requests are answered on the loop's thread.
 
+    The engine is made with the first link that has lanes: most processes never need one.
+
     Args:
         threads: Threads that move bytes.
         handler: Who answers what peers ask.
     """
 
     def __init__(self, threads: int, handler: LaneHandler) -> None:
-        self.engine = LaneEngine(threads)
+        self._threads = threads
         self._handler = handler
         self._pid = os.getpid()
         # Single dict operations only: callers add, the loop's thread looks up.
         self._groups: dict[int, LaneGroup] = {}
+        self._doors: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._making = threading.Lock()  # protects the two below
+        self._engine: LaneEngine | None = None
+        self._closed = False
+
+    @property
+    def engine(self) -> LaneEngine:
+        """The engine, made now if need be.
+
+        Raises:
+            LinkRefused: Closed.
+        """
+        with self._making:
+            if self._closed:
+                raise LinkRefused("the data lanes of this process are closed")
+            if self._engine is None:
+                self._engine = LaneEngine(self._threads)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._listen)
+            return self._engine
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Answer requests from now on. Called once, on the loop's thread."""
-        self._loop = loop
-        loop.add_reader(self.engine.event_fd(), self._on_events)
+        with self._making:
+            self._loop = loop
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._loop is not None and self._engine is not None:
+            self._loop.add_reader(self._engine.event_fd(), self._on_events)
 
     def stop(self) -> None:
-        """Answer no more. Called on the loop's thread, before :meth:`close`; idempotent."""
-        if self._loop is not None:
-            self._loop.remove_reader(self.engine.event_fd())
-            self._loop = None
+        """Answer no more, and take no link any more. Called on the loop's thread, before :meth:`close`; idempotent."""
+        with self._making:
+            self._closed = True
+            loop, self._loop = self._loop, None
+        if loop is not None and self._engine is not None:
+            loop.remove_reader(self._engine.event_fd())
 
     def close(self) -> None:
         """Lose every lane and join the threads: no memory is touched any more. Idempotent, any thread."""
-        self.engine.close()
+        if self._pid != os.getpid():
+            self._making = threading.Lock()  # may be held for ever by a thread that only the parent has
+        with self._making:
+            self._closed = True
+            engine = self._engine
+        if engine is not None:
+            engine.close()
         self._groups.clear()
+        self._doors.clear()
 
-    def open(self, link: object, socks: Iterable[socket.socket] = ()) -> LaneGroup:
-        """Return the group of a new link, with lanes over these sockets, which are taken over."""
-        group = LaneGroup(link)
+    def open(self, socks: Iterable[socket.socket] = (), token: bytes = b"") -> LaneGroup:
+        """Return the group of a link to come, with lanes over these sockets, which are taken over.
+
+        With a token, :meth:`find` finds it until it is shut.
+        """
+        group = LaneGroup(token)
         for sock in socks:
-            self.add(group, sock)
+            group.wait(sock)
+        if token:
+            self._doors[token] = group
         return group
 
+    def find(self, token: bytes) -> LaneGroup:
+        """Return the group that a new lane of a peer belongs to.
+
+        Raises:
+            LinkRefused: There is none, or it has lanes enough.
+        """
+        group = self._doors.get(token)
+        if group is None:
+            raise LinkRefused("a lane with an unknown token")
+        if len(group) >= MAX_LANES:
+            raise LinkRefused(f"a link has at most {MAX_LANES} lanes")
+        return group
+
+    def begin(self, group: LaneGroup, link: object) -> None:
+        """The link is there: serve its lanes from now on.
+
+        Raises:
+            LinkRefused: Closed.
+        """
+        self.add_all(group, group.begin(link))
+
+    def add_all(self, group: LaneGroup, socks: Sequence[socket.socket]) -> None:
+        """:meth:`add` each; all are taken over, whatever happens."""
+        with ExitStack() as left:
+            for sock in socks:
+                left.callback(sock.close)  # which does nothing to one that was added
+            for sock in socks:
+                self.add(group, sock)
+
     def add(self, group: LaneGroup, sock: socket.socket) -> None:
-        """Add a lane to a link over a connected socket, which is taken over."""
-        lane = self.engine.reserve_lane()
+        """Add a lane to a link over a connected socket, which is taken over.
+
+        Raises:
+            LinkRefused: The group has ended, or everything has.
+        """
+        try:
+            if group.wait(sock):
+                return
+            engine = self.engine
+        except LinkRefused:
+            sock.close()
+            raise
+        lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        self.engine.attach_lane(lane, sock.detach())
+        engine.attach_lane(lane, sock.detach())
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already
@@ -171,26 +290,34 @@ class Lanes:
 
     def shut(self, group: LaneGroup) -> None:
         """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
-        if self._pid == os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
-            self.drop(group, group.close())
+        if self._pid != os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
+            return
+        self._doors.pop(group.token, None)
+        lanes, waiting = group.close()
+        self.drop(group, lanes)
+        for sock in waiting:
+            sock.close()
 
     def drop(self, group: LaneGroup, lanes: Iterable[int]) -> None:
         """Close some lanes of a link."""
         for lane in lanes:
             group.discard(lane)
             self._groups.pop(lane, None)
-            self.engine.drop_lane(lane)
+            if self._engine is not None:
+                self._engine.drop_lane(lane)
 
     def quiesce(self, tag: int) -> None:
         """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
 
         Advance its guards before: they stop what is granted later.
         """
-        self.engine.quiesce(tag)
+        if self._engine is not None:
+            self._engine.quiesce(tag)
 
     # Events, on the loop's thread
 
     def _on_events(self) -> None:
+        assert self._engine is not None, "only reached by its own events"
         for event in self.engine.poll_events():
             group = self._groups.get(event.lane)
             if group is not None:  # else we dropped it
@@ -226,7 +353,7 @@ class Lanes:
             self.engine.refuse(event.lane, event.id, _wire_code(error), " ".join(str(error).splitlines()))
 
     def __repr__(self) -> str:
-        return f"<Lanes {len(self._groups)} lanes, {self.engine.threads} threads>"
+        return f"<Lanes {len(self._groups)} lanes, {self._threads if self._engine else 0} threads>"
 
 
 def _wire_code(error: LLMException) -> int:

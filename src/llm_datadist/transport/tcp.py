@@ -23,8 +23,8 @@ from llm_datadist.errors import (
     code_2_status,
 )
 from llm_datadist.native import Ending, Outcome, check_plan
-from llm_datadist.native.lanes import LOST
-from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, Transfer, Window
+from llm_datadist.native.lanes import CHANGED, LOST
+from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, MemoryChanged, Transfer, Window
 from llm_datadist.transport.exports import ADDRESS_SPACE
 from llm_datadist.transport.lanerequest import MAX_RUNS, encode_request
 from llm_datadist.transport.plancut import cut_plan
@@ -63,7 +63,7 @@ class TcpConnection(Connection):
 
     Args:
         lanes: The engine of this process.
-        group: The link's lanes.
+        group: The link's lanes; :meth:`begin` begins it.
         regions: What the peer exports.
         writable: True when the peer's private memory may be written (RCA).
         redial: Makes so many new lanes within a deadline, at the end that can dial; None at the other.
@@ -89,6 +89,10 @@ class TcpConnection(Connection):
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
 
+    def begin(self, link: object) -> None:
+        """Serve the lanes from now on, in the name of ``link``."""
+        self._lanes.begin(self._group, link)
+
     def mend(self, deadline: Deadline) -> None:
         """Dial the lanes again that were lost, where this end can; one thread at a time does.
 
@@ -102,8 +106,8 @@ class TcpConnection(Connection):
             return
         try:
             missing = self._wanted - len(self._group)
-            for sock in self._redial(missing, deadline) if missing > 0 else ():
-                self._lanes.add(self._group, sock)
+            if missing > 0 and not self._closed:
+                self._lanes.add_all(self._group, self._redial(missing, deadline))
         except LLMException:
             if not len(self._group):
                 raise
@@ -138,7 +142,7 @@ class TcpConnection(Connection):
         started: list[_Part] = []
         try:
             self.mend(deadline)
-            self._start(started, plan, local, remote, write=write)
+            self._start(started, plan, local, remote, deadline, write=write)
             self._finish(started, plan.nbytes, deadline, what)
         except LinkError as error:
             if self._aborted:
@@ -148,7 +152,16 @@ class TcpConnection(Connection):
             self._give_up(started)
         return Transfer(plan.nbytes)
 
-    def _start(self, started: list[_Part], plan: Plan, local: Tensors, remote: RemoteTensors, *, write: bool) -> None:
+    def _start(
+        self,
+        started: list[_Part],
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        deadline: Deadline,
+        *,
+        write: bool,
+    ) -> None:
         """Start a plan in parts, each on the lane with the least to do, and note them in ``started``."""
         start = self._lanes.engine.start_write if write else self._lanes.engine.start_read
         share = -(-plan.nbytes // max(1, len(self._group)))
@@ -156,7 +169,7 @@ class TcpConnection(Connection):
         for part in cut_plan(plan, min(max(share, _MIN_PART_BYTES), _MAX_PART_BYTES), MAX_RUNS):
             # The parts of an ordered plan follow each other on one lane.
             if lane is None or not plan.ordered:
-                lane = self._group.take(part.nbytes)
+                lane = self._group.take(part.nbytes, deadline.expires_ns)
             meta = encode_request(remote.handle, remote.extent, part, write=write)
             started.append(_Part(start(lane, meta, part, local), lane, part.nbytes))
 
@@ -172,7 +185,7 @@ class TcpConnection(Connection):
                 done += self._give_up(started)
                 raise deadline.error(f"{what} ({done} of {total} bytes done)", "copy")
             if outcome.ending is not Ending.GOOD:
-                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)")
+                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=done == 0)
 
     def _give_up(self, started: list[_Part]) -> int:
         """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
@@ -189,13 +202,14 @@ class TcpConnection(Connection):
         if outcome.ending is Ending.LOST or outcome.code == LOST:
             self._group.discard(part.lane)  # the event says so too, later
 
-    def _failure(self, outcome: Outcome, what: str) -> LLMException:
+    def _failure(self, outcome: Outcome, what: str, *, untouched: bool) -> LLMException:
         if self._aborted:
             return TransferAborted(f"{what}: the tcp connection was aborted", phase="copy")
         if outcome.ending is Ending.TRAILER:
             return TransferFailed(f"{what}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
-            return _refusal(outcome, what)
+            changed = outcome.code == CHANGED and untouched
+            return MemoryChanged(f"{what}: {outcome.text}", phase="copy") if changed else _refusal(outcome, what)
         if not len(self._group):
             return PeerLost(f"{what}: {outcome.text}, and no other data lane is left", phase="copy")
         return TransferFailed(f"{what}: {outcome.text}", phase="copy")

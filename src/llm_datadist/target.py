@@ -1,0 +1,135 @@
+"""The target of transfers: answers where a cache is, keeps it for as long as it is read, takes note of what was pulled.
+
+Runs on the control thread; every handler is short. The initiator's half is in ``transfer.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from llm_datadist.cache.registry import Namespace
+from llm_datadist.control.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ParamError, ProtocolError
+from llm_datadist.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from llm_datadist.cache.registry import Binding, Entry, Key
+    from llm_datadist.caches import CacheStore
+    from llm_datadist.control.link import Link
+    from llm_datadist.control.messages import Message
+
+__all__ = ["Target"]
+
+#: A pin outlives its initiator's deadline by this much: the release is on its way.
+_PIN_GRACE_SECONDS: Final = 2.0
+
+
+class Target:
+    """Answers resolves and takes releases. Runs on the control thread; every handler is short."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+
+    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
+        """Return what the link manager dispatches to this class."""
+        return {
+            Resolve: self.on_resolve,
+            Release: self.on_release,
+            Consumed: self.on_consumed,
+            Resolved: self.on_late_answer,
+        }
+
+    def on_resolve(self, link: Link, message: Resolve) -> None:
+        """A peer wants to know where a cache is."""
+        try:
+            answer: Message = self._resolved(link, message)
+        except LLMException as error:
+            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+        try:
+            self._send(link, answer)
+        except ProtocolError as error:
+            # More tensors than a frame can name: the caller must hear so, not wait.
+            self._store.apply(self._store.registry.release(link, answer.pin if isinstance(answer, Resolved) else 0))
+            self._send(link, Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
+
+    def on_release(self, link: Link, message: Release) -> None:
+        """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
+        consume = message.count > 0 and not self._store.remote_accessible
+        registry = self._store.registry
+        self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
+
+    def on_consumed(self, link: Link, message: Consumed) -> None:
+        """A peer has pushed into a row: complete pushes consume the row's key (R5)."""
+        if self._store.remote_accessible:
+            effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
+            self._store.apply(effects)
+
+    def on_late_answer(self, link: Link, message: Resolved) -> None:
+        """An answer of the peer came after its caller had given up: give its pin back."""
+        if message.pin:
+            self._send(link, Release(message.pin, 0, 0))
+
+    def drop_peer(self, link: Link) -> None:
+        """A link has ended: its pins end, its keys stay."""
+        self._store.apply(self._store.registry.drop_peer(link))
+
+    def expire(self, now: float) -> None:
+        """End the pins whose initiators ran out of time."""
+        self._store.apply(self._store.registry.expire(now))
+
+    def _resolved(self, link: Link, message: Resolve) -> Resolved:
+        store, key = self._store, message.key
+        if message.push and not store.remote_accessible:
+            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
+        if message.push and key is None and message.cache_id <= 0:
+            # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
+            key = (Namespace.REQUEST, 0, 0)
+        if message.push and key is None:
+            # A row that a push cannot go to is a wrong argument; one that a pull cannot find may come (API §6.12).
+            entry = store.registry.lookup(message.cache_id, "cache_id")
+            entry.geometry.require_row("batch_index of dst_cache_key", message.row)
+        pin, entry, row, binding = self._found(link, message, key)
+        shared = link.connection.capabilities.shared_regions
+        regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
+        return Resolved(
+            id=message.id,
+            cache_id=entry.cache_id,
+            geometry=msgspec.Raw(msgspec.msgpack.encode(entry.geometry)),
+            row=row,
+            regions=regions,
+            offsets=offsets,
+            guards=_guards(entry, binding if key is not None else None),
+            pin=pin,
+        )
+
+    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[int, Entry, int, Binding | None]:
+        """Return (pin or 0, entry, row, binding) of what the peer may use."""
+        registry = self._store.registry
+        pin = 0
+        entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
+        if not self._store.keepable(entry):
+            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
+            pinned = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
+            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
+        # After the pin: until then the key may have moved to another cache.
+        if not entry.remote_accessible:
+            if pin:
+                self._store.apply(registry.release(link, pin))
+            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
+        return pin, entry, row, binding
+
+    def _send(self, link: Link, message: Message) -> None:
+        try:
+            link.send(message)
+        except LinkError as error:
+            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+
+
+def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
+    guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
+    return [Guarded(guard.slot, guard.generation) for guard in guards]
