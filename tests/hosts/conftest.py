@@ -77,6 +77,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests ran between hosts: a run that skipped them looks green otherwise."""
     counts = {
         outcome: sum(f"/{HERE}/" in f"/{report.nodeid}" for report in terminalreporter.getreports(outcome))
-        for outcome in ("passed", "failed", "error", "skipped")
+        for outcome in ("passed", "failed", "error", "xfailed", "skipped")
     }
     terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))

@@ -187,4 +187,4 @@ def test_a_lost_host_that_comes_back_is_linked_again_without_any_call(cluster: C
     wait_until(lambda: scene.decoder.do(links).get(1) != "ready")
     wait_until(lambda: scene.prompt.do(links) == {})
     scene.mend()
-    scene.works_again()
+    scene.works_again(seconds=10.0)
