@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, LLMException, NotLinked, PeerLost
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, LLMException, NotLinked, PeerLost
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from tests.hosts.cluster import Cluster
-    from tests.support.ends import ChildEnd
     from tests.support.world import World
 
-BULK = BlocksCacheKey(1, 0)
-BULKY = Spec(tensors=4, rows=64, stride=64 * 1024, blocks=True)  # 16 MiB
-ROW = CacheKey(1, 5)
+BULK, PAGES = CacheKey(1, 5), BlocksCacheKey(1, 0)
+BULKY = Spec(tensors=4, rows=1, stride=4 << 20)  # 16 MiB
+PAGED = Spec(blocks=True)
 MEGABITS = 40  # the bulk takes more than three seconds, and what happens meanwhile a few milliseconds
 HURRIED, LONG = 1_500, 60_000
 PATIENT, IMPATIENT = {"llm.PeerTimeout": "600"}, {"llm.PeerTimeout": "1.5"}
-ALL = list(range(BULKY.rows))
+PULL_BULK: tuple[Any, ...] = ("pull_cache", BULK, Use("bulk"), 0)
+PULL_PAGES: tuple[Any, ...] = ("pull_blocks", PAGES, Use("pages"), [0, 7], [5, 2])
 
 
 class Scene:
@@ -39,19 +39,26 @@ class Scene:
         self.decoder = cluster.born(self.hosts[2], "DECODER", 3, **settings)
         for prompt in (self.prompt, self.other):
             cluster.link(self.decoder, prompt)
-        self.bulk = self.prompt.do(make, "bulk", replace(BULKY, blocks_key=BULK), 1)
-        self.rows = self.prompt.do(make, "rows", Spec(keys=(ROW,)), 2)
+        self.published = [
+            self.prompt.do(make, "bulk", replace(BULKY, keys=(BULK,)), 1),
+            self.prompt.do(make, "pages", replace(PAGED, blocks_key=PAGES), 2),
+        ]
         self.bulk_here = self.decoder.do(make, "bulk", BULKY, 3)
-        self.rows_here = self.decoder.do(make, "rows", Spec(), 4)
-        self.tables = self.prompt.do(picture)
+        self.pages_here = self.decoder.do(make, "pages", PAGED, 4)
+        self.keys = len(self.prompt.do(picture).keys)
+
+    def begin(self, name: str, pull: tuple[Any, ...]) -> None:
+        """Begin a pull at the decoder."""
+        self.decoder.do(begin_there, name, call, *pull)
 
     def begin_bulk(self) -> None:
         """Have the decoder pull the bulk, slowly, and wait until it is in the middle of it."""
         host = self.hosts[0]
         host.limit(MEGABITS)
         sent = host.bytes_sent()
-        self.decoder.do(begin_there, "bulk", call, "pull_blocks", BULK, Use("bulk"), ALL, ALL)
+        self.begin("bulk", PULL_BULK)
         wait_until(lambda: host.bytes_sent() > sent + (1 << 20))
+        assert self.prompt.do(picture).pins == 1
 
     def cut(self, how: str) -> None:
         """Cut the first prompt off."""
@@ -72,39 +79,45 @@ class Scene:
         """The decoder's other link moves bytes both ways."""
         bytes_move_both_ways(self.decoder, self.other)
 
-    def bulk_error(self) -> LLMException:
-        """Return how the bulk pull failed."""
-        error = self.decoder.do(result_there, "bulk")
+    def error(self, name: str, seconds: float = 10.0) -> LLMException:
+        """Return how a pull that was begun has failed; it must have, before long."""
+        wait_until(lambda: not self.decoder.do(still_runs, name), seconds)
+        error = self.decoder.do(result_there, name)
         assert isinstance(error, LLMException), error
         return error
 
-    def outside_untouched(self) -> None:
-        """What the failed pull did not address is as it was."""
-        same_bytes(self.decoder.do(show, "rows"), self.rows_here)
-        same_bytes(self.prompt.do(show, "bulk"), self.bulk)
-        same_bytes(self.prompt.do(show, "rows"), self.rows)
+    def nothing_was_consumed(self) -> None:
+        """The prompt holds nothing for the decoder any more, and has its keys and its bytes."""
+        wait_until(lambda: self.prompt.do(picture).pins == 0)
+        assert len(self.prompt.do(picture).keys) == self.keys
+        for name, was in zip(("bulk", "pages"), self.published, strict=True):
+            same_bytes(self.prompt.do(show, name), was)
 
     def works_again(self, *, seconds: float = 20.0) -> None:
-        """Without any other call, pulls move the right bytes again before long; none that failed consumed a key."""
-        wait_until(lambda: self.decoder.do(succeeds, "pull_blocks", BULK, Use("bulk"), [0, 9], [5, 0]), seconds)
-        self.decoder.do(call, "pull_blocks", BULK, Use("bulk"), ALL, ALL)
-        same_bytes(self.decoder.do(show, "bulk"), self.bulk)
-        self.decoder.do(call, "pull_cache", ROW, Use("rows"), 5)
-        same_bytes(self.decoder.do(show, "rows"), moved(self.rows_here, self.rows, [(5, 0)]))
+        """Without any other call, pulls move the right bytes again before long, by the keys that failed before."""
+        bulk, pages = self.published
+        wait_until(lambda: self.decoder.do(succeeds, PULL_PAGES), seconds)
+        same_bytes(self.decoder.do(show, "pages"), moved(self.pages_here, pages, [(5, 0), (2, 7)]))
+        wait_until(lambda: self.decoder.do(succeeds, PULL_BULK), seconds)
+        same_bytes(self.decoder.do(show, "bulk"), moved(self.bulk_here, bulk, [(0, 0)]))
+        wait_until(lambda: len(self.prompt.do(picture).keys) == self.keys - 1)
+        with pytest.raises(CacheNotFound):
+            self.decoder.do(call, *PULL_BULK)
         bytes_move_both_ways(self.decoder, self.prompt)
 
 
-def succeeds(world: World, method: str, *args: Any) -> bool:
+def still_runs(world: World, name: str) -> bool:
+    alive: bool = world.memory[name][0].is_alive()
+    return alive
+
+
+def succeeds(world: World, pull: tuple[Any, ...]) -> bool:
     """Say whether a call succeeds; where it does not, it must say why in one of the ways that are documented."""
     try:
-        call(world, method, *args)
+        call(world, *pull)
     except (DeadlineExceeded, NotLinked, PeerLost):
         return False
     return True
-
-
-def no_pins(end: ChildEnd) -> None:
-    wait_until(lambda: end.do(picture).pins == 0)
 
 
 CUTS = pytest.mark.parametrize("how", ["unplugged", "blackhole"])
@@ -118,15 +131,14 @@ def test_r7_a_pull_from_a_host_that_is_cut_off_ends_at_its_deadline_and_the_link
     scene.begin_bulk()
     scene.cut(how)
     scene.others_are_fine()
-    error = scene.bulk_error()
+    error = scene.error("bulk")
     assert isinstance(error, DeadlineExceeded), error
     assert (error.status_code, error.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
     assert scene.decoder.do(links).keys() == {1, 2}, "nobody has given the host up"
-    scene.others_are_fine()
-    scene.outside_untouched()
+    same_bytes(scene.decoder.do(show, "pages"), scene.pages_here)
     scene.mend()
+    scene.nothing_was_consumed()
     scene.works_again()
-    no_pins(scene.prompt)
 
 
 @CUTS
@@ -134,34 +146,35 @@ def test_r22_a_host_that_stays_cut_off_is_lost_at_both_ends(cluster: Cluster, ho
     scene = Scene(cluster, budget=LONG, extra=IMPATIENT)
     scene.begin_bulk()
     scene.cut(how)
-    scene.decoder.do(begin_there, "row", call, "pull_cache", ROW, Use("rows"), 5)
+    scene.begin("pages", PULL_PAGES)
     scene.others_are_fine()
-    for error, phase in ((scene.bulk_error(), "copy"), (scene.decoder.do(result_there, "row"), "resolve")):
+    for name, phase in (("bulk", "copy"), ("pages", "resolve")):
+        error = scene.error(name)
         assert isinstance(error, PeerLost), error
         assert error.status_code is LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
         assert (error.peer, error.phase) == (1, phase)
         assert "cluster 1" in str(error)
     wait_until(lambda: scene.decoder.do(links).keys() == {2})
     wait_until(lambda: scene.prompt.do(links) == {})
-    no_pins(scene.prompt)
-    with pytest.raises(NotLinked):
-        scene.decoder.do(call, "pull_cache", ROW, Use("rows"), 5)
+    scene.nothing_was_consumed()
+    for pull in (PULL_BULK, PULL_PAGES):
+        with pytest.raises(NotLinked):
+            scene.decoder.do(call, *pull)
+    same_bytes(scene.decoder.do(show, "pages"), scene.pages_here)
     scene.others_are_fine()
-    scene.outside_untouched()
-    assert len(scene.prompt.do(picture).keys) == len(scene.tables.keys), "nothing was consumed"
 
 
 def test_a_host_whose_answers_are_lost_costs_its_callers_their_deadline_and_nobody_else(cluster: Cluster) -> None:
     scene = Scene(cluster, budget=HURRIED, extra=PATIENT)
     scene.cut("answers lost")
-    scene.decoder.do(begin_there, "row", call, "pull_cache", ROW, Use("rows"), 5)
+    scene.begin("bulk", PULL_BULK)
     wait_until(lambda: scene.prompt.do(picture).pins == 1)  # the question arrives
     scene.others_are_fine()
-    error = scene.decoder.do(result_there, "row")
+    error = scene.error("bulk")
     assert isinstance(error, DeadlineExceeded), error
     assert (error.status_code, error.phase) == (LLMStatusCode.LLM_TIMEOUT, "resolve")
-    scene.outside_untouched()
-    no_pins(scene.prompt)  # its own doing: the initiator's time is over
+    same_bytes(scene.decoder.do(show, "bulk"), scene.bulk_here)
+    scene.nothing_was_consumed()  # the prompt's own doing: it knows that the decoder's time is over
     scene.mend()
     scene.works_again()
 
@@ -170,12 +183,12 @@ def test_r22_a_host_whose_answers_stay_lost_is_lost_at_both_ends(cluster: Cluste
     scene = Scene(cluster, budget=LONG, extra=IMPATIENT)
     scene.begin_bulk()
     scene.cut("answers lost")
-    error = scene.bulk_error()
+    error = scene.error("bulk")
     assert isinstance(error, PeerLost), error
     assert (error.peer, error.phase) == (1, "copy")
     wait_until(lambda: scene.decoder.do(links).keys() == {2})
     wait_until(lambda: scene.prompt.do(links) == {})  # it heard the decoder all the time
-    no_pins(scene.prompt)
+    scene.nothing_was_consumed()
     scene.others_are_fine()
 
 
