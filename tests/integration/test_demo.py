@@ -57,9 +57,20 @@ def last_object(output: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "inproc"])
-def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str) -> None:
-    done = run("demo", "--json", "--transport", transport)
+@pytest.mark.parametrize(
+    ("transport", "memory", "used"),
+    [
+        ("auto", "pool", "shm"),
+        ("shm", "pool", "shm"),
+        ("inproc", "pool", "inproc"),
+        ("tcp", "pool", "tcp"),
+        ("tcp", "registered", "tcp"),
+        ("cma", "registered", "cma"),
+        ("auto", "registered", "cma"),
+    ],
+)
+def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: str, used: str) -> None:
+    done = run("demo", "--json", "--transport", transport, "--memory", memory)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     result = last_object(done.stdout)
@@ -74,10 +85,7 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str) -> None:
     assert result["seconds"] > 0
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
     assert result["reason"]
-    if transport == "auto":
-        assert result["transport"] != "inproc"
-    else:
-        assert result["transport"] == transport
+    assert result["transport"] == used
     roles = {"inproc": {"both"}}.get(transport, {"prompt", "decoder"})
     assert result["processes"] == len(roles)
     started = processes(done.stderr)

@@ -10,7 +10,7 @@ import rich  # noqa: F401
 import typer
 
 from llm_datadist.demo.runner import run_demo
-from llm_datadist.demo.workload import Transport
+from llm_datadist.demo.workload import Memory, Setup, Transport
 
 __all__ = ["app", "run"]
 
@@ -57,7 +57,10 @@ def demo(
     transport: Annotated[
         Transport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
     ] = Transport.AUTO,
+    memory: Annotated[
+        Memory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
+    ] = Memory.POOL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
     """Move a real KV cache from a prompt to a decoder process and compare the tokens with a single-process run."""
-    raise typer.Exit(run_demo(transport, as_json=as_json))
+    raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json))

@@ -19,7 +19,7 @@ import msgspec
 from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Order, Said
 from llm_datadist.demo.model import Llama
 from llm_datadist.demo.roles import DecoderSide, Emit, PromptSide, run_reference
-from llm_datadist.demo.workload import Transport, Workload
+from llm_datadist.demo.workload import Memory, Setup, Transport, Workload
 
 _ORPHANED: Final = 3
 # The runner's own bound is shorter and its end is noticed at once; this one only excludes waiting for ever.
@@ -50,8 +50,8 @@ class _Orders:
         os._exit(_ORPHANED)
 
 
-def _prompt(workload: Workload, transport: Transport, emit: Emit, orders: _Orders) -> None:
-    prompt = PromptSide(workload, transport)
+def _prompt(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
+    prompt = PromptSide(workload, setup)
     try:
         emit(Said(f"listens on port {prompt.datadist.listen_port}"))
         emit(prompt.publish(Llama(workload.model), emit))
@@ -60,8 +60,8 @@ def _prompt(workload: Workload, transport: Transport, emit: Emit, orders: _Order
         prompt.close()
 
 
-def _decoder(workload: Workload, transport: Transport, emit: Emit, orders: _Orders) -> None:
-    decoder = DecoderSide(workload, transport)
+def _decoder(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
+    decoder = DecoderSide(workload, setup)
     try:
         model = Llama(workload.model)
         emit(Said("ready"))
@@ -70,11 +70,11 @@ def _decoder(workload: Workload, transport: Transport, emit: Emit, orders: _Orde
         decoder.close()
 
 
-def _both(workload: Workload, transport: Transport, emit: Emit) -> None:
+def _both(workload: Workload, setup: Setup, emit: Emit) -> None:
     model = Llama(workload.model)
-    prompt = PromptSide(workload, transport)
+    prompt = PromptSide(workload, setup)
     try:
-        decoder = DecoderSide(workload, transport)
+        decoder = DecoderSide(workload, setup)
         try:
             offer = prompt.publish(model, emit)
             emit(offer)
@@ -85,16 +85,16 @@ def _both(workload: Workload, transport: Transport, emit: Emit) -> None:
         prompt.close()
 
 
-def _run(role: str, transport: Transport, emit: Emit) -> None:
+def _run(role: str, setup: Setup, emit: Emit) -> None:
     workload, orders = Workload(), _Orders()
     if role == "reference":
         emit(run_reference(workload, emit))
     elif role == "prompt":
-        _prompt(workload, transport, emit, orders)
+        _prompt(workload, setup, emit, orders)
     elif role == "decoder":
-        _decoder(workload, transport, emit, orders)
+        _decoder(workload, setup, emit, orders)
     else:
-        _both(workload, transport, emit)
+        _both(workload, setup, emit)
 
 
 def main() -> int:
@@ -102,6 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m llm_datadist.demo", description="One process of the demo.")
     parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
     parser.add_argument("transport", choices=list(Transport), type=Transport)
+    parser.add_argument("memory", choices=list(Memory), type=Memory)
     arguments = parser.parse_args()
     events = sys.stdout
     # Whatever else prints must not get between the events.
@@ -112,7 +113,7 @@ def main() -> int:
         events.flush()
 
     try:
-        _run(arguments.role, arguments.transport, emit)
+        _run(arguments.role, Setup(arguments.transport, arguments.memory), emit)
     except Exception as error:  # noqa: BLE001  the runner shows it, whatever it is
         emit(Failed(f"{type(error).__name__}: {error}"))
         return 1

@@ -16,7 +16,7 @@ import msgspec
 from llm_datadist.demo.messages import Event, Order, Said
 
 if TYPE_CHECKING:
-    from llm_datadist.demo.workload import Transport
+    from llm_datadist.demo.workload import Setup
 
 __all__ = ["Child", "Exited", "Inbox"]
 
@@ -53,11 +53,11 @@ class Child:
     Threads ``demo-<role>`` and ``demo-<role>-log`` move its output to the inbox; everything else is for the runner's.
     """
 
-    def __init__(self, role: str, transport: Transport, inbox: Inbox) -> None:
+    def __init__(self, role: str, setup: Setup, inbox: Inbox) -> None:
         self.role = role
         self._inbox = inbox
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llm_datadist.demo", role, transport.value],
+            [sys.executable, "-m", "llm_datadist.demo", role, setup.transport.value, setup.memory.value],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

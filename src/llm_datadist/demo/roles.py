@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -22,10 +22,14 @@ from llm_datadist import (
 from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.model import Llama
 from llm_datadist.demo.paged import PagedKV
+from llm_datadist.demo.workload import Memory
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from llm_datadist.demo.workload import Transport, Workload
+    from numpy.typing import NDArray
+
+    from llm_datadist import Cache
+    from llm_datadist.demo.workload import Setup, Transport, Workload
 
 __all__ = ["DecoderSide", "Emit", "PromptSide", "run_reference"]
 
@@ -60,18 +64,19 @@ class PromptSide:
         datadist: Its ``LLMDataDist``; ``close`` finalizes it.
     """
 
-    def __init__(self, workload: Workload, transport: Transport) -> None:
+    def __init__(self, workload: Workload, setup: Setup) -> None:
         self._workload = workload
+        self._setup = setup
         config = _config(workload)
         # Port 0 picks a free one; datadist.listen_port tells which.
         config.listen_ip_info = f"{_HOST}:0"
-        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, config, transport)
+        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, config, setup.transport)
 
     def publish(self, model: Llama, emit: Emit) -> Offer:
         """Run the prompt into a blocks cache that peers may pull from; return what they need to know."""
         workload = self._workload
-        cache = self.datadist.cache_manager.allocate_blocks_cache(_describe(workload), BlocksCacheKey(_PROMPT_ID, 0))
-        tensors = tensor_views(cache)
+        cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
+        self._tensors = tensors  # registered memory has to outlive its registration
         for tensor in tensors:
             tensor.fill(0)
         kv = PagedKV(tensors, workload.source_blocks())
@@ -94,13 +99,14 @@ class DecoderSide:
         datadist: Its ``LLMDataDist``; ``close`` finalizes it.
     """
 
-    def __init__(self, workload: Workload, transport: Transport) -> None:
+    def __init__(self, workload: Workload, setup: Setup) -> None:
         self._workload = workload
+        self._setup = setup
         config = _config(workload)
         config.sync_kv_timeout = _PULL_TIMEOUT_MS
-        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, config, transport)
-        self._cache = self.datadist.cache_manager.allocate_blocks_cache(_describe(workload))
-        for tensor in tensor_views(self._cache):
+        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, config, setup.transport)
+        self._cache, self._tensors = _blocks_cache(self.datadist, workload, setup.memory)
+        for tensor in self._tensors:
             # What does not arrive stays NaN, so that no token can be right by accident.
             tensor.fill(np.nan)
 
@@ -109,16 +115,19 @@ class DecoderSide:
         cluster = _cluster(offer.port)
         _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
-        emit(Said(f"linked over {choice.transport}"))
+        # Registered memory outside the pools may go another way than they.
+        private = choice.private_transport if self._setup.memory is Memory.REGISTERED else None
+        transport = private or choice.transport
+        emit(Said(f"linked over {transport}"))
         blocks = self._workload.destination_blocks()
         seconds = self._pull(offer, blocks)
-        kv = PagedKV(tensor_views(self._cache), blocks, offer.length)
+        kv = PagedKV(self._tensors, blocks, offer.length)
         digest = kv.digest()
         nbytes = len(offer.blocks) * self._workload.block_bytes * self._workload.num_tensors
         emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
         _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
-        return Outcome(tokens, digest, choice.transport, choice.reason, len(offer.blocks), nbytes, seconds)
+        return Outcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds)
 
     def close(self) -> None:
         """Give back the cache."""
@@ -150,6 +159,18 @@ def _start(role: LLMRole, cluster_id: int, config: LLMConfig, transport: Transpo
     datadist = LLMDataDist(role, cluster_id)
     datadist.init(options)
     return datadist
+
+
+def _blocks_cache(
+    datadist: LLMDataDist, workload: Workload, memory: Memory, key: BlocksCacheKey | None = None
+) -> tuple[Cache, list[NDArray[Any]]]:
+    """Make the cache, and return it with arrays over its tensors."""
+    manager, described = datadist.cache_manager, _describe(workload)
+    if memory is Memory.POOL:
+        cache = manager.allocate_blocks_cache(described, key)
+        return cache, tensor_views(cache)
+    tensors = [np.empty(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
+    return manager.register_blocks_cache(described, [each.ctypes.data for each in tensors], key), tensors
 
 
 def _describe(workload: Workload) -> CacheDesc:

@@ -12,7 +12,7 @@ from llm_datadist.deadline import Deadline
 from llm_datadist.demo.children import Child, Exited, Inbox
 from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.report import Reporter, make_reporter
-from llm_datadist.demo.workload import Transport, Workload
+from llm_datadist.demo.workload import Setup, Transport, Workload
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -69,14 +69,14 @@ class DemoResult:
     error: str | None = None
 
 
-def run_demo(transport: Transport, *, as_json: bool) -> int:
+def run_demo(setup: Setup, *, as_json: bool) -> int:
     """Run the demo and print it; return the exit status: 0 only when the tokens are equal.
 
     With ``as_json`` the progress goes to standard error and the last line of standard output is the result.
     """
     reporter = make_reporter(sys.stderr if as_json else sys.stdout)
     try:
-        with _Demo(transport, reporter) as demo:
+        with _Demo(setup, reporter) as demo:
             result = demo.run()
     except DemoError as error:
         result = DemoResult(ok=False, error=str(error))
@@ -96,8 +96,8 @@ def run_demo(transport: Transport, *, as_json: bool) -> int:
 class _Demo:
     """One run. Leaving the context ends every process it started."""
 
-    def __init__(self, transport: Transport, reporter: Reporter) -> None:
-        self._transport = transport
+    def __init__(self, setup: Setup, reporter: Reporter) -> None:
+        self._setup = setup
         self._reporter = reporter
         self._workload = Workload()
         self._deadline = Deadline.after_ms(_BUDGET_MS)
@@ -116,10 +116,10 @@ class _Demo:
     def run(self) -> DemoResult:
         """Play all roles, show the result and return it."""
         reference = self._run_reference()
-        together = self._transport is Transport.INPROC
+        together = self._setup.transport is Transport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()
-        if self._transport not in (Transport.AUTO, outcome.transport):
-            raise DemoError(f"transport: asked for {self._transport}, but the link used {outcome.transport}")
+        if self._setup.transport not in (Transport.AUTO, outcome.transport):
+            raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
         tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
         # Keys carry their positions, so two blocks that swapped places leave the tokens alone; the digest sees it.
         kv_equal = outcome.digest == offer.digest
@@ -165,7 +165,7 @@ class _Demo:
 
     def _start(self, role: str) -> Child:
         try:
-            child = Child(role, self._transport, self._inbox)
+            child = Child(role, self._setup, self._inbox)
         except OSError as error:
             raise DemoError(f"{role}: cannot start its process: {error}") from error
         self._children.append(child)

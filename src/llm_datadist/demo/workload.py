@@ -13,7 +13,7 @@ from llm_datadist.demo.model import ModelConfig
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Transport", "Workload"]
+__all__ = ["Memory", "Setup", "Transport", "Workload"]
 
 _FLOAT_BYTES: Final = 4
 
@@ -31,6 +31,28 @@ class Transport(StrEnum):
     """Data lanes over loopback, as between two hosts."""
     INPROC = "inproc"
     """Both roles as two ``LLMDataDist`` in one process."""
+
+
+class Memory(StrEnum):
+    """What ``--memory`` accepts: where the KV caches lie."""
+
+    POOL = "pool"
+    """In the library's pools."""
+    REGISTERED = "registered"
+    """In arrays of the roles' own, registered with the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the bytes are to move.
+
+    Attributes:
+        transport: Over what.
+        memory: From and to where.
+    """
+
+    transport: Transport
+    memory: Memory
 
 
 @dataclass(frozen=True, slots=True)
