@@ -15,7 +15,7 @@ from tests.support.world import World, make_config, residue
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["ChildEnd", "End", "LocalEnd", "serve"]
 
@@ -73,12 +73,15 @@ class LocalEnd(_Started):
 
 
 class ChildEnd(_Started):
-    """A world in a child process, which dies with this one (its pipe ends)."""
+    """A world in a child process, which dies with this one (its pipe ends).
 
-    def __init__(self, name: str) -> None:
+    ``prefix``: a command that becomes the one behind it, elsewhere.
+    """
+
+    def __init__(self, name: str, prefix: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.support.child", name, str(theirs.fileno())],
+            [*prefix, sys.executable, "-W", "error", "-m", "tests.support.child", name, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=_ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])},

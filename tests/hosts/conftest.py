@@ -1,0 +1,82 @@
+"""Hosts for the tests of this folder: made once, healed and compared with their first picture after every test.
+
+Where no namespace may be made the tests skip and say why; with ``LLM_DATADIST_HOSTS=required`` they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hosts.cluster import Cluster, Crew
+from tests.hosts.network import Impossible, Network
+from tests.support.moves import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent.name
+HOSTS = 4
+
+
+def impossible(error: Impossible) -> None:
+    """Skip, unless hosts are required."""
+    if os.environ.get("LLM_DATADIST_HOSTS") == "required":
+        pytest.fail(f"hosts are required: {error}")
+    pytest.skip(str(error))
+
+
+@pytest.fixture(scope="package")
+def made_network() -> Iterator[Network]:
+    """Four hosts around a router."""
+    try:
+        network = Network(HOSTS)
+    except Impossible as error:
+        impossible(error)
+    yield network
+    network.close()
+
+
+@pytest.fixture(scope="package")
+def crew(made_network: Network) -> Iterator[Crew]:
+    """Processes on them."""
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def network(made_network: Network) -> Iterator[Network]:
+    """The hosts as new, and nothing changed about them afterwards."""
+    before = made_network.picture()
+    yield made_network
+    made_network.heal()
+    with suppress(AssertionError):
+        wait_until(lambda: made_network.picture() == before)
+    now = made_network.picture()
+    assert {name: set(now[name]) ^ set(lines) for name, lines in before.items() if now[name] != lines} == {}
+
+
+@pytest.fixture
+def cluster(network: Network, crew: Crew) -> Iterator[Cluster]:
+    """Processes for one test, which leave nothing behind: neither in themselves nor on their hosts."""
+    cluster = Cluster(network, crew)
+    try:
+        yield cluster
+        network.heal()  # so that those who part hear of each other
+        cluster.part()
+    finally:
+        cluster.abandon()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests ran between hosts: a run that skipped them looks green otherwise."""
+    counts = {
+        outcome: sum(f"/{HERE}/" in f"/{report.nodeid}" for report in terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error", "xfailed", "skipped")
+    }
+    terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
