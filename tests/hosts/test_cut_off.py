@@ -192,7 +192,6 @@ def test_r22_a_host_whose_answers_stay_lost_is_lost_at_both_ends(cluster: Cluste
     scene.others_are_fine()
 
 
-@pytest.mark.xfail(strict=True, reason="a lost link is not dialled again yet: take this mark off with the redialler")
 @CUTS
 def test_a_lost_host_that_comes_back_is_linked_again_without_any_call(cluster: Cluster, how: str) -> None:
     scene = Scene(cluster, budget=LONG, extra=IMPATIENT)
