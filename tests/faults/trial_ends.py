@@ -140,8 +140,16 @@ def _strange(found: NDArray[np.uint64], expected: NDArray[np.uint64]) -> int:
     return int((found.view(np.uint8) != expected.view(np.uint8)).sum())
 
 
-def _filled_wrongly(tensors: list[NDArray[np.uint64]], number: int, kind: int) -> int:
-    return sum(_strange(words, _words(number, kind, tensor, words.size)) for tensor, words in enumerate(tensors))
+def _filled_wrongly(tensors: list[NDArray[np.uint64]], number: int, kind: int, within: int | None = None) -> int:
+    """Return how many bytes are not of a kind; those of the addressed blocks are to be of the kind ``within``."""
+    edge = BLOCK // 8
+    wrong = 0
+    for tensor, words in enumerate(tensors):
+        expected = _words(number, kind, tensor, words.size)
+        if within is not None:
+            expected[edge:-edge] = _words(number, within, tensor, words.size)[edge:-edge]
+        wrong += _strange(words, expected)
+    return wrong
 
 
 # --- the other end ----------------------------------------------------------------------------------------------------
@@ -345,15 +353,20 @@ def use_again(world: World, shape: Shape, number: int, way: str) -> float:
     return time.monotonic() - since
 
 
-def look_back(world: World, number: int, way: str) -> int:
-    """Return how many bytes of the memory in its new use are not what the owner put there; then give all back."""
+def look_back(world: World, number: int, way: str, pushed: bool) -> int:
+    """Return how many bytes of the memory in its new use are not what the owner put there; then give all back.
+
+    ``pushed``: A push by the key has succeeded, so that the cache that has the key now may show all of it, or nothing.
+    """
     strange = 0
     if "again" in world.caches:
         strange += _filled_wrongly(_tensors(world.caches["again"]), number, REUSED)
     if way == "unregister":
         strange += _filled_wrongly(world.memory["arena"], number, REUSED)
     if way == "rebind":
-        strange += _filled_wrongly(world.memory["second arena"], number, REUSED)
+        arena = world.memory["second arena"]
+        untouched = _filled_wrongly(arena, number, REUSED)
+        strange += min(untouched, _filled_wrongly(arena, number, REUSED, WRITTEN)) if pushed else untouched
     _give_back(world)
     wait_until(lambda: world.dd.statistics().pins == 0 and _used(world) == world.memory["used"])
     world.dd.check_integrity()
