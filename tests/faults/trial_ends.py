@@ -7,6 +7,7 @@ should not have, is known by looking at it.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -32,6 +33,7 @@ __all__ = [
     "Taken",
     "arena",
     "begin_write",
+    "give_way",
     "look_back",
     "offer",
     "poison",
@@ -153,6 +155,11 @@ def _filled_wrongly(tensors: list[NDArray[np.uint64]], number: int, kind: int, w
 
 
 # --- the other end ----------------------------------------------------------------------------------------------------
+
+
+def give_way(world: World) -> None:
+    """Take a processor only where nobody else wants it: whoever is to stop us sees us begin before we have ended."""
+    os.nice(10)
 
 
 def poison(world: World, shape: Shape, number: int, kind: int) -> list[int]:

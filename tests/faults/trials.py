@@ -133,7 +133,7 @@ class Trials:
         since = time.monotonic()
         ways = cycle(self.ways)
         while report.caught < count and report.tried < count * TRIES:
-            killed = not self.reading and report.caught % KILL_EVERY == KILL_EVERY - 1
+            killed = not self.reading and report.caught % KILL_EVERY == KILL_EVERY // 2
             self.trial(report, next(ways), kill=killed)
         report.seconds = time.monotonic() - since
         return report
@@ -216,6 +216,7 @@ class Trials:
 
     def _born(self) -> ChildEnd:
         other = ChildEnd("other end")
+        other.do(ends.give_way)
         other.start("DECODER", 2, **self._settings)
         assert other.do(link, [info(1, self.owner.port)]) == SUCCESS
         return other
