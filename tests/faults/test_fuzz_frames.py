@@ -183,6 +183,14 @@ def test_every_message_has_its_right_and_its_wrong_forms() -> None:
     assert max(map(len, payloads)) > 4096
 
 
+def test_what_is_done_to_a_wild_value_does_not_stay() -> None:
+    rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
+    for value in (fuzzgen.wild(rng) for _ in range(2_000)):
+        if isinstance(value, list):
+            assert "mark" not in value
+            value.append("mark")
+
+
 def test_mutation_changes_what_it_is_given() -> None:
     rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
     data = rng.randbytes(200)

@@ -7,6 +7,7 @@ truncated, oversized, out of order, repeated.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from typing import Any, Final
@@ -82,7 +83,8 @@ _ODD: Final[list[Any]] = [
 def wild(rng: random.Random) -> Any:  # noqa: ANN401
     """Return a value of any type, near a limit more often than not."""
     pool = rng.choice((_NUMBERS, _NUMBERS, _LARGE, _LARGE, _TEXTS, _BYTES, _ODD))
-    return rng.choice(pool)
+    # A copy: whoever gets it may put something into it, and the next one must not find that there.
+    return copy.deepcopy(rng.choice(pool))
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
