@@ -210,9 +210,8 @@ class TcpConnection(Connection):
         if outcome.ending is Ending.REFUSED:
             changed = outcome.code == CHANGED and untouched
             return MemoryChanged(f"{what}: {outcome.text}", phase="copy") if changed else _refusal(outcome, what)
-        if not len(self._group):
-            return PeerLost(f"{what}: {outcome.text}, and no other data lane is left", phase="copy")
-        return TransferFailed(f"{what}: {outcome.text}", phase="copy")
+        # Whether the peer is lost, or only the lane, is for those to find out who know the link.
+        return PeerLost(f"{what}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
     def _release(self) -> None:
         self._lanes.shut(self._group)

@@ -1,0 +1,211 @@
+"""Data lanes on links: the way for private memory where the kernel refuses cma, lanes that break and come back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, LLMStatusCode
+from llm_datadist.errors import DeadlineExceeded
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, begin_there, info, link, result_there
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Pair
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+PRIVATE = Spec(blocks=True, blocks_key=BLOCKS, memory="private")
+LARGE = Spec(2, 4, 4 << 20, blocks=True, blocks_key=BLOCKS)
+POOL = '{"memory_size": 67108864, "page_shift": 12}'
+CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
+
+
+@pytest.fixture
+def strangers() -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """Two processes of their own, which the kernel does not let into each other."""
+    ends = ChildEnd("prompt"), ChildEnd("decoder")
+    for end in ends:
+        end.do(_shut_out)
+    yield ends
+    for end in ends:
+        end.stop()
+        end.close()
+
+
+def _shut_out(world: World) -> None:
+    """Let nobody in, and go into nobody who lets nobody in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+    header = struct.pack("<Ii", 0x20080522, 0)
+    sets = ctypes.create_string_buffer(24)
+    assert libc.capget(header, sets) == 0
+    words = list(struct.unpack("<6I", sets.raw))  # effective, permitted and inheritable; then their high halves
+    for word in range(3):
+        words[word] &= ~(1 << CAP_SYS_PTRACE)
+    assert libc.capset(header, struct.pack("<6I", *words)) == 0
+
+
+@pytest.mark.parametrize("spec", [PAGED, PRIVATE])
+def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd], spec: Spec) -> None:
+    prompt, decoder = strangers
+    for role, cluster_id, end in (("PROMPT", 1, prompt), ("DECODER", 2, decoder)):
+        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    for end, peer in ((prompt, 2), (decoder, 1)):
+        there = end.do(_explain, peer)
+        assert (there.transport, there.private_transport) == ("shm", "tcp")
+        assert "not by cma: the kernel does not let us into pid" in there.reason
+    src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
+    same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
+    decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
+    same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+    for end in strangers:
+        # Where memory is mapped no lane engine is needed; where the link has lanes, it is there.
+        assert end.do(_lane_threads) > 0
+
+
+def _explain(world: World, peer: int) -> Any:
+    return world.dd.explain(peer)
+
+
+def _lane_threads(world: World) -> int:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm", encoding="ascii") as comm:
+            names.append(comm.read())
+    return sum(name.startswith("lldd-data") for name in names)
+
+
+def test_ends_that_map_each_other_have_no_lanes(shm_pair: Pair) -> None:
+    shm_pair.start()
+    assert [end.do(_lane_threads) for end in (shm_pair.prompt, shm_pair.decoder)] == [0, 0]
+
+
+def _lanes(world: World, peer: int) -> int:
+    assert world.dd._engine is not None
+    return len(world.dd._engine.links.get(peer).connection._group)  # type: ignore[attr-defined]
+
+
+def _break_lanes(world: World, peer: int, keep: int) -> None:
+    """What a network does that forgets connections: the lanes end, the control connection stays."""
+    assert world.dd._engine is not None
+    engine = world.dd._engine
+    group = engine.links.get(peer).connection._group  # type: ignore[attr-defined]
+    for lane in list(group._loads)[keep:]:
+        engine._lanes.engine.drop_lane(lane)
+        group.discard(lane)
+
+
+def paged(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(**settings)
+    return pair.prompt.do(make, "kv", PAGED, 1), pair.decoder.do(make, "kv", PAGED, 2)
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("breaker", ["prompt", "decoder"])
+def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair, breaker: str, keep: int) -> None:
+    src, dst = paged(tcp_pair, rca=True)
+    ends = {"prompt": (tcp_pair.prompt, 2), "decoder": (tcp_pair.decoder, 1)}
+    for block in range(4):
+        end, peer = ends[breaker]
+        end.do(_break_lanes, peer, keep)
+        tcp_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [block], [7 - block])
+        dst = moved(dst, src, [(7 - block, block)])
+        same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
+    wait_until(lambda: all(end.do(_lanes, peer) == 4 for end, peer in ends.values()))
+
+
+def test_the_end_that_was_linked_waits_for_the_other_to_dial_its_lanes_again(tcp_pair: Pair) -> None:
+    src, dst = paged(tcp_pair, rca=True)
+    key = BlocksCacheKey(2, 0)
+    tcp_pair.prompt.do(_break_lanes, 2, 0)
+    tcp_pair.prompt.do(call, "pull_blocks", key, Use("kv"), [3], [1])
+    same_bytes(tcp_pair.prompt.do(show, "kv"), moved(src, dst, [(1, 3)]))
+
+
+@pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
+def test_r07_after_a_timeout_over_lanes_the_link_goes_on(children: tuple[ChildEnd, ChildEnd], method: str) -> None:
+    prompt, decoder = children
+    options: dict[str, Any] = {
+        "mem_pool_cfg": POOL,
+        "enable_remote_cache_accessible": True,
+        "extra": {"llm.Transport": "tcp", "llm.PeerTimeout": "600"},
+    }
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **options)
+    decoder.start("DECODER", 2, sync_kv_timeout=300, **options)
+    try:
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        src, dst = prompt.do(make, "kv", LARGE, 1), decoder.do(make, "kv", LARGE, 2)
+        decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
+        prompt.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded) as caught:
+                decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
+        finally:
+            prompt.signal(signal.SIGCONT)
+        assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
+        pushed = method == "push_blocks"
+        changed, theirs = (prompt, decoder.do(show, "kv")) if pushed else (decoder, prompt.do(show, "kv"))
+        wait_until(lambda: decoder.do(_tries, method))
+        result = changed.do(show, "kv")
+        same_bytes([tensor[1:2] for tensor in result], [tensor[2:3] for tensor in theirs])
+        same_bytes((decoder if pushed else prompt).do(show, "kv"), dst if pushed else src)
+        assert prompt.do(picture).pins == 0
+    finally:
+        for end in (decoder, prompt):
+            end.stop()
+
+
+def _tries(world: World, method: str) -> bool:
+    """One more call; a loaded machine may need several within so short a time."""
+    try:
+        call(world, method, BLOCKS, Use("kv"), [2], [1])
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(children: tuple[ChildEnd, ChildEnd]) -> None:
+    """A write that is given up half way costs its lane: what else is on that lane is tried again."""
+    prompt, decoder = children
+    options: dict[str, Any] = {
+        "mem_pool_cfg": POOL,
+        "enable_remote_cache_accessible": True,
+        "extra": {"llm.Transport": "tcp", "llm.PeerTimeout": "600"},
+    }
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **options)
+    decoder.start("DECODER", 2, **options)
+    try:
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
+        prompt.signal(signal.SIGSTOP)
+        try:
+            decoder.do(begin_there, "pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 5])
+            wait_until(lambda: decoder.do(_jobs, 1) == 1)
+            decoder.do(_break_lanes, 1, 0)
+        finally:
+            prompt.signal(signal.SIGCONT)
+        assert decoder.do(result_there, "pull") is None
+        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
+    finally:
+        for end in (decoder, prompt):
+            end.stop()
+
+
+def _jobs(world: World, peer: int) -> int:
+    """Bytes on their way, as 0 or 1."""
+    assert world.dd._engine is not None
+    group = world.dd._engine.links.get(peer).connection._group  # type: ignore[attr-defined]
+    return int(sum(group._loads.values()) > 0)
