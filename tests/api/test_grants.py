@@ -91,7 +91,7 @@ def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
     arguments = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
     with stopped(mapped_pair.decoder, step, tmp_path, *arguments, grant=granted) as pulling:
         mapped_pair.prompt.do(reuse)
-        with pytest.raises(TransferFailed, match="Grant|its grant ended"):
+        with pytest.raises(TransferFailed, match=r"Grant|its grant ended"):
             pulling.finish()
     for got, was in zip(mapped_pair.decoder.do(show, "kv"), dst, strict=True):
         got[[6, 0]] = was[[6, 0]]

@@ -155,13 +155,12 @@ def _consumed(rng: random.Random) -> list[Any]:
 
 
 def _guards(rng: random.Random) -> list[Any]:
-    return [[rng.randrange(8), rng.choice((0, 1, 1, 1, 2, 3, 4))] for _ in range(rng.randrange(1, 3))]
+    return [[rng.choice((0, 1, 1, 2, 2, 3, 7)), rng.choice((0, 1, 1, 1, 2, 3))] for _ in range(rng.choice((1, 1, 2)))]
 
 
 def _verify(rng: random.Random) -> list[Any]:
-    runs = b"".join(
-        struct.pack("<QQ", rng.randrange(8) * 48, 48 * rng.randrange(1, 3)) for _ in range(rng.randrange(4))
-    )
+    spans = [(rng.randrange(8) * 48, 48 * rng.randrange(1, 3)) for _ in range(rng.randrange(4))]
+    runs = b"".join(struct.pack("<QQ", *span) for span in spans)
     named = [rng.randrange(1, 9), rng.choice((0, 0, 0, rng.randrange(1 << 12))), _guards(rng), rng.random() < 0.3]
     which = [rng.choice((384, 384, 384, 48, 0)), rng.randrange(4), rng.randrange(1, 5), runs, rng.random() < 0.3]
     return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
