@@ -68,7 +68,7 @@ def test_lanes_that_are_harmed_fail_a_transfer_or_are_made_again_and_the_link_st
 def test_lanes_that_lose_what_they_have_acknowledged_cost_calls_their_time_until_they_are_replaced(
     relayed: Relayed,
 ) -> None:
-    """No network does that, so nobody looks for it; a call ends in time all the same, and a new link helps."""
+    """As a network does that forgets connections. A call ends in time all the same."""
     source = relayed.prompt.do(make, "rows", BIG, 1)
     relayed.decoder.do(make, "rows", Spec(tensors=4, rows=2, stride=1 << 20), 2)
     assert relayed.link() == SUCCESS
