@@ -44,8 +44,10 @@ class Waiter:
         self._gate.acquire()
 
     def wait(self, seconds: float) -> None:
+        """Return when woken, or when the time is over. Called once, by the caller."""
         self._gate.acquire(timeout=seconds)
 
     def wake(self, answer: Message | None) -> None:
+        """Hand over the answer, or None: there will be none. Called once at most."""
         self.answer = answer
         self._gate.release()
