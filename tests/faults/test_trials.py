@@ -10,7 +10,7 @@ from tests.faults import rebind_race, trials
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
 @pytest.mark.parametrize("what", ["reader", "writer"])
 def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, what: str) -> None:
-    report = trials.run(transport, what, 25)
+    report = trials.run(transport, what, 15)
     assert report.good, "\n".join([trials.HEAD, report.line(), *report.faults])
     # Each kind of end was seen, so that none of them is only believed to be looked for.
     assert report.outcomes["TransferFailed"] > 0
