@@ -140,5 +140,5 @@ class Hand:
 
 def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: dict[int, int]) -> None:
     work.prepare(world, folder, number)
-    work.begin(world, epoch, port)
+    work.begin(world, epoch, port, dialled=True)
     work.go(world, ports)

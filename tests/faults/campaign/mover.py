@@ -235,14 +235,15 @@ class Mover:
         by_id = self._rng.random() < 0.2
         key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
         outcome = self._row(found, key, row)
-        self._judge_key(found, identity, link, outcome)
+        self._judge_key(found, identity, link, outcome, by_id=by_id)
 
-    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any) -> None:
+    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
         journal, directory = self._scene.journal, self._scene.directory
         known = identity in self._consumed
         if outcome is None:
             stable = link is not None and self._link(found) is link
-            if known and stable and self._consumed[identity] is link:
+            # By its id a row can be pulled for as long as there is the cache.
+            if known and not by_id and stable and self._consumed[identity] is link:
                 journal.violation("keys", f"{identity} was pulled whole twice over one link {link!r}")
             self._consumed[identity] = link if stable else None
         elif isinstance(outcome, CacheNotFound) and not known:

@@ -62,6 +62,10 @@ class Report:
         self.faults[event.what] += 1
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {event}")
 
+    def phase(self, what: str) -> None:
+        """The faults are over, and this comes next."""
+        self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {what}")
+
     def violation(self, what: str, text: str) -> None:
         """The supervisor has seen something that must not be."""
         self.violations.append(self._placed({"what": what, "who": "supervisor", "at": time.monotonic(), "text": text}))

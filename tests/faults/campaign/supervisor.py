@@ -96,10 +96,14 @@ class Supervisor:
             }
             self._all(work.go, lambda hand: (self._ports(epoch, hand.number),))
             self._harm(epoch, schedule(epoch, seconds), time.monotonic() + seconds)
+            self.report.phase("calm")
             self._calm(epoch)
         self._relays.clear()
+        self.report.phase("heal")
         self._heal(epoch)
+        self.report.phase("finish")
         self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
             self.report.violation("leaks", f"socket files left: {left}")

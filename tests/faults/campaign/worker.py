@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException
 from llm_datadist.testing import stall
-from tests.faults.campaign.contents import Stamp
+from tests.faults.campaign.contents import Stamp, whole
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.journal import SLACK_SECONDS, Journal, stack
@@ -69,8 +69,8 @@ def prepare(world: World, folder: str, worker: int) -> None:
     world.memory["worker"] = worker
 
 
-def begin(world: World, epoch: Epoch, port: int) -> int:
-    """Initialise for an epoch; return the pid. The other ends are told where before anybody dials."""
+def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
+    """Initialise for an epoch; return the pid. ``dialled``: peers dial already, so a count of sockets says nothing."""
     worker, directory, folder = (world.memory[name] for name in ("worker", "directory", "folder"))
     before = residue()
     settings = epoch.settings(worker)
@@ -83,7 +83,7 @@ def begin(world: World, epoch: Epoch, port: int) -> int:
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS)]
     linker = Linker(scene, Random(f"{scene.seed} linker"))
-    world.memory["life"] = _Life(scene, producer, movers, linker, [], before, residue())
+    world.memory["life"] = _Life(scene, producer, movers, linker, [], before, {} if dialled else residue())
     return os.getpid()
 
 
@@ -181,7 +181,7 @@ def prove(world: World) -> None:
             continue
         settings = {"budget": scene.budget, "kind": "allocated"}
         target = Destination(scene.journal, scene.cm, found.shape, stamp, **settings)
-        rows = range(found.shape.rows)
+        rows = list(range(found.shape.rows))
         for attempt in range(10):
             error = scene.call(
                 "pull_blocks healed", scene.budget, scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows
@@ -192,7 +192,7 @@ def prove(world: World) -> None:
         else:
             scene.journal.violation("not healed", f"after {attempt + 1} pulls from worker {peer}: {error!r}")
         if error is None:
-            new = _whole(found)
+            new = whole(found.stamp, found.shape)
             target.settle(f"proof of {found}", range(found.shape.tensors), rows, new)
         target.close()
 
@@ -207,7 +207,7 @@ def finish(world: World, unlink: bool) -> None:
     _wait_until(journal, "left in the tables", lambda: _remains(world))
     if unlink:
         _unlink_all(world, scene)
-        wanted = {name: life.fresh[name] for name in ("fds", "memfd mappings")}
+        wanted = {name: what for name, what in life.fresh.items() if name in {"fds", "memfd mappings"}}
         _wait_until(journal, "held without a link", lambda: _more(wanted, residue()))
     try:
         world.dd.check_integrity()
@@ -222,12 +222,6 @@ def finish(world: World, unlink: bool) -> None:
     if left:
         journal.violation("leaks", f"left after finalize: {left}")
     journal.flush()
-
-
-def _whole(found: Any) -> Any:
-    from tests.faults.campaign.contents import whole
-
-    return whole(found.stamp, found.shape)
 
 
 def _freed(life: _Life) -> bool:
