@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 #: Modules by layer; a package stands for everything in it, unless a longer name is listed.
 LAYERS: Final[dict[int, str]] = {
-    0: "errors deadline log checks enums data_type keys descriptors cluster transfer_types types "
+    0: "errors deadline log checks enums data_type keys grant descriptors cluster transfer_types types "
     "config options pool_options metrics",
     1: "native",
     2: "memory",
     3: "cache",
     4: "transport",
     5: "control",
-    6: "caches local swap transfer target lane_target withdrawal verify witness engine",
+    6: "caches local swap transfer target lane_target withdrawal verify witness grants engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager views datadist",
     8: "cli demo testing prometheus",

@@ -71,8 +71,9 @@ CACHE_MANAGER: Final = {
     "swap_blocks": "(self, src_cache, dst_cache, src_to_dst)",
     "pull_cache": "(self, cache_key, cache, batch_index=0, size=-1, *, src_layer_range=None, dst_layer_range=None, "
     "tensor_num_per_layer=2)",
+    # grant: an extension, by keyword only
     "pull_blocks": "(self, src_cache_key, dst_cache, src_blocks=(), dst_blocks=(), *, src_layer_range=None, "
-    "dst_layer_range=None, tensor_num_per_layer=2)",
+    "dst_layer_range=None, tensor_num_per_layer=2, grant=None)",
     "push_cache": "(self, dst_cache_key, src_cache, src_batch_index=0, src_layer_range=None, dst_layer_range=None, "
     "size=-1, tensor_num_per_layer=2)",
     "push_blocks": "(self, dst_cache_key, src_cache, src_blocks=(), dst_blocks=(), src_layer_range=None, "

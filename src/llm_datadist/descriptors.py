@@ -16,10 +16,12 @@ from llm_datadist.checks import (
 )
 from llm_datadist.data_type import DataType
 from llm_datadist.enums import Placement
-from llm_datadist.errors import ParamError
+from llm_datadist.errors import ParamError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from llm_datadist.grant import Grant, Granter
 
 __all__ = ["Cache", "CacheDesc"]
 
@@ -165,7 +167,7 @@ class Cache:
     is not deallocated.
     """
 
-    __slots__ = ("__weakref__", "_addrs", "_desc", "_id", "_is_blocks", "_memory")
+    __slots__ = ("__weakref__", "_addrs", "_desc", "_granter", "_id", "_is_blocks", "_memory")
 
     def __init__(
         self,
@@ -175,6 +177,7 @@ class Cache:
         is_blocks_cache: bool = False,
         *,
         memory: object = None,
+        granter: Granter | None = None,
     ) -> None:
         self._id = check_int64("cache_id", cache_id)
         self._desc = check_type("cache_desc", cache_desc, CacheDesc)
@@ -182,6 +185,7 @@ class Cache:
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
         # Whatever the addresses point into; held only so that it outlives them.
         self._memory = memory
+        self._granter = granter
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
@@ -226,6 +230,26 @@ class Cache:
     def is_blocks_cache(self) -> bool:
         """True for a paged cache: ``shape[0]`` counts blocks."""
         return self._is_blocks
+
+    def grant(self, blocks: list[int] | tuple[int, ...], ttl: float) -> Grant:
+        """Let peers pull these blocks for ``ttl`` seconds, and no longer than they hold what they hold now.
+
+        An extension. For caches whose blocks are given to one request after the other: revoke the grant before the
+        blocks are used again, and a pull that was late fails instead of returning the bytes of another request.
+
+        Args:
+            blocks: Block numbers; a 1-D integer NumPy array does as well.
+            ttl: Seconds after which it ends by itself.
+
+        Raises:
+            TypeError: Wrong types.
+            ParamError: Not a blocks cache, a block outside it, none at all, or a ttl that is not above 0.
+            CacheNotFound: The cache was given back.
+            StateError: The handle is of no manager (``create_cpu_cache``), or its manager is finalized.
+        """
+        if self._granter is None:
+            raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
+        return self._granter.grant(self._id, blocks, ttl)
 
     def _empty(self) -> None:
         """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
@@ -18,6 +18,8 @@ from llm_datadist.control.handshake import Identity
 from llm_datadist.control.links import LinkManager
 from llm_datadist.control.listener import bind
 from llm_datadist.control.loop import ControlLoop
+from llm_datadist.errors import StateError
+from llm_datadist.grants import Grants
 from llm_datadist.lane_target import LaneMender, LaneTarget
 from llm_datadist.local import LocalCopies
 from llm_datadist.log import logger
@@ -32,6 +34,8 @@ from llm_datadist.verify import Verifier
 from llm_datadist.witness import Witness
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist.control.link import Link
     from llm_datadist.memory.device import Device
     from llm_datadist.options import Options
@@ -51,6 +55,7 @@ class Engine:
         links: Peers.
         initiator: Pulls and pushes.
         local: Copies inside the process.
+        grants: What peers were allowed for a time.
         meters: Counts.
         alive: False once finalised.
     """
@@ -85,6 +90,8 @@ class Engine:
             self.local = LocalCopies(self.store, self._swap, self._copy_pool)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
+            self.grants = Grants(self.cluster_id, self.store, self._call_at)
+            undo.callback(self.grants.close)
             self._target = Target(self.store)
             self._witness = Witness(self.store, self._copy_pool)
             undo.callback(self._witness.close)
@@ -105,6 +112,10 @@ class Engine:
             self.links.start(listening)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address)
+
+    def _call_at(self, when: float, function: Callable[[], None]) -> None:
+        with suppress(StateError):  # the control thread has stopped: what had to be ended ends with the engine
+            self._control.post(self._control.loop.call_at, when, function)
 
     def _make_links(self, incarnation: bytes) -> LinkManager:
         options = self.options

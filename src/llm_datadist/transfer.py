@@ -5,7 +5,7 @@ by step; the target's half is in ``target.py``. Nothing here knows the public cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
+    from llm_datadist.grant import Grant
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
     from llm_datadist.verify import Verifier
@@ -91,11 +92,19 @@ class Initiator:
         self._pool = pool
         self._verifier = verifier
 
-    def pull(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
+    def pull(
+        self,
+        name: RemoteName,
+        local: Entry,
+        make_plan: MakePlan,
+        deadline: Deadline,
+        what: str,
+        grant: Grant | None = None,
+    ) -> int:
         """Move the remote cache ``name`` into the ``local`` one; return the bytes moved.
 
         A complete pull consumes the key at the target (R5); a failed one consumes nothing and leaves the addressed
-        destination undefined, the rest untouched.
+        destination undefined, the rest untouched. With a grant it succeeds only while that holds too.
 
         Raises:
             NotLinked: No link to the cluster.
@@ -106,7 +115,7 @@ class Initiator:
             TransferFailed: The source changed during the copy. ``ChecksumMismatch``: the two ends differ after it.
             PeerLost: The link broke.
         """
-        return self._move(name, local, make_plan, deadline, what, push=False)
+        return self._move(name, local, make_plan, deadline, what, push=False, grant=grant)
 
     def push(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
         """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`."""
@@ -121,6 +130,7 @@ class Initiator:
         what: str,
         *,
         push: bool,
+        grant: Grant | None = None,
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
@@ -130,6 +140,8 @@ class Initiator:
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
+                    if grant is not None:
+                        remote = _under(grant, link, remote, what)
                     with _announced(link, remote, deadline, what, push=push):
                         # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                         current = self._current(link, remote, what)
@@ -150,7 +162,8 @@ class Initiator:
                     self._settle(link, remote, moved, push=push)
                 link.kept.pop((name, push), None)
         raise TransferFailed(
-            f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row",
+            f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
+            + ("" if grant is None else f"; or {grant!r} was revoked, or its time is over"),
             peer=name.cluster_id,
             phase="copy",
         )
@@ -243,8 +256,8 @@ class Initiator:
         if not self._current(link, remote, what):
             link.kept.clear()
             raise TransferFailed(
-                f"{what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the copy; "
-                f"the {'remote' if push else 'local'} bytes addressed are undefined",
+                f"{what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the copy, "
+                f"or its grant ended; the {'remote' if push else 'local'} bytes addressed are undefined",
                 peer=link.peer.cluster_id,
                 phase="copy",
             )
@@ -278,6 +291,20 @@ class Initiator:
         except LLMException as error:
             # The link is gone: the target drops this peer's pins by itself and consumes nothing (R5).
             logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+
+
+def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolution:
+    """Return the answer under the guard of a grant too; whether that holds is for those to see who look at guards."""
+    if (link.peer.incarnation, remote.cache_id) != (grant.incarnation, grant.cache_id):
+        raise TransferFailed(
+            f"{what}: {grant!r} has ended: {link.peer} has been initialised again, or the key is bound to cache "
+            f"{remote.cache_id} now",
+            peer=link.peer.cluster_id,
+            phase="resolve",
+        )
+    guards = (*remote.guards, Guarded(*grant.guard))
+    handle = encode_handle(remote.cache_id, remote.pin, guards)
+    return replace(remote, guards=guards, tensors=replace(remote.tensors, handle=handle))
 
 
 def _announced(

@@ -22,7 +22,7 @@ from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, que
 from tests.support.ends import LocalEnd
 from tests.support.gates import begin
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import World
+from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -283,6 +283,7 @@ def test_one_peer_after_the_other_is_answered() -> None:
         def send(self, message: Failed) -> None:
             served.append(f"{self.name}{message.id}")
 
+    before = residue()
     witness = Witness(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
     witness._thread.submit(go.wait, 60)
@@ -299,6 +300,7 @@ def test_one_peer_after_the_other_is_answered() -> None:
     witness.on_verify(modest, fair)  # type: ignore[arg-type]
     assert served[-1] == "modest0"
     witness.close()
+    assert settled(before) == before
 
 
 # --- answers that lie -------------------------------------------------------------------------------------------------

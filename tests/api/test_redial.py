@@ -158,6 +158,32 @@ def test_an_unlink_ends_the_redial(shm_pair: Pair, force: bool) -> None:
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
 
 
+def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
+    """Unlink, and lose the link after the unlink has looked for redials and before it looks for the link."""
+    assert world.dd._engine is not None
+    table, me = world.dd._engine.links._table, threading.get_ident()
+    original = table.get
+
+    def get(cluster_id: int) -> Any:
+        if threading.get_ident() == me and "get" in table.__dict__:
+            del table.__dict__["get"]
+            lose(world, peer)
+            wait_until(lambda: original(peer) is None)
+        return original(cluster_id)
+
+    table.get = get  # type: ignore[method-assign]
+    return unlink(world, [info(peer, port)])
+
+
+def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.prompt):
+        assert shm_pair.decoder.do(unlink_in_the_moment_of_a_loss, 1, shm_pair.prompt.port) == SUCCESS
+        assert shm_pair.decoder.do(redials) == ()
+    wait_until(lambda: both(shm_pair) == ({}, {}))
+    shm_pair.link()
+
+
 def test_an_explicit_link_ends_the_redial(shm_pair: Pair) -> None:
     shm_pair.start()
     with frozen(shm_pair.prompt):

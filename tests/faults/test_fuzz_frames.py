@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import pytest
 
+from llm_datadist.control import messages
 from llm_datadist.control.channel import FrameParser
 from llm_datadist.control.messages import Release, decode
 from llm_datadist.errors import ProtocolError
@@ -52,7 +53,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "parser": {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.005, "Met": 0.005, "Farewell": 0.002},
     "same-host packets": {"Hello": 0.1, "Refusal": 0.01},
     "lane requests": {"LaneRequest": 0.1},
-    "handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Goodbye": 0.01, "Stay": 0.01},
+    "handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Stay": 0.01, "Verify": 0.01},
     "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Goodbye": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
     "greetings": {"Welcome": 0.02},
@@ -171,6 +172,8 @@ def test_what_the_library_logs_against_itself_is_found() -> None:
 
 
 def test_every_message_has_its_right_and_its_wrong_forms() -> None:
+    # A new message has to be forged too.
+    assert {kind.__name__.lower() for kind in get_args(messages._ANY)} == set(fuzzgen.LINK | fuzzgen.HANDSHAKE)
     forge = fuzzgen.Forge(1, fuzzgen.LINK | fuzzgen.HANDSHAKE)
     payloads = [forge.payload() for _ in range(20_000)]
     right: set[str] = set()
@@ -181,6 +184,14 @@ def test_every_message_has_its_right_and_its_wrong_forms() -> None:
     assert len(set(payloads)) < len(payloads), "some are said again"
     assert min(map(len, payloads)) < 3
     assert max(map(len, payloads)) > 4096
+
+
+def test_what_is_done_to_a_wild_value_does_not_stay() -> None:
+    rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
+    for value in (fuzzgen.wild(rng) for _ in range(2_000)):
+        if isinstance(value, list):
+            assert "mark" not in value
+            value.append("mark")
 
 
 def test_mutation_changes_what_it_is_given() -> None:

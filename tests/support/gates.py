@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist.control.messages import Release, Resolve
@@ -49,9 +50,12 @@ class Stopped:
 
 
 @contextmanager
-def stopped(end: End, step: str, folder: Path, method: str, *args: Any, peer: int = 1) -> Iterator[Stopped]:
+def stopped(
+    end: End, step: str, folder: Path, method: str, *args: Any, peer: int = 1, **kwargs: Any
+) -> Iterator[Stopped]:
     """Begin a call of the cache manager of ``end`` and wait until it stops at ``step`` of its way to ``peer``."""
-    call = Stopped(folder, begin(end, gated_call, peer, step, folder, method, *args))
+    function = partial(gated_call, **kwargs)
+    call = Stopped(folder, begin(end, function, peer, step, folder, method, *args))
     try:
         call.gate.wait()
         yield call

@@ -212,7 +212,7 @@ def test_shares_closed_by_many_threads_close_the_memory_once() -> None:
     class Memory:
         """Counts its closes; the real one would close a stranger's descriptor the second time."""
 
-        regions, guards, pid, uid, cookie, incarnation, closes = (), None, 1, 0, b"", b"", 0
+        regions, guards, announcer, pid, uid, cookie, incarnation, closes = (), None, None, 1, 0, b"", b"", 0
 
         def close(self) -> None:
             self.closes += 1

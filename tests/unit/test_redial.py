@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ADDRESS = ("127.0.0.1", 4711)
-PATIENCE = Deadline.after_ms(60_000)
+LONG_MS = 60_000
 
 
 class Gone(Nowhere):
@@ -173,9 +173,9 @@ def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None
     attempts.redialler.begin(lost(7))
     attempts.redialler.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.redialler.cancel(7, PATIENCE)
-    attempts.redialler.cancel(7, PATIENCE)
-    attempts.redialler.cancel(99, PATIENCE)
+    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
+    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
+    attempts.redialler.cancel(99, Deadline.after_ms(LONG_MS))
     count = sum(each.peer.cluster_id == 7 for each in attempts.made)
     wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
     assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
@@ -195,7 +195,7 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     assert attempts.made[0].cancelled
     assert attempts.redialler._current is attempts.made[0], "it was not waited for in vain"
     threading.Timer(0.05, go.set).start()
-    attempts.redialler.cancel(7, PATIENCE)
+    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
     assert attempts.redialler._current is None
     wait_until(attempts.over)
 

@@ -226,6 +226,7 @@ class Registry:
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
             entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
             entry.pins += hold  # no event: wherever a cache can be reached, one hold more changes no state
+            entry.holds += hold
             return entry
 
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:

@@ -21,6 +21,7 @@ from llm_datadist.checks import (
     check_uint64_list,
 )
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
+from llm_datadist.grant import Grant
 from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
@@ -38,6 +39,7 @@ __all__ = [
     "check_addresses",
     "check_blocks",
     "check_copy",
+    "check_grant",
     "check_key_count",
     "check_mem_infos",
     "check_pull_blocks",
@@ -256,6 +258,24 @@ def check_pull_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: ND
         return
     check_rule(not src_blocks.size, f"src_blocks has {src_blocks.size} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
+
+
+def check_grant(
+    grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: NDArray[np.int64]
+) -> None:
+    """Check that a grant, if there is one, is for this peer and these blocks."""
+    if grant is None:
+        return
+    check_type("grant", grant, Grant)
+    check_rule(isinstance(key, BlocksCacheKey), "grant: only with a BlocksCacheKey")
+    check_rule(
+        key.cluster_id == grant.cluster_id,
+        f"grant: it is one of cluster {grant.cluster_id}, the key names cluster {key.cluster_id}",
+    )
+    inside = np.isin(sources, grant.block_numbers)
+    if not inside.all():
+        block = int(sources[~inside][0])
+        raise ParamError(f"src_blocks: block {block} is not among the {len(grant.blocks)} blocks of the grant")
 
 
 def check_push_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:

@@ -13,6 +13,7 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, MemIn
 
 if TYPE_CHECKING:
     from llm_datadist.cache.registry import Entry
+    from llm_datadist.grant import Granter
 
 __all__ = ["MemoryCalls"]
 
@@ -54,7 +55,7 @@ class MemoryCalls(EngineUser):
             entry = engine.store.allocate(
                 geometry, [(key, row) for row, key in enumerate(cache_keys)], self._deadline()
             )
-        return _handle(entry, cache_desc)
+        return _handle(entry, cache_desc, engine.grants)
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -111,7 +112,7 @@ class MemoryCalls(EngineUser):
         geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
         with engine.meters.span("allocate_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
             entry = engine.store.allocate(geometry, keys, self._deadline())
-        return _handle(entry, cache_desc)
+        return _handle(entry, cache_desc, engine.grants)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Give a blocks cache back with its key, at once (R27); ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -168,7 +169,7 @@ class MemoryCalls(EngineUser):
         keys = [(key, row) for row, key in enumerate(cache_keys)]
         with engine.meters.span("register_cache", "%r keys=%s", cache_desc, cache_keys):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return _handle(entry, cache_desc)
+        return _handle(entry, cache_desc, engine.grants)
 
     def register_blocks_cache(
         self,
@@ -194,7 +195,7 @@ class MemoryCalls(EngineUser):
         arguments.check_addresses(addresses, geometry)
         with engine.meters.span("register_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return _handle(entry, cache_desc)
+        return _handle(entry, cache_desc, engine.grants)
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
@@ -229,7 +230,7 @@ class MemoryCalls(EngineUser):
             raise NotLinked("remap_registered_memory: nothing is linked")
 
 
-def _handle(entry: Entry, cache_desc: CacheDesc) -> Cache:
+def _handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:
     storage = entry.storage
     return Cache(
         entry.cache_id,
@@ -237,4 +238,5 @@ def _handle(entry: Entry, cache_desc: CacheDesc) -> Cache:
         storage.tensors.bases.tolist(),
         entry.geometry.kind is CacheKind.BLOCKS,
         memory=storage,
+        granter=granter,
     )

@@ -14,6 +14,7 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndI
 
 if TYPE_CHECKING:
     from llm_datadist.cache.layout import Geometry
+    from llm_datadist.grant import Grant
     from llm_datadist.native import Plan
 
 __all__ = ["RemoteCalls"]
@@ -87,6 +88,7 @@ class RemoteCalls(EngineUser):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
+        grant: Grant | None = None,
     ) -> None:
         """Pull blocks of a peer's cache into blocks of ``dst_cache``.
 
@@ -103,10 +105,13 @@ class RemoteCalls(EngineUser):
             src_layer_range: Layers of the source; None or empty: all.
             dst_layer_range: Layers of the destination; None or empty: all.
             tensor_num_per_layer: Tensors per layer (R14).
+            grant: What the owner of the blocks gave out for them (extension): the pull succeeds only if the blocks
+                were not used again meanwhile. With a BlocksCacheKey only.
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; different block sizes are a ParamError (R17).
+                :meth:`pull_cache`; different block sizes are a ParamError (R17). A grant that has ended is
+                TransferFailed.
 
         Source: API §6.11.
         """
@@ -118,6 +123,7 @@ class RemoteCalls(EngineUser):
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_pull_blocks(src_cache_key, sources, targets)
+        arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
         paged = isinstance(src_cache_key, BlocksCacheKey)
         with (
@@ -133,7 +139,7 @@ class RemoteCalls(EngineUser):
                     return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
                 return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
 
-            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_blocks")
+            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_blocks", grant)
 
     def push_cache(
         self,

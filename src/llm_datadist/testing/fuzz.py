@@ -211,8 +211,9 @@ def packet(rng: random.Random) -> bytes:
     if rng.random() < 0.9:
         described = msgspec.structs.asdict(RegionDescriptor(1, 4096, "device", writable=False))
         regions = [described | {"region": rng.randrange(40)} for _ in range(rng.randrange(4))]
-        value = {"type": "hello", "version": 1, "token": bytes(16), "incarnation": bytes(16), "cookie": bytes(16)}
-        value |= {"guards_nbytes": 4096, "regions": regions}
+        value = {"type": "hello", "version": fdwire.VERSION, "token": bytes(16)}
+        value |= {"incarnation": bytes(16), "cookie": bytes(16)}
+        value |= {"guards_nbytes": 4096, "writers_nbytes": rng.choice((0, 4096)), "regions": regions}
     if rng.random() < 0.4:
         value[rng.choice(list(value))] = wild(rng)
     if rng.random() < 0.2 and value.get("regions"):

@@ -7,7 +7,9 @@ truncated, oversized, out of order, repeated.
 
 from __future__ import annotations
 
+import copy
 import random
+import struct
 from collections import deque
 from typing import Any, Final
 
@@ -82,7 +84,8 @@ _ODD: Final[list[Any]] = [
 def wild(rng: random.Random) -> Any:  # noqa: ANN401
     """Return a value of any type, near a limit more often than not."""
     pool = rng.choice((_NUMBERS, _NUMBERS, _LARGE, _LARGE, _TEXTS, _BYTES, _ODD))
-    return rng.choice(pool)
+    # A copy: whoever gets it may put something into it, and the next one must not find that there.
+    return copy.deepcopy(rng.choice(pool))
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -124,7 +127,7 @@ def _hello(rng: random.Random) -> list[Any]:
     wanted = rng.choice((None, None, 1, rng.randrange(9)))
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
-    head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted]
+    head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
     return [*head, token, rng.randbytes(16), 4096, _exports(rng)]
 
 
@@ -151,6 +154,18 @@ def _consumed(rng: random.Random) -> list[Any]:
     return ["consumed", rng.randrange(-1, 12), rng.randrange(9), rng.randrange(5), rng.randrange(6)]
 
 
+def _guards(rng: random.Random) -> list[Any]:
+    return [[rng.choice((0, 1, 1, 2, 2, 3, 7)), rng.choice((0, 1, 1, 1, 2, 3))] for _ in range(rng.choice((1, 1, 2)))]
+
+
+def _verify(rng: random.Random) -> list[Any]:
+    spans = [(rng.randrange(8) * 48, 48 * rng.randrange(1, 3)) for _ in range(rng.randrange(4))]
+    runs = b"".join(struct.pack("<QQ", *span) for span in spans)
+    named = [rng.randrange(1, 9), rng.choice((0, 0, 0, rng.randrange(1 << 12))), _guards(rng), rng.random() < 0.3]
+    which = [rng.choice((384, 384, 384, 48, 0)), rng.randrange(4), rng.randrange(1, 5), runs, rng.random() < 0.3]
+    return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
+
+
 def geometry(rng: random.Random) -> list[Any]:
     """Return the geometry of a cache as it travels, which is that of a small one."""
     kind, tensors, rows, stride = rng.randrange(2), rng.choice((4, 4, 4, 1, 8)), 8, 48
@@ -163,7 +178,7 @@ def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
     if rng.random() < 0.8:
         regions = regions[:4] * tensors
     offsets = b"".join((rng.randrange(1 << 10) << 12).to_bytes(8, "little") for _ in range(tensors))
-    guards = [[rng.randrange(8), rng.choice((0, 1, 2, 3, 4))] for _ in range(rng.randrange(3))]
+    guards = _guards(rng) if rng.random() < 0.9 else []
     shape = geometry(rng) if rng.random() < 0.3 else [rng.randrange(2), tensors, 8, 48, 384, [8, 48], 3, 1]
     return ["resolved", number, rng.randrange(9), shape, rng.randrange(8), regions, offsets, guards, rng.randrange(3)]
 
@@ -181,6 +196,8 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "goodbye": (2, lambda rng: ["goodbye", _id(rng)]),
     "farewell": (2, lambda rng: ["farewell", _id(rng)]),
     "stay": (2, lambda rng: ["stay"]),
+    "verify": (6, _verify),
+    "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
 }
 #: What has its place in a handshake, and none on a link.
 HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {

@@ -1,0 +1,174 @@
+"""Grants: exactly these blocks, until revoked or out of time; never wrong bytes of a block that was used again."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist.errors import CacheNotFound, ParamError, StateError, TransferFailed
+from llm_datadist.grant import Grant
+from llm_datadist.views import tensor_views
+from tests.support.gates import stopped
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
+LONG = 600.0
+
+
+def both(pair: Pair, source: Spec = REGISTERED, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(**settings)
+    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
+def grant(world: World, blocks: list[int], ttl: float = LONG) -> bytes:
+    world.caches["grant"] = granted = world.caches["kv"].grant(blocks, ttl)  # type: ignore[assignment]
+    return granted.to_bytes()
+
+
+def active(world: World) -> bool:
+    result: bool = world.caches["grant"].active  # type: ignore[attr-defined]
+    return result
+
+
+def reuse(world: World) -> None:
+    """What a scheduler does with a block that it gives to another request."""
+    world.caches["grant"].revoke()  # type: ignore[attr-defined]
+    for view in tensor_views(world.caches["kv"]):
+        view.reshape(-1).view(np.uint8)[:] = 0xEE
+
+
+def pull(world: World, data: bytes, src: list[int], dst: list[int], key: Any = BLOCKS) -> None:
+    world.cm.pull_blocks(key, world.caches["kv"], src, dst, grant=Grant.from_bytes(data))
+
+
+@pytest.mark.parametrize("source", [PAGED, REGISTERED])
+def test_granted_blocks_are_pulled_until_the_grant_is_revoked(pair: Pair, source: Spec) -> None:
+    src, dst = both(pair, source)
+    data = pair.prompt.do(grant, [1, 2, 5])
+    for pairs in ([(6, 1), (0, 2)], [(3, 5)]):
+        pair.decoder.do(pull, data, [s for _, s in pairs], [d for d, _ in pairs])
+        dst = moved(dst, src, pairs)
+        same_bytes(pair.decoder.do(show, "kv"), dst)
+    assert pair.prompt.do(active)
+    pair.prompt.do(reuse)
+    assert not pair.prompt.do(active)
+    with pytest.raises(TransferFailed, match="Grant") as caught:
+        pair.decoder.do(pull, data, [1], [4])
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+    assert pair.prompt.do(picture).pins == 0
+
+
+def test_a_grant_ends_with_its_time(pair: Pair) -> None:
+    _, dst = both(pair)
+    first, data = pair.prompt.do(grant, [3], LONG), pair.prompt.do(grant, [1], 0.05)
+    wait_until(lambda: not pair.prompt.do(active))
+    with pytest.raises(TransferFailed, match="Grant"):
+        pair.decoder.do(pull, data, [1], [4])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+    pair.decoder.do(pull, first, [3], [4])
+
+
+@pytest.mark.parametrize("step", ["before copy", "after copy"])
+def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
+    mapped_pair: Pair, tmp_path: Path, step: str
+) -> None:
+    _, dst = both(mapped_pair)
+    granted = Grant.from_bytes(mapped_pair.prompt.do(grant, [1, 2]))
+    arguments = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
+    with stopped(mapped_pair.decoder, step, tmp_path, *arguments, grant=granted) as pulling:
+        mapped_pair.prompt.do(reuse)
+        with pytest.raises(TransferFailed, match=r"Grant|its grant ended"):
+            pulling.finish()
+    for got, was in zip(mapped_pair.decoder.do(show, "kv"), dst, strict=True):
+        got[[6, 0]] = was[[6, 0]]
+        same_bytes([got], [was])
+
+
+def test_other_blocks_and_other_keys_are_no_grant(pair: Pair) -> None:
+    _, dst = both(pair)
+    data = pair.prompt.do(grant, [1, 2])
+    with pytest.raises(ParamError, match=r"src_blocks: block 3 is not among the 2 blocks of the grant"):
+        pair.decoder.do(pull, data, [1, 3], [0, 1])
+    with pytest.raises(ParamError, match=r"grant: .* of cluster 1, .* names cluster 9"):
+        pair.decoder.do(pull, data, [1], [0], BlocksCacheKey(9, 0))
+    with pytest.raises(ParamError, match="grant: only with a BlocksCacheKey"):
+        pair.decoder.do(pull, data, [], [0], CacheKeyByIdAndIndex(1, 1, 0))
+    with pytest.raises(TypeError):
+        pair.decoder.do(partial(call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+
+
+def test_a_grant_of_another_cache_or_incarnation_is_refused(pair: Pair) -> None:
+    _, dst = both(pair)
+    data = pair.prompt.do(grant, [1])
+    pair.prompt.do(forget, "kv")
+    pair.prompt.do(make, "later", REGISTERED, 9)
+    with pytest.raises(TransferFailed, match="Grant"):
+        pair.decoder.do(pull, data, [1], [0])
+    stranger = Grant(1, b"x" * 16, 1, (1, 1), (1,)).to_bytes()
+    with pytest.raises(TransferFailed, match="Grant"):
+        pair.decoder.do(pull, stranger, [1], [0])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+
+
+def test_grants_are_small_values(local_pair: Pair) -> None:
+    both(local_pair)
+    data = local_pair.prompt.do(grant, [2, 1, 2])
+    copy = Grant.from_bytes(data)
+    assert pickle.loads(pickle.dumps(copy)) == copy
+    assert hash(pickle.loads(pickle.dumps(copy))) == hash(copy)
+    assert (copy.blocks, copy.cluster_id, copy.cache_id) == (frozenset({1, 2}), 1, 2)
+    assert len(data) < 64
+    for verb in (copy.revoke, lambda: copy.active):
+        with pytest.raises(StateError, match="only the process of cluster 1"):
+            verb()
+    for broken in (b"", b"\xc0", data + b"x", b"\x90"):
+        with pytest.raises(ParamError, match="no grant"):
+            Grant.from_bytes(broken)
+
+
+def test_bad_grants(local_pair: Pair) -> None:
+    both(local_pair)
+    assert local_pair.prompt.do(make, "rows", Spec(), 3)
+    before = local_pair.prompt.do(picture)
+    for blocks, ttl, kind, text in (
+        ([], 1.0, ParamError, "blocks"),
+        ([8], 1.0, ParamError, r"block 8 is outside \[0, 8\)"),
+        ([-1], 1.0, ParamError, "blocks"),
+        ([1], 0.0, ParamError, "ttl"),
+        ([1], -1.0, ParamError, "ttl"),
+        ([1], float("nan"), ParamError, "ttl"),
+        ([1], "1", TypeError, "ttl"),
+        (1, 1.0, TypeError, "blocks"),
+        (None, 1.0, TypeError, "blocks"),
+    ):
+        with pytest.raises(kind, match=text):
+            local_pair.prompt.do(grant, blocks, ttl)
+    with pytest.raises(ParamError, match="blocks cache"):
+        local_pair.prompt.do(_grant_rows)
+    assert local_pair.prompt.do(picture) == before
+
+
+def _grant_rows(world: World) -> None:
+    world.caches["rows"].grant([0], 1.0)
+
+
+def test_a_cache_that_is_gone_grants_nothing(local_pair: Pair) -> None:
+    both(local_pair)
+    local_pair.prompt.do(forget, "kv")
+    with pytest.raises((CacheNotFound, StateError)):
+        local_pair.prompt.do(grant, [1])
