@@ -134,8 +134,8 @@ class Directory:
         if before % 2 or int(record["turn"]) != before or not copy["kind"]:
             return None
         shape = Shape(int(copy["tensors"]), int(copy["rows"]), int(copy["words"]))
-        numbers = (int(copy[name]) for name in ("incarnation", "generation", "cache_id"))
-        return Found(worker, slot, Kind(int(copy["kind"])), *numbers, shape)
+        incarnation, generation, cache_id = (int(copy[name]) for name in ("incarnation", "generation", "cache_id"))
+        return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape)
 
     def pick(self, rng: Random, workers: list[int], *kinds: Kind) -> Found | None:
         """Return any one of these kinds."""
@@ -156,5 +156,5 @@ class Directory:
 
     def close(self) -> None:
         """Let go of the files."""
-        for array in (self._table, self._lives):
-            array._mmap.close()  # type: ignore[attr-defined]
+        self._table._mmap.close()  # type: ignore[attr-defined]
+        self._lives._mmap.close()  # type: ignore[attr-defined]

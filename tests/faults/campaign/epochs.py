@@ -91,7 +91,7 @@ def plan_epoch(seed: int, number: int, transports: tuple[str, ...]) -> Epoch:
         checksum=checksum,
         # A changed address of a push would be written to: nothing between two ends can find that out.
         harmed=checksum and not rca and rng.random() < 0.7,
-        private=transport not in ("shm",) and rng.random() < 0.7,
+        private=transport != "shm" and rng.random() < 0.7,
         shape=rng.choice(_SHAPES),
         sync_ms=rng.choice((200, 500, 1000, 2000)),
         peer_timeout=rng.choice((2.0, 3.0, 10.0)),

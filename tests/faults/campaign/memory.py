@@ -1,4 +1,4 @@
-"""Caches of one worker and the bytes that they must hold: from a pool, registered inside one, or over private memory."""
+"""Caches of one worker and the bytes they must hold: from a pool, registered inside one, or over private memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Memory:
         """Register all of it, as blocks, or as ``rows``; return the cache or the exception."""
         if rows is not None:
             return self._journal.call("register", budget, self._cm.register_cache, rows.desc(), self.addrs)
-        return self._journal.call("register", budget, self._cm.register_blocks_cache, self.shape.desc(), self.addrs, key)
+        return self._journal.call(
+            "register", budget, self._cm.register_blocks_cache, self.shape.desc(), self.addrs, key
+        )
 
     def close(self) -> None:
         """Give the pool its memory back; nothing of it may be registered any more."""

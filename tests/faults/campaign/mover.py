@@ -130,14 +130,17 @@ class Mover:
         assert self._blocks is not None
         return self._blocks.cache
 
-    def _layers(self, tensors: int) -> tuple[range, range, dict[str, range]]:
+    def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
         """Return tensors there, tensors here, and the layer ranges that say so."""
         layers = tensors // 2
         if self._rng.random() < 0.7:
             return range(tensors), range(tensors), {}
         count = self._rng.randint(1, layers)
         there, here = self._rng.randint(0, layers - count), self._rng.randint(0, layers - count)
-        ranges = {"src_layer_range": range(there, there + count), "dst_layer_range": range(here, here + count)}
+        ranges: dict[str, Any] = {
+            "src_layer_range": range(there, there + count),
+            "dst_layer_range": range(here, here + count),
+        }
         return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
 
     def _pull_row(self) -> None:
@@ -208,7 +211,9 @@ class Mover:
         ended = self._scene.directory.moment(found, generation, "ended")
         if ended and ended < started:
             late = (started - ended) / 1e6
-            self._scene.journal.violation("wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before")
+            self._scene.journal.violation(
+                "wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before"
+            )
 
     def _judge_error(self, what: str, outcome: Any) -> None:
         if isinstance(outcome, ChecksumMismatch):
@@ -289,7 +294,7 @@ class Mover:
     def _look_at_letters(
         self, found: Found, dst: Destination, tensors: list[int], rows: list[int], back: list[int], wanted: Words
     ) -> None:
-        """Pull back what was pushed, layers that were not pushed among it: these are undefined here, for all we know."""
+        """Pull back what was pushed, and layers that were not: these may hold anything."""
         scene = self._scene
         started = time.monotonic_ns()
         outcome = scene.call(

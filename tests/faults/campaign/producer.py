@@ -310,7 +310,7 @@ class Producer:
         scene = self._scene
         canaries: list[Slot] = []
         while True:
-            canary = Allocated(scene, 32 + len(canaries) % 16, Kind.NOTHING, scene.epoch.shape)
+            canary: Slot = Allocated(scene, 32 + len(canaries) % 16, Kind.NOTHING, scene.epoch.shape)
             canary.generation = len(canaries)
             made = canary.make()
             if isinstance(made, Exception):

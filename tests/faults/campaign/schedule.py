@@ -44,7 +44,7 @@ class Event:
 
     def __str__(self) -> str:
         details = ", ".join(f"{name}={value}" for name, value in self.details.items())
-        return f"{self.at:6.2f} s {self.what} {self.pair if self.pair else f'worker {self.worker}'} {details}".rstrip()
+        return f"{self.at:6.2f} s {self.what} {self.pair or f'worker {self.worker}'} {details}".rstrip()
 
 
 def schedule(epoch: Epoch, seconds: float) -> list[Event]:

@@ -1,4 +1,4 @@
-"""What the supervisor sends to a worker: functions that run in the worker's main thread, each of them bounded in time."""
+"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,23 @@ if TYPE_CHECKING:
     from tests.faults.campaign.epochs import Epoch
     from tests.support.world import World
 
-__all__ = ["begin", "exhaust", "finish", "go", "halt", "link_to", "prepare", "prove", "publish_proof", "storm", "stop_for"]
+__all__ = [
+    "begin",
+    "exhaust",
+    "finish",
+    "go",
+    "halt",
+    "link_to",
+    "prepare",
+    "prove",
+    "publish_proof",
+    "stop_for",
+    "storm",
+]
 
 _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
+_ATTEMPTS: Final = 10
 #: Longer than any call that a thread may be in.
 _JOIN_SECONDS: Final = 12.0
 
@@ -77,6 +90,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     settings["extra"] |= {"llm.ShmSocketDir": str(folder / "sockets")} if epoch.number % 3 == 2 else {}
     role = "PROMPT" if worker < 2 else "DECODER"
     world.start(role, worker + 1, make_config(listen_ip_info=f"127.0.0.1:{port}", **settings))
+    assert world.dd._engine is not None
+    _ = world.dd._engine._lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
     journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, epoch, worker, life, directory, journal, {})
@@ -182,7 +197,7 @@ def prove(world: World) -> None:
         settings = {"budget": scene.budget, "kind": "allocated"}
         target = Destination(scene.journal, scene.cm, found.shape, stamp, **settings)
         rows = list(range(found.shape.rows))
-        for attempt in range(10):
+        for _ in range(_ATTEMPTS):
             error = scene.call(
                 "pull_blocks healed", scene.budget, scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows
             )
@@ -190,7 +205,7 @@ def prove(world: World) -> None:
                 break
             target.settle("proof", range(found.shape.tensors), rows, None)
         else:
-            scene.journal.violation("not healed", f"after {attempt + 1} pulls from worker {peer}: {error!r}")
+            scene.journal.violation("not healed", f"after {_ATTEMPTS} pulls from worker {peer}: {error!r}")
         if error is None:
             new = whole(found.stamp, found.shape)
             target.settle(f"proof of {found}", range(found.shape.tensors), rows, new)
@@ -208,7 +223,7 @@ def finish(world: World, unlink: bool) -> None:
     if unlink:
         _unlink_all(world, scene)
         wanted = {name: what for name, what in life.fresh.items() if name in {"fds", "memfd mappings"}}
-        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()))
+        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()), _descriptors)
     try:
         world.dd.check_integrity()
     except AssertionError as error:
@@ -256,14 +271,23 @@ def _unlink_all(world: World, scene: Scene) -> None:
     _wait_until(scene.journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
 
 
-def _wait_until(journal: Journal, what: str, remains: Callable[[], Any]) -> None:
+def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: Callable[[], str] = str) -> None:
     until = time.monotonic() + _TIDY_SECONDS
     while (left := remains()) and time.monotonic() < until:
         time.sleep(0.02)
     if left:
-        journal.violation("leaks", f"{what}: {left}")
+        journal.violation("leaks", f"{what}: {left} {more()}")
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return what differs, as (before, now)."""
     return {name: (was, now[name]) for name, was in before.items() if now[name] != was}
+
+
+def _descriptors() -> str:
+    """Return what every descriptor is."""
+    names = []
+    for entry in sorted(os.listdir("/proc/self/fd"), key=int):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return str(names)
