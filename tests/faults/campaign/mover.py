@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ __all__ = ["Mover"]
 
 _OWN_SLOT = 40
 _SOURCE_SLOT = 48
+#: How many of the calls, out of those that could, go where something was a while ago.
+_OLD = 0.25
+_REMEMBERED = 24
 
 
 class Mover:
@@ -36,6 +40,7 @@ class Mover:
         self._number = number
         self._peers = scene.epoch.peers(scene.worker)
         self._turn = 0
+        self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
         #: (worker, life, slot, generation, row) of keys pulled whole -> the link over which they went.
         self._consumed: dict[tuple[int, ...], Any] = {}
         self._blocks: Destination | None = None
@@ -106,10 +111,20 @@ class Mover:
         if self._rng.random() < 0.3 and not self.free():
             self._scene.journal.note("destinations kept by others")
 
+    def _pick(self, *kinds: Kind) -> Found | None:
+        """Return a cache of a peer, at times one that has ended: who knows where it was must not get there."""
+        old = [found for found in self._remembered if found.kind in kinds]
+        if old and self._rng.random() < _OLD:
+            return self._rng.choice(old)
+        found = self._scene.directory.pick(self._rng, self._peers, *kinds)
+        if found is not None:
+            self._remembered.append(found)
+        return found
+
     # --- pulls -----------------------------------------------------------------------------------------------------
 
     def _pull_blocks(self) -> None:
-        found = self._scene.directory.pick(self._rng, self._peers, Kind.BLOCKS, Kind.REBOUND)
+        found = self._pick(Kind.BLOCKS, Kind.REBOUND)
         if found is None or self._blocks is None:
             return
         count = self._rng.choice((1, 2, 5, found.shape.rows))
@@ -144,7 +159,7 @@ class Mover:
         return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
 
     def _pull_row(self) -> None:
-        found = self._scene.directory.pick(self._rng, self._peers, Kind.ROWS)
+        found = self._pick(Kind.ROWS)
         if found is None:
             return
         row = self._rng.randrange(found.shape.rows)
@@ -226,7 +241,7 @@ class Mover:
 
     def _pull_keyed(self) -> None:
         """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
-        found = self._scene.directory.pick(self._rng, self._peers, Kind.KEYED)
+        found = self._pick(Kind.KEYED)
         if found is None:
             return
         takers = MOVERS * len(self._scene.epoch.peers(found.worker))
@@ -270,7 +285,7 @@ class Mover:
     # --- pushes ----------------------------------------------------------------------------------------------------
 
     def _push_blocks(self) -> None:
-        found = self._scene.directory.pick(self._rng, self._peers, Kind.INBOX)
+        found = self._pick(Kind.INBOX)
         if found is None or self._letters is None or self._blocks is None:
             return
         stamp, letters, target = self._letter(self._letters), self._letters, self._blocks
@@ -315,7 +330,7 @@ class Mover:
         scene.journal.verified(wanted.nbytes)
 
     def _push_row(self) -> None:
-        found = self._scene.directory.pick(self._rng, self._peers, Kind.INROWS)
+        found = self._pick(Kind.INROWS)
         if found is None or self._long_letters is None or self._rows is None:
             return
         letters, target = self._long_letters, self._rows

@@ -7,7 +7,7 @@ import itertools
 import socket
 import time
 from contextlib import ExitStack, suppress
-from random import Random
+from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.testing import Relay
@@ -39,7 +39,7 @@ class Supervisor:
     """Owns the workers, the relays and the schedule. One thread.
 
     Args:
-        seed: Everything but the interleaving follows from it.
+        seed: Everything but the interleaving and the ports follows from it.
         transports: Taken in turn.
         folder: Where workers write what they see.
     """
@@ -51,7 +51,7 @@ class Supervisor:
         self._say = say
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
-        ports = _free_ports(Random(f"{seed} ports"))
+        ports = _free_ports(SystemRandom())
         self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
         self._rubbish = Rubbish()
         self._relays: dict[tuple[int, int], Relay] = {}

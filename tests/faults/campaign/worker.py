@@ -50,6 +50,7 @@ __all__ = [
 
 _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
+_IDS: Final = 1_000_000
 _ATTEMPTS: Final = 10
 #: Longer than any call that a thread may be in.
 _JOIN_SECONDS: Final = 12.0
@@ -93,6 +94,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     assert world.dd._engine is not None
     _ = world.dd._engine._lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
+    # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
+    world.dd._engine.store.registry._next_id += life * _IDS
     journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
