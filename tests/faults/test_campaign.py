@@ -46,6 +46,14 @@ def test_everything_follows_from_the_seed() -> None:
         assert not epoch.harmed or (epoch.checksum and not epoch.rca)
 
 
+def test_every_transport_has_its_turn_with_and_without_remote_cache_access() -> None:
+    for transports in (TRANSPORTS, ("shm",), ("shm", "tcp")):
+        epochs = [plan_epoch(1, number, transports) for number in range(2 * len(transports))]
+        assert {(epoch.transport, epoch.rca) for epoch in epochs} == {
+            (t, rca) for t in transports for rca in (False, True)
+        }
+
+
 def test_each_word_says_where_it_comes_from() -> None:
     stamp, shape = Stamp(3, 17, 40, 123_456), Shape(4, 24, 64)
     words = whole(stamp, shape)

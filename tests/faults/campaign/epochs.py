@@ -80,7 +80,8 @@ def plan_epoch(seed: int, number: int, transports: tuple[str, ...]) -> Epoch:
     rng = Random(f"{seed} epoch {number}")
     # In turn, so that a short campaign sees different ones too.
     transport = transports[number % len(transports)]
-    rca = (number + number // len(transports)) % 2 == 1
+    turns = len(transports)
+    rca = (number if turns % 2 else number + number // turns) % 2 == 1
     checksum = rng.random() < 0.65
     pairs = [(i, j) for i in range(WORKERS) for j in range(WORKERS) if i // 2 != j // 2]
     return Epoch(
