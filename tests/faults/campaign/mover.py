@@ -358,7 +358,7 @@ class Mover:
     def _own_rows(self, found: Found) -> list[int]:
         pushers = MOVERS * len(self._scene.epoch.peers(found.worker))
         me = self._taker(found.worker)
-        return [row for row in range(found.shape.rows) if pusher_of(row, pushers) == me]
+        return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
 
     def _push(self, what: str, call: Callable[[], Any], found: Found, letters: Destination) -> bool:
         """Return True when it succeeded and can be looked at."""

@@ -44,9 +44,12 @@ def request_of(found: Found, row: int) -> CacheKey:
     return CacheKey(found.cluster_id, number)
 
 
-def pusher_of(row: int, pushers: int) -> int | None:
-    """Return which of the pushers a row of an inbox belongs to; None: nobody."""
-    return None if row % _GROUP == 0 else row // _GROUP % pushers
+def pusher_of(row: int, generation: int, pushers: int) -> int | None:
+    """Return which of the pushers a row of an inbox belongs to; None: nobody.
+
+    Which rows are nobody's changes with the generation: what is written where an older inbox was is seen.
+    """
+    return None if (row + generation) % _GROUP == 0 else row // _GROUP % pushers
 
 
 def inbox_shape(shape: Shape, pushers: int) -> Shape:
@@ -113,7 +116,7 @@ class Slot:
         """Nobody has written here but who may."""
         rows = range(self.views[0].shape[0])
         if self.kind in (Kind.INBOX, Kind.INROWS):
-            rows = [row for row in rows if row % _GROUP == 0]  # type: ignore[assignment]
+            rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]  # type: ignore[assignment]
         same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
 
     def filled(self, cache: Any) -> Any:

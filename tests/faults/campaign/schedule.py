@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.testing import Fault
+from llm_datadist.testing.gates import STEPS
 from llm_datadist.testing.stalls import STALLS
 from tests.faults.campaign.epochs import WORKERS
 
@@ -26,6 +27,7 @@ _WEIGHTS: Final = {
     "cut": 4,
     "garbage": 6,
     "stall": 5,
+    "gate": 14,
     "storm": 4,
     "exhaust": 2,
 }
@@ -57,12 +59,13 @@ def schedule(epoch: Epoch, seconds: float) -> list[Event]:
         what = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
         pair = rng.choice(pairs) if pairs and what in {"relay", "plan", "resume", "cut"} else None
         if pair is not None or what not in {"relay", "plan", "resume", "cut"}:
-            events.append(Event(at, what, rng.randrange(WORKERS), pair, _details(rng, what, epoch)))
+            worker = rng.randrange(WORKERS)
+            events.append(Event(at, what, worker, pair, _details(rng, what, epoch, worker)))
         at += rng.expovariate(1 / _MEAN_SECONDS)
     return events
 
 
-def _details(rng: Random, what: str, epoch: Epoch) -> dict[str, Any]:
+def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any]:
     match what:
         case "kill":
             return {"back_after": rng.choice((0.0, 0.3, 1.5))}
@@ -79,6 +82,14 @@ def _details(rng: Random, what: str, epoch: Epoch) -> dict[str, Any]:
             return {"kind": rng.choice(GARBAGE), "seed": rng.randrange(1 << 30)}
         case "stall":
             return {"name": rng.choice(sorted(STALLS)), "seconds": rng.choice((0.05, 0.2, 0.6))}
+        case "gate":
+            step = rng.choice(sorted(STEPS))
+            writes = ("before write", "before write", "after write") if epoch.rca else ("before copy", "after copy")
+            # There the memory of the other end must not be used again.
+            step = rng.choice(writes) if rng.random() < 0.5 else step
+            # Mostly within the call's time: after it no byte moves.
+            seconds = round(rng.choice((0.3, 0.5, 0.7, 1.5)) * epoch.sync_ms / 1e3, 3)
+            return {"step": step, "peer": rng.choice(epoch.peers(worker)), "seconds": seconds}
         case _:
             return {}
 

@@ -145,6 +145,11 @@ class Supervisor:
                 self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
             case "stall" if hand.state == "up":
                 hand.do(work.stop_for, event.details["name"], event.details["seconds"])
+            case "gate" if hand.state == "up":
+                hand.do(work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
+                # The other end meanwhile uses its memory again.
+                if (peer := self._hands[event.details["peer"]]).state == "up":
+                    peer.do(work.storm)
             case "storm" if hand.state == "up":
                 hand.do(work.storm)
             case "exhaust" if hand.state == "up":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException
-from llm_datadist.testing import stall
+from llm_datadist.testing import shut, stall
 from tests.faults.campaign.contents import Stamp, whole
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
@@ -44,6 +45,7 @@ __all__ = [
     "prepare",
     "prove",
     "publish_proof",
+    "stop_at",
     "stop_for",
     "storm",
 ]
@@ -52,6 +54,8 @@ _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
 _IDS: Final = 1_000_000
 _ATTEMPTS: Final = 10
+#: For somebody to come to a gate.
+_PATIENCE_SECONDS: Final = 1.0
 #: Longer than any call that a thread may be in.
 _JOIN_SECONDS: Final = 12.0
 
@@ -140,6 +144,29 @@ def stop_for(world: World, what: str, seconds: float) -> None:
             time.sleep(seconds)
 
     thread = threading.Thread(target=run, name="campaign-stall", daemon=True)
+    life.threads.append(thread)
+    thread.start()
+
+
+def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
+    """Let whoever comes next to a step of walk 1 stand there, see llm_datadist.testing.gates. Returns at once."""
+    life: _Life = world.memory["life"]
+    folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
+
+    def run() -> None:
+        with (
+            life.stalls,
+            suppress(LLMException, TimeoutError),
+            shut(world.dd, step, folder, peer=peer + 1) as gate,
+        ):
+            try:
+                gate.wait(_PATIENCE_SECONDS)
+                life.scene.journal.note("calls stopped at a gate")
+                time.sleep(seconds)
+            finally:
+                gate.open()  # for whoever comes only now, too
+
+    thread = threading.Thread(target=run, name="campaign-gate", daemon=True)
     life.threads.append(thread)
     thread.start()
 
