@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadi
 .PHONY: help install demo test test-torch faults lint clean
 
 help:
-	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport inproc --json')"
+	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests (TEST='tests/unit -k allocator')"
 	@echo "make faults the long campaign of faults, ten minutes (FAULTS='--seconds 60 --transport tcp --seed 1')"
 	@echo "make lint   ruff, mypy strict, layers"

@@ -54,7 +54,8 @@ class Target:
             self._send(link, answer)
         except ProtocolError as error:
             # More tensors than a frame can name: the caller must hear so, not wait.
-            self._store.apply(self._store.registry.release(link, answer.pin if isinstance(answer, Resolved) else 0))
+            if isinstance(answer, Resolved) and answer.pin:
+                self._store.apply(self._store.registry.release(link, answer.pin))
             self._send(link, Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:

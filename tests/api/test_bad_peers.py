@@ -53,7 +53,7 @@ BAD_BYTES: Final[dict[str, bytes]] = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "half a preamble": CONTROL_PREAMBLE[:5],
     "another version": CONTROL_PREAMBLE[:9] + b"\x63" + CONTROL_PREAMBLE[10:],
-    "another purpose": CONTROL_PREAMBLE[:11] + b"\x01",
+    "another purpose": CONTROL_PREAMBLE[:11] + b"\x09",
     "half a header": CONTROL_PREAMBLE + b"\0\0",
     "half a frame": CONTROL_PREAMBLE + struct.pack(">I", 100) + b"abc",
     "an oversized frame": CONTROL_PREAMBLE + struct.pack(">I", FRAME_LIMIT + 1),

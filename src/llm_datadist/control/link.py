@@ -6,11 +6,11 @@ import itertools
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
+from llm_datadist.control.peer import Peer, RemoteFailure, Waiter
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import AlreadyLinked, LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.metrics import LinkStatistics
@@ -27,43 +27,6 @@ __all__ = ["Link", "Peer", "RemoteFailure"]
 #: A peer whose data connection broke is given so long to show that the link is not at its end.
 _SURVIVAL_MS: Final = 1000
 _SURVIVAL_POLL_SECONDS: Final = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end: the process incarnation, not only the cluster id it goes by."""
-
-    cluster_id: int
-    incarnation: bytes
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        # The peer's own words: on one line, whatever they are.
-        host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
-        return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
-
-
-class RemoteFailure(LLMException):
-    """The target answered a request with a status and a text; the link is fine."""
-
-
-class _Waiter:
-    """One caller waiting for one answer: a lock that the control thread opens."""
-
-    __slots__ = ("_gate", "answer")
-
-    def __init__(self) -> None:
-        self.answer: Message | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def wait(self, seconds: float) -> None:
-        self._gate.acquire(timeout=seconds)
-
-    def wake(self, answer: Message | None) -> None:
-        self.answer = answer
-        self._gate.release()
 
 
 class Link:
@@ -111,7 +74,7 @@ class Link:
         self._idle = threading.Condition(self._lock)
         self._operations = 0
         self._verified_bytes = 0
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
         self._unlinking = False
@@ -197,7 +160,7 @@ class Link:
             PeerLost: The link broke meanwhile.
             NotLinked: This end gave the link up meanwhile.
         """
-        waiter = _Waiter()
+        waiter = Waiter()
         number = next(self._ids)
         with self._lock:
             if self.ended:

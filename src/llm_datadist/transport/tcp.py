@@ -6,6 +6,7 @@ first byte and after the last, and says so.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _ELSEWHERE: Final = 1 << 62
 _MIN_PART_BYTES: Final = 1 << 20
 _MAX_PART_BYTES: Final = 16 << 20
 
+# Calls that run out of time on a lane without a byte of theirs moving, before the lane is given up.
+_SILENT_TRANSFERS: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -56,6 +60,7 @@ class _Part:
     job: int
     lane: int
     nbytes: int
+    transfer: int
 
 
 class TcpConnection(Connection):
@@ -84,6 +89,8 @@ class TcpConnection(Connection):
         self._group = group
         self._wanted = len(group)
         self._redial = redial
+        self._transfers = itertools.count()
+        self._silent: dict[int, set[int]] = {}  # lane -> transfers that had not a byte over it, since it last moved one
         self._mending = threading.Lock()  # held while lanes are dialled, and protects nothing else
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
@@ -165,13 +172,13 @@ class TcpConnection(Connection):
         """Start a plan in parts, each on the lane with the least to do, and note them in ``started``."""
         start = self._lanes.engine.start_write if write else self._lanes.engine.start_read
         share = -(-plan.nbytes // max(1, len(self._group)))
-        lane = None
+        lane, transfer = None, next(self._transfers)
         for part in cut_plan(plan, min(max(share, _MIN_PART_BYTES), _MAX_PART_BYTES), MAX_RUNS):
             # The parts of an ordered plan follow each other on one lane.
             if lane is None or not plan.ordered:
                 lane = self._group.take(part.nbytes, deadline.expires_ns)
             meta = encode_request(remote.handle, remote.extent, part, write=write)
-            started.append(_Part(start(lane, meta, part, local), lane, part.nbytes))
+            started.append(_Part(start(lane, meta, part, local), lane, part.nbytes, transfer))
 
     def _finish(self, started: list[_Part], total: int, deadline: Deadline, what: str) -> None:
         """Wait for every part, taking it out of ``started``; the first that failed is raised."""
@@ -199,8 +206,24 @@ class TcpConnection(Connection):
 
     def _ended(self, part: _Part, outcome: Outcome) -> None:
         self._group.put(part.lane, part.nbytes)
+        if outcome.nbytes:
+            self._silent.pop(part.lane, None)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
+            self._silent.pop(part.lane, None)
             self._group.discard(part.lane)  # the event says so too, later
+        elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes:
+            self._suspect(part)
+
+    def _suspect(self, part: _Part) -> None:
+        """A network may have lost a connection that both ends still believe in: what is silent twice is not used again.
+
+        Whatever else waits for that lane is tried again on another one.
+        """
+        transfers = self._silent.setdefault(part.lane, set())
+        transfers.add(part.transfer)
+        if len(transfers) >= _SILENT_TRANSFERS:
+            self._silent.pop(part.lane, None)
+            self._lanes.drop(self._group, [part.lane])
 
     def _failure(self, outcome: Outcome, what: str, *, untouched: bool) -> LLMException:
         if self._aborted:

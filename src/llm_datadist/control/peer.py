@@ -1,0 +1,53 @@
+"""Who is at the other end of a link, and what waits for its answers."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_datadist.errors import LLMException
+
+if TYPE_CHECKING:
+    from llm_datadist.control.messages import Message
+
+__all__ = ["Peer", "RemoteFailure", "Waiter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end: the process incarnation, not only the cluster id it goes by."""
+
+    cluster_id: int
+    incarnation: bytes
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        # The peer's own words: on one line, whatever they are.
+        host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
+        return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
+
+
+class RemoteFailure(LLMException):
+    """The target answered a request with a status and a text; the link is fine."""
+
+
+class Waiter:
+    """One caller waiting for one answer: a lock that the control thread opens."""
+
+    __slots__ = ("_gate", "answer")
+
+    def __init__(self) -> None:
+        self.answer: Message | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def wait(self, seconds: float) -> None:
+        """Return when woken, or when the time is over. Called once, by the caller."""
+        self._gate.acquire(timeout=seconds)
+
+    def wake(self, answer: Message | None) -> None:
+        """Hand over the answer, or None: there will be none. Called once at most."""
+        self.answer = answer
+        self._gate.release()
