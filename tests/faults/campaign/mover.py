@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llm_datadist import CacheKeyByIdAndIndex, Placement
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
+from tests.faults.campaign.copies import copy_inside
 from tests.faults.campaign.directory import Found, Kind
 from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.memory import Destination, close_all
@@ -55,9 +56,7 @@ class Mover:
         jobs: list[tuple[int, Callable[[], object]]] = [
             (8, self._pull_blocks),
             (4, self._pull_row),
-            (1, self._copy_blocks),
-            (1, self._swap_blocks),
-            (1, self._copy_cache),
+            (3, self._copy_inside),
             (1, self._begin_anew),
         ]
         jobs += [(6, self._push_blocks), (4, self._push_row)] if scene.epoch.rca else [(8, self._pull_keyed)]
@@ -120,6 +119,12 @@ class Mover:
         if found is not None:
             self._remembered.append(found)
         return found
+
+    def _copy_inside(self) -> None:
+        assert self._blocks is not None
+        assert self._rows is not None
+        assert self._host is not None
+        copy_inside(self._scene, self._rng, self._blocks, self._rows, self._host)
 
     # --- pulls -----------------------------------------------------------------------------------------------------
 
@@ -371,38 +376,3 @@ class Mover:
             return False
         self._judge_time(f"{what} into {found}", found, found.generation, started)
         return not scene.directory.moment(found, found.generation, "ending")
-
-    # --- inside this process ---------------------------------------------------------------------------------------
-
-    def _copy_blocks(self) -> None:
-        blocks = self._blocks
-        assert blocks is not None
-        one, two, three = self._rng.sample(range(blocks.shape.rows), 3)
-        outcome = self._scene.call(
-            "copy_blocks", self._scene.budget, self._scene.cm.copy_blocks, blocks.cache, {one: [two, three]}
-        )
-        tensors = range(blocks.shape.tensors)
-        new = blocks.expected[:, [one, one]] if outcome is None else None
-        blocks.settle("copy_blocks", tensors, (two, three), new)
-
-    def _swap_blocks(self) -> None:
-        blocks, host = self._blocks, self._host
-        assert blocks is not None
-        assert host is not None
-        source, target = (blocks, host) if self._rng.random() < 0.5 else (host, blocks)
-        from_ = self._rng.sample(range(source.shape.rows), 3)
-        to = self._rng.sample(range(target.shape.rows), 3)
-        pairs = dict(zip(from_, to, strict=True))
-        outcome = self._scene.call("swap_blocks", 0.0, self._scene.cm.swap_blocks, source.cache, target.cache, pairs)
-        new = source.expected[:, from_] if outcome is None else None
-        target.settle("swap_blocks", range(target.shape.tensors), to, new)
-
-    def _copy_cache(self) -> None:
-        rows = self._rows
-        assert rows is not None
-        source, target = self._rng.sample(range(rows.shape.rows), 2)
-        outcome = self._scene.call(
-            "copy_cache", self._scene.budget, self._scene.cm.copy_cache, rows.cache, rows.cache, target, source
-        )
-        new = rows.expected[:, [source]] if outcome is None else None
-        rows.settle("copy_cache", range(rows.shape.tensors), (target,), new)
