@@ -199,7 +199,9 @@ def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
                 break
             time.sleep(0.05)
         else:
-            wrong.append(f"no link to worker {peer} within {seconds} s of healing: {codes}; {world.dd.statistics()}")
+            wrong.append(
+                f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
+            )
     for text in wrong:
         journal.violation("not healed", text)
     return wrong
