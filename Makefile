@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
 
-.PHONY: help install demo test test-torch lint clean
+.PHONY: help install demo test test-torch faults lint clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests (TEST='tests/unit -k allocator')"
+	@echo "make faults the long campaign of faults, ten minutes (FAULTS='--seconds 60 --transport tcp --seed 1')"
 	@echo "make lint   ruff, mypy strict, layers"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make clean  remove what the other words made"
@@ -36,6 +37,9 @@ $(VENV)/.torch: $(STAMP)
 
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
+
+faults: $(STAMP)
+	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,0 +1,47 @@
+"""``python -m tests.faults.campaign --seconds 600 --seed 1``: exit status 1 when anything was as it must never be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.faults.campaign.epochs import TRANSPORTS
+from tests.faults.campaign.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign; return the exit status."""
+    parser = argparse.ArgumentParser(prog="make faults", description="The long campaign of faults, see docs/faults.md.")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long, about")
+    parser.add_argument("--epoch", type=float, default=20.0, help="seconds of faults between two looks at what is left")
+    parser.add_argument("--seed", type=int, default=None, help="what it is made from; any, if left out")
+    parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="only this one; may be repeated")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    options = parser.parse_args(arguments)
+    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    _say(f"seed {seed}")
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), _say)
+        supervisor.run(options.seconds, options.epoch)
+    report = supervisor.report
+    _say(f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_dict() | {"seed": seed}, indent=1) + "\n")
+    return int(report.failed)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

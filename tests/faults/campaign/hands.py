@@ -1,0 +1,144 @@
+"""The workers as the supervisor sees them: processes that are killed, stopped, and born again at the same address."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.faults.campaign import worker as work
+from tests.support.ends import ChildEnd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.faults.campaign.directory import Directory
+    from tests.faults.campaign.epochs import Epoch
+
+__all__ = ["Hand", "Lost"]
+
+_ANSWER_SECONDS: Final = 90.0
+
+
+class Lost(Exception):
+    """A worker that should be there is not, or does not answer."""
+
+
+class _Child(ChildEnd):
+    def answered(self) -> bool:
+        """Return True when there is an answer, or will never be one."""
+        return self._pipe.poll(0) or self.code is not None
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
+
+class Hand:
+    """One worker, through all its lives. The supervisor's thread only.
+
+    Attributes:
+        state: "up", "stopped", "dead", or "rising" while it has not answered yet.
+    """
+
+    def __init__(self, number: int, port: int, folder: Path, directory: Directory) -> None:
+        self.number = number
+        self.port = port
+        self.state = "dead"
+        self._folder = folder
+        self._directory = directory
+        self._child: _Child | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    def bear(self) -> None:
+        """Start the process, without an end yet."""
+        self._child = _Child(f"campaign {self.number}")
+        self.do(work.prepare, str(self._folder), self.number)
+        self.state = "up"
+
+    def begin(self, epoch: Epoch) -> None:
+        """Begin to initialise it; :meth:`collect` waits for that."""
+        self.send(work.begin, epoch, self.port)
+
+    def rise(self, epoch: Epoch, ports: dict[int, int]) -> None:
+        """Be born again in the middle of an epoch. Returns at once, see :meth:`risen`."""
+        self._child = _Child(f"campaign {self.number}")
+        self.state = "rising"
+        self.send(_rise, str(self._folder), self.number, epoch, self.port, ports)
+
+    def risen(self) -> bool:
+        """Return True once it is up, again or still."""
+        if self.state == "rising" and self._child is not None and self._child.answered():
+            self.collect()
+            self.state = "up"
+        return self.state == "up"
+
+    def kill(self) -> None:
+        """``kill -9``, stopped or not."""
+        assert self._child is not None
+        self._child.kill()
+        self.state = "dead"
+        self._directory.reborn(self.number)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        assert self._child is not None
+        self._child.signal(signal.SIGSTOP)
+        self.state = "stopped"
+
+    def go_on(self) -> None:
+        """SIGCONT, if it is stopped."""
+        if self.state == "stopped" and self._child is not None:
+            self._child.signal(signal.SIGCONT)
+            self.state = "up"
+
+    def gone(self) -> int | None:
+        """Return the exit code of a process that ended without being killed by us."""
+        return None if self._child is None or self.state == "dead" else self._child.code
+
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the worker and wait for its result."""
+        self.send(function, *args)
+        return self.collect()
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        assert self._child is not None
+        try:
+            self._child.begin(function, *args)
+        except OSError as error:
+            raise Lost(f"worker {self.number} is gone (exit {self._exit()}) before {function.__name__}") from error
+
+    def collect(self) -> Any:
+        """Wait for the result of what was sent."""
+        assert self._child is not None
+        try:
+            return self._child.finish(_ANSWER_SECONDS)
+        except (EOFError, ConnectionError) as error:
+            raise Lost(f"worker {self.number} is gone, exit {self._exit()}") from error
+        except TimeoutError as error:
+            raise Lost(f"worker {self.number} has not answered for {_ANSWER_SECONDS:g} s") from error
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self.go_on()
+            self._child.kill()
+            self.state = "dead"
+
+    def _exit(self) -> int | None:
+        assert self._child is not None
+        until = time.monotonic() + 5.0
+        while self._child.code is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return self._child.code
+
+
+def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: dict[int, int]) -> None:
+    work.prepare(world, folder, number)
+    work.begin(world, epoch, port, dialled=True)
+    work.go(world, ports)

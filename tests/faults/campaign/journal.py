@@ -1,0 +1,198 @@
+"""What one worker has seen: calls by kind and result, verified bytes, and everything that must not be.
+
+The counts are written to a file every second and each violation at once, so that a kill loses little.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["SLACK_SECONDS", "Journal"]
+
+#: A call may return this much after its deadline, plus the time for which its whole process did not run.
+SLACK_SECONDS: Final = 5.0
+_TICK_SECONDS: Final = 0.02
+_FLUSH_SECONDS: Final = 1.0
+
+
+@dataclass
+class _Running:
+    kind: str
+    started: float
+    budget: float
+    lost: float  # of this process so far, when the call began
+    thread: int
+    told: bool = False
+
+
+class Journal:
+    """Any thread of one worker writes into it.
+
+    Args:
+        path: Where counts (``.json``) and violations (``.jsonl``) go.
+        name: Who writes, for the violations.
+        harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
+    """
+
+    def __init__(self, path: Path, name: str, *, harmed: bool) -> None:
+        self._path = path
+        self._name = name
+        self._harmed = harmed
+        self._lock = threading.Lock()
+        self.calls: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._worst = 0.0
+        self._lost = 0.0
+        self._running: dict[int, _Running] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="campaign-watch", daemon=True)
+        self._handler = _Alarm(self)
+
+    def __enter__(self) -> Self:
+        logging.getLogger("LLM_DATADIST").addHandler(self._handler)
+        threading.excepthook = lambda args: self._forgotten("thread", args.exc_value)
+        sys.unraisablehook = lambda args: self._forgotten("unraisable", args.exc_value)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        logging.getLogger("LLM_DATADIST").removeHandler(self._handler)
+        threading.excepthook = threading.__excepthook__
+        sys.unraisablehook = sys.__unraisablehook__
+        self.flush()
+
+    # What is written
+
+    def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call and count; return the result, or the exception."""
+        mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
+        self._running[mine.thread] = mine
+        outcome: Any
+        try:
+            outcome = function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 (all of them are judged)
+            outcome = error
+        finally:
+            del self._running[mine.thread]
+        self._finished(mine, outcome)
+        return outcome
+
+    def verified(self, nbytes: int) -> None:
+        """Bytes were compared and are right."""
+        with self._lock:
+            self.counts["verified bytes"] += nbytes
+
+    def note(self, what: str, number: int = 1) -> None:
+        """Count something that is neither a call nor a violation."""
+        with self._lock:
+            self.counts[what] += number
+
+    def violation(self, what: str, text: str) -> None:
+        """Something is as it must never be. ``what``: wrong bytes, hangs, untyped errors, internal errors, leaks..."""
+        with self._lock:
+            self.counts[f"violation: {what}"] += 1
+        line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
+        with self._path.with_suffix(".jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def flush(self) -> None:
+        """Write the counts."""
+        with self._lock:
+            text = json.dumps({"calls": self.calls, "counts": self.counts, "worst": self._worst})
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(text)
+        draft.replace(self._path.with_suffix(".json"))
+
+    # The judge of calls
+
+    def _finished(self, mine: _Running, outcome: Any) -> None:
+        late = time.monotonic() - mine.started - mine.budget - (self._lost - mine.lost)
+        with self._lock:
+            self.calls[f"{mine.kind}|{_result(outcome)}"] += 1
+            self._worst = max(self._worst, late)
+        if late > SLACK_SECONDS:
+            self.violation("hangs", f"{mine.kind} returned {late:.1f} s after its {mine.budget:.1f} s: {outcome!r}")
+        if isinstance(outcome, Exception):
+            self._judge(mine.kind, outcome)
+
+    def _judge(self, kind: str, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        if not isinstance(error, LLMException):
+            self.violation("untyped errors", f"{kind}: {text}")
+        elif isinstance(error, StateError) or error.status_code is LLMStatusCode.LLM_SUCCESS:
+            self.violation("internal errors", f"{kind}: {text}")
+        elif "\n" in str(error):
+            self.violation("internal errors", f"{kind}: more than one line: {error}")
+        elif isinstance(error, ProtocolError) and not self._harmed:
+            self.violation("internal errors", f"{kind}: a peer of ours breaks the protocol: {text}")
+
+    def _forgotten(self, where: str, error: BaseException | None) -> None:
+        self.violation("untyped errors", f"{where}: {''.join(traceback.format_exception(error))}")
+
+    # The thread that looks on
+
+    def _tick(self) -> None:
+        last = flushed = time.monotonic()
+        while not self._stop.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            if now - last > 4 * _TICK_SECONDS:  # this process did not run
+                self._lost += now - last - _TICK_SECONDS
+            last = now
+            for call in list(self._running.values()):
+                self._look(call, now)
+            if now - flushed > _FLUSH_SECONDS:
+                flushed = now
+                self.flush()
+
+    def _look(self, call: _Running, now: float) -> None:
+        late = now - call.started - call.budget - (self._lost - call.lost)
+        if late > 3 * SLACK_SECONDS and not call.told:
+            call.told = True
+            self.violation("hangs", f"{call.kind} is {late:.1f} s over its {call.budget:.1f} s:\n{stack(call.thread)}")
+
+
+class _Alarm(logging.Handler):
+    """What the library says about itself."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(logging.WARNING)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.ERROR or "unexpected error" in text or "internal error" in text:
+            cause = "".join(traceback.format_exception(record.exc_info[1])) if record.exc_info else ""
+            self._journal.violation("internal errors", f"logged: {text}\n{cause}")
+
+
+def stack(thread: int) -> str:
+    """Return where a thread is."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "gone"
+
+
+def _result(outcome: Any) -> str:
+    if isinstance(outcome, LLMException):
+        phase = f" in {outcome.phase}" if outcome.phase else ""
+        return f"{type(outcome).__name__} {outcome.status_code.name}{phase}"
+    if isinstance(outcome, Exception):
+        return type(outcome).__name__
+    if isinstance(outcome, tuple) and outcome and isinstance(outcome[0], LLMStatusCode):
+        return "ok" if outcome[0] is LLMStatusCode.LLM_SUCCESS else f"returned {outcome[0].name}"
+    return "ok"

@@ -1,0 +1,65 @@
+"""The thread of a worker that links to its peers again and again, and at times lets go of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist.errors import LLMException
+from tests.support.linking import info
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from tests.faults.campaign.scene import Scene
+
+__all__ = ["Linker"]
+
+
+class Linker:
+    """Both ends of every pair have one, so that they dial at once; some dial through a relay."""
+
+    def __init__(self, scene: Scene, rng: Random) -> None:
+        self._scene = scene
+        self._rng = rng
+
+    def run(self) -> None:
+        """The thread."""
+        scene, rng = self._scene, self._rng
+        while not scene.stop.is_set():
+            for peer in scene.epoch.peers(scene.worker):
+                linked = peer + 1 in self._linked()
+                if not linked or rng.random() < 0.05:
+                    self.link(peer, rng.choice((300, 1000, 3000)))
+                elif rng.random() < 0.03:
+                    self.unlink(peer, rng.choice((300, 1000)), force=rng.random() < 0.5)
+                if scene.stop.is_set():
+                    return
+            scene.stop.wait(rng.choice((0.02, 0.1, 0.3)))
+
+    def link(self, peer: int, timeout: int) -> Any:
+        """Link to a worker, or to the relay before it."""
+        scene = self._scene
+        cluster = info(peer + 1, scene.ports[peer])
+        return scene.call("link_clusters", timeout / 1e3, scene.dd.link_clusters, [cluster], timeout)
+
+    def unlink(self, peer: int, timeout: int, *, force: bool) -> Any:
+        """Let go of a worker."""
+        scene = self._scene
+        what = "unlink_clusters by force" if force else "unlink_clusters"
+        cluster = info(peer + 1, scene.ports[peer])
+        return scene.call(what, timeout / 1e3, scene.dd.unlink_clusters, [cluster], timeout, force)
+
+    def _linked(self) -> set[int]:
+        scene = self._scene
+        statistics = scene.call("statistics", 0.0, scene.dd.statistics)
+        if isinstance(statistics, Exception):
+            return set()
+        for link in statistics.links[:1]:
+            scene.call("explain", 0.0, self._explain, link.remote_cluster_id)
+        return {link.remote_cluster_id for link in statistics.links}
+
+    def _explain(self, cluster_id: int) -> None:
+        try:
+            repr(self._scene.dd.explain(cluster_id))
+        except LLMException:
+            self._scene.journal.note("links gone before they were explained")

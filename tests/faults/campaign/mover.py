@@ -1,0 +1,378 @@
+"""A thread of a worker that pulls, pushes and copies, and judges every byte of what it pulled into after each call."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import CacheKeyByIdAndIndex, Placement
+from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
+from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
+from tests.faults.campaign.copies import copy_inside
+from tests.faults.campaign.directory import Found, Kind
+from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.memory import Destination, close_all
+from tests.faults.campaign.producer import blocks_key, pusher_of, request_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from random import Random
+
+    from tests.faults.campaign.contents import Words
+    from tests.faults.campaign.scene import Scene
+
+__all__ = ["Mover"]
+
+_OWN_SLOT = 40
+_SOURCE_SLOT = 48
+#: How many of the calls, out of those that could, go where something was a while ago.
+_OLD = 0.25
+_REMEMBERED = 24
+
+
+class Mover:
+    """One thread, with destinations of its own. ``number`` counts the movers of its worker."""
+
+    def __init__(self, scene: Scene, rng: Random, number: int) -> None:
+        self._scene = scene
+        self._rng = rng
+        self._number = number
+        self._peers = scene.epoch.peers(scene.worker)
+        self._turn = 0
+        self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
+        #: (worker, life, slot, generation, row) of keys pulled whole -> the link over which they went.
+        self._consumed: dict[tuple[int, ...], Any] = {}
+        self._blocks: Destination | None = None
+        self._rows: Destination | None = None
+        self._host: Destination | None = None
+        self._letters: Destination | None = None  # what is pushed: blocks
+        self._long_letters: Destination | None = None  # and rows
+
+    def run(self) -> None:
+        """The thread."""
+        rng, scene = self._rng, self._scene
+        jobs: list[tuple[int, Callable[[], object]]] = [
+            (8, self._pull_blocks),
+            (4, self._pull_row),
+            (3, self._copy_inside),
+            (1, self._begin_anew),
+        ]
+        jobs += [(6, self._push_blocks), (4, self._push_row)] if scene.epoch.rca else [(8, self._pull_keyed)]
+        weights, work = zip(*jobs, strict=True)
+        while not scene.stop.is_set():
+            if not self._ready():
+                scene.stop.wait(0.05)
+                continue
+            rng.choices(work, weights)[0]()
+            if rng.random() < 0.3:
+                scene.stop.wait(rng.choice((0.0, 0.001, 0.01)))
+
+    def free(self) -> bool:
+        """Give all memory back; False: something is still in use."""
+        kept = [self._blocks, self._rows, self._host, self._letters, self._long_letters]
+        self._blocks = self._rows = self._host = self._letters = self._long_letters = None
+        return close_all(kept)
+
+    # --- destinations ----------------------------------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        if self._blocks is not None:
+            return True
+        shape = self._scene.epoch.shape
+        self._turn += 1
+        made: list[Destination] = []
+        try:
+            for each, long in ((shape, False), (shape.long, True), (shape, False), (shape, False), (shape.long, True)):
+                made.append(self._destination(each, len(made), long=long))
+        except LLMException:  # the pool is full, or is not given back in time
+            close_all(made)
+            return False
+        self._blocks, self._rows, self._host, self._letters, self._long_letters = made
+        return True
+
+    def _destination(self, shape: Shape, index: int, *, long: bool) -> Destination:
+        scene = self._scene
+        host = index == 2
+        kinds = ("allocated", "inside", "private") if not host else ("allocated",)
+        placement = Placement.HOST if host else Placement.DEVICE
+        kind = self._rng.choice(kinds)
+        stamp = self._own(index)
+        settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
+        return Destination(scene.journal, scene.cm, shape, stamp, **settings)
+
+    def _own(self, index: int) -> Stamp:
+        return Stamp(self._scene.worker, self._scene.life, _OWN_SLOT + 4 * self._number, 8 * self._turn + index)
+
+    def _begin_anew(self) -> None:
+        """Others get the memory, at once."""
+        if self._rng.random() < 0.3 and not self.free():
+            self._scene.journal.note("destinations kept by others")
+
+    def _pick(self, *kinds: Kind) -> Found | None:
+        """Return a cache of a peer, at times one that has ended: who knows where it was must not get there."""
+        old = [found for found in self._remembered if found.kind in kinds]
+        if old and self._rng.random() < _OLD:
+            return self._rng.choice(old)
+        found = self._scene.directory.pick(self._rng, self._peers, *kinds)
+        if found is not None:
+            self._remembered.append(found)
+        return found
+
+    def _copy_inside(self) -> None:
+        assert self._blocks is not None
+        assert self._rows is not None
+        assert self._host is not None
+        copy_inside(self._scene, self._rng, self._blocks, self._rows, self._host)
+
+    # --- pulls -----------------------------------------------------------------------------------------------------
+
+    def _pull_blocks(self) -> None:
+        found = self._pick(Kind.BLOCKS, Kind.REBOUND)
+        if found is None or self._blocks is None:
+            return
+        count = self._rng.choice((1, 2, 5, found.shape.rows))
+        sources = self._rng.sample(range(found.shape.rows), count)
+        targets = self._rng.sample(range(found.shape.rows), count)
+        from_, to, ranges = self._layers(found.shape.tensors)
+
+        def call() -> Any:
+            return self._scene.cm.pull_blocks(blocks_key(found), self._dst, sources, targets, **ranges)
+
+        def wanted(stamp: Stamp) -> Words:
+            return pattern(stamp, from_, sources, found.shape.words)
+
+        self._pull("pull_blocks", call, found, self._blocks, to, targets, wanted)
+
+    @property
+    def _dst(self) -> Any:
+        assert self._blocks is not None
+        return self._blocks.cache
+
+    def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
+        """Return tensors there, tensors here, and the layer ranges that say so."""
+        layers = tensors // 2
+        if self._rng.random() < 0.7:
+            return range(tensors), range(tensors), {}
+        count = self._rng.randint(1, layers)
+        there, here = self._rng.randint(0, layers - count), self._rng.randint(0, layers - count)
+        ranges: dict[str, Any] = {
+            "src_layer_range": range(there, there + count),
+            "dst_layer_range": range(here, here + count),
+        }
+        return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
+
+    def _pull_row(self) -> None:
+        found = self._pick(Kind.ROWS)
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        self._row(found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
+
+    def _row(self, found: Found, key: Any, row: int) -> Any:
+        """Pull a row into a row, or into blocks; return what came of it."""
+        assert self._rows is not None
+        assert self._blocks is not None
+        tensors = range(found.shape.tensors)
+        cm = self._scene.cm
+        if self._rng.random() < 0.5:
+            rows, target = self._rows, self._rng.randrange(found.shape.rows)
+
+            def wanted_row(stamp: Stamp) -> Words:
+                return pattern(stamp, tensors, (row,), found.shape.words)
+
+            call = lambda: cm.pull_cache(key, rows.cache, target)  # noqa: E731
+            return self._pull("pull_cache", call, found, rows, tensors, (target,), wanted_row)
+        pieces = found.shape.words // self._blocks.shape.words
+        targets = self._rng.sample(range(self._blocks.shape.rows), pieces)
+
+        def wanted_pieces(stamp: Stamp) -> Words:
+            line = pattern(stamp, tensors, (row,), found.shape.words)
+            return line.reshape(len(tensors), pieces, -1)
+
+        call = lambda: cm.pull_blocks(key, self._dst, [], targets)  # noqa: E731
+        return self._pull("pull_blocks of a row", call, found, self._blocks, tensors, targets, wanted_pieces)
+
+    def _pull(
+        self,
+        what: str,
+        call: Callable[[], Any],
+        found: Found,
+        dst: Destination,
+        tensors: Sequence[int],
+        rows: Sequence[int],
+        wanted: Callable[[Stamp], Words],
+    ) -> Any:
+        scene = self._scene
+        started = time.monotonic_ns()
+        outcome = scene.call(what, scene.budget, call)
+        self._judge_error(what, outcome)
+        about = f"{what} of {found} into tensors {list(tensors)} rows {list(rows)}"
+        if outcome is None and scene.directory.life(found.worker) == found.incarnation:
+            first = int(dst.views[tensors[0]][rows[0], 0])
+            generation = self._generation(found, first)
+            if dst.settle(about, tensors, rows, wanted(found.at(generation))):
+                self._judge_time(about, found, generation, started)
+        else:
+            if outcome is None:
+                scene.journal.note("pulls around a kill, judged outside only")
+            dst.settle(about, tensors, rows, None)
+        return outcome
+
+    def _generation(self, found: Found, word: int) -> int:
+        """Return which generation was pulled, as far as it may be."""
+        stamp = stamp_of(word)
+        newest = self._scene.directory.newest(found) + 1
+        fits = found.kind is Kind.REBOUND and found.generation <= stamp.generation <= newest
+        return stamp.generation if fits and found.at(stamp.generation).base == stamp.base else found.generation
+
+    def _judge_time(self, about: str, found: Found, generation: int, started: int) -> None:
+        ended = self._scene.directory.moment(found, generation, "ended")
+        if ended and ended < started:
+            late = (started - ended) / 1e6
+            self._scene.journal.violation(
+                "wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before"
+            )
+
+    def _judge_error(self, what: str, outcome: Any) -> None:
+        if isinstance(outcome, ChecksumMismatch):
+            if self._scene.epoch.harmed:
+                self._scene.journal.note("harm found by checksums")
+            else:
+                self._scene.journal.violation("false mismatches", f"{what}: {outcome}")
+
+    # --- keys, each consumed once ----------------------------------------------------------------------------------
+
+    def _pull_keyed(self) -> None:
+        """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
+        found = self._pick(Kind.KEYED)
+        if found is None:
+            return
+        takers = MOVERS * len(self._scene.epoch.peers(found.worker))
+        me = self._taker(found.worker)
+        mine = [row for row in range(found.shape.rows) if (row + found.generation) % takers == me]
+        if not mine:
+            return
+        row = self._rng.choice(mine)
+        identity = (found.worker, found.incarnation, found.slot, found.generation, row)
+        link = self._link(found)
+        by_id = self._rng.random() < 0.2
+        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
+        outcome = self._row(found, key, row)
+        self._judge_key(found, identity, link, outcome, by_id=by_id)
+
+    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
+        journal, directory = self._scene.journal, self._scene.directory
+        known = identity in self._consumed
+        if outcome is None:
+            stable = link is not None and self._link(found) is link
+            # By its id a row can be pulled for as long as there is the cache.
+            if known and not by_id and stable and self._consumed[identity] is link:
+                journal.violation("keys", f"{identity} was pulled whole twice over one link {link!r}")
+            self._consumed[identity] = link if stable else None
+        elif isinstance(outcome, CacheNotFound) and not known:
+            ending = directory.moment(found, found.generation, "ending")
+            there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+            if there and not ending and not self._scene.epoch.harmed:
+                journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
+
+    def _taker(self, owner: int) -> int:
+        """Return which of the movers linked to an owner this one is."""
+        return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
+
+    def _link(self, found: Found) -> Any:
+        engine = self._scene.dd._engine
+        with suppress(LLMException):
+            return None if engine is None else engine.links.get(found.cluster_id)
+        return None
+
+    # --- pushes ----------------------------------------------------------------------------------------------------
+
+    def _push_blocks(self) -> None:
+        found = self._pick(Kind.INBOX)
+        if found is None or self._letters is None or self._blocks is None:
+            return
+        stamp, letters, target = self._letter(self._letters), self._letters, self._blocks
+        rows = self._own_rows(found)
+        sources = self._rng.sample(range(letters.shape.rows), len(rows))
+        from_, to, ranges = self._layers(found.shape.tensors)
+        key: Any = blocks_key(found)
+        if self._rng.random() < 0.3:
+            key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
+
+        def call() -> Any:
+            return self._scene.cm.push_blocks(key, letters.cache, sources, rows, **ranges)
+
+        if self._push("push_blocks", call, found, letters):
+            back = self._rng.sample(range(target.shape.rows), len(rows))
+            index = {there: here for here, there in zip(from_, to, strict=True)}
+            tensors = [index.get(tensor) for tensor in range(found.shape.tensors)]
+            pushed = [tensor for tensor, source in enumerate(tensors) if source is not None]
+            self._look_at_letters(found, target, pushed, rows, back, pattern(stamp, from_, sources, found.shape.words))
+
+    def _look_at_letters(
+        self, found: Found, dst: Destination, tensors: list[int], rows: list[int], back: list[int], wanted: Words
+    ) -> None:
+        """Pull back what was pushed, and layers that were not: these may hold anything."""
+        scene = self._scene
+        started = time.monotonic_ns()
+        outcome = scene.call(
+            "pull_blocks back", scene.budget, scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, back
+        )
+        self._judge_error("pull_blocks back", outcome)
+        everything = range(found.shape.tensors)
+        found_now = [view[back].copy() for view in dst.views]
+        dst.settle(f"pull back of {found} into rows {back}", everything, back, None)
+        if outcome is not None or scene.directory.life(found.worker) != found.incarnation:
+            return
+        self._judge_time("pull back", found, found.generation, started)
+        for place, tensor in enumerate(tensors):
+            if not (found_now[tensor] == wanted[place]).all():
+                text = difference(found_now[tensor][None], wanted[place][None])
+                scene.journal.violation("wrong bytes", f"pushed into {found} tensor {tensor} rows {rows}: {text}")
+                return
+        scene.journal.verified(wanted.nbytes)
+
+    def _push_row(self) -> None:
+        found = self._pick(Kind.INROWS)
+        if found is None or self._long_letters is None or self._rows is None:
+            return
+        letters, target = self._long_letters, self._rows
+        stamp = self._letter(letters)
+        row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
+        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
+        call = lambda: self._scene.cm.push_cache(key, letters.cache, source)  # noqa: E731
+        if self._push("push_cache", call, found, letters):
+            back = self._rng.randrange(target.shape.rows)
+            tensors = range(found.shape.tensors)
+            pull = lambda: self._scene.cm.pull_cache(key, target.cache, back)  # noqa: E731
+
+            def wanted(_: Stamp) -> Words:
+                return pattern(stamp, tensors, (source,), found.shape.words)
+
+            self._pull("pull_cache back", pull, found, target, tensors, (back,), wanted)
+
+    def _letter(self, letters: Destination) -> Stamp:
+        """Write something new into what is to be pushed."""
+        self._turn += 1
+        stamp = Stamp(self._scene.worker, self._scene.life, _SOURCE_SLOT + self._number, self._turn % (1 << 20))
+        letters.fill(stamp)
+        return stamp
+
+    def _own_rows(self, found: Found) -> list[int]:
+        pushers = MOVERS * len(self._scene.epoch.peers(found.worker))
+        me = self._taker(found.worker)
+        return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
+
+    def _push(self, what: str, call: Callable[[], Any], found: Found, letters: Destination) -> bool:
+        """Return True when it succeeded and can be looked at."""
+        scene = self._scene
+        started = time.monotonic_ns()
+        outcome = scene.call(what, scene.budget, call)
+        self._judge_error(what, outcome)
+        letters.settle(f"{what}: its source", (), (), None)
+        if outcome is not None or scene.directory.life(found.worker) != found.incarnation:
+            return False
+        self._judge_time(f"{what} into {found}", found, found.generation, started)
+        return not scene.directory.moment(found, found.generation, "ending")

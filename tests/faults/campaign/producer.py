@@ -1,0 +1,327 @@
+"""The thread of a worker that makes caches, publishes them, and takes their memory back for others.
+
+Every kind of memory that the interface protects is reused at once, under whoever still reads or writes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import BlocksCacheKey, Cache, CacheKey
+from llm_datadist.errors import LLMException
+from llm_datadist.views import tensor_views
+from tests.faults.campaign.contents import GENERATIONS, Shape, Stamp
+from tests.faults.campaign.directory import Found, Kind
+from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.memory import Memory, fill, same
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from numpy.typing import NDArray
+
+    from tests.faults.campaign.scene import Scene
+
+__all__ = ["Producer", "blocks_key", "pusher_of", "request_of"]
+
+_BACK_TO_BACK_SECONDS = 0.6
+_HELD_SECONDS = 0.3
+#: Of every three rows of an inbox the first is nobody's: it sees what misses its place.
+_GROUP = 3
+
+
+def blocks_key(found: Found) -> BlocksCacheKey:
+    """Return the key of a blocks cache; one that is bound again has the same for all its generations."""
+    number = 0 if found.kind is Kind.REBOUND else found.generation + 1
+    return BlocksCacheKey(found.cluster_id, ((found.incarnation * 64 + found.slot) << 24) + number)
+
+
+def request_of(found: Found, row: int) -> CacheKey:
+    """Return the key of a row."""
+    number = ((found.incarnation * 64 + found.slot) << 28) + (found.generation << 8) + row
+    return CacheKey(found.cluster_id, number)
+
+
+def pusher_of(row: int, generation: int, pushers: int) -> int | None:
+    """Return which of the pushers a row of an inbox belongs to; None: nobody.
+
+    Which rows are nobody's changes with the generation: what is written where an older inbox was is seen.
+    """
+    return None if (row + generation) % _GROUP == 0 else row // _GROUP % pushers
+
+
+def inbox_shape(shape: Shape, pushers: int) -> Shape:
+    return Shape(shape.tensors, _GROUP * pushers + 1, shape.words)
+
+
+class Slot:
+    """A place in the directory and what is there. One thread: the producer's.
+
+    Subclasses say how a generation is made and how it is taken back.
+    """
+
+    def __init__(self, scene: Scene, number: int, kind: Kind, shape: Shape) -> None:
+        self.scene = scene
+        self.number = number
+        self.kind = kind
+        self.shape = shape
+        self.generation = 0
+        self.cache: Cache | None = None
+        self.views: list[NDArray[Any]] = []
+
+    @property
+    def found(self) -> Found:
+        cache_id = -1 if self.cache is None else self.cache.cache_id
+        scene = self.scene
+        return Found(scene.worker, self.number, self.kind, scene.life, self.generation, cache_id, self.shape)
+
+    def renew(self) -> None:
+        """Take the present generation back and make the next one; either may fail, with a typed error."""
+        if self.free():
+            self.generation = (self.generation + 1) % GENERATIONS
+            made = self.make()
+            if isinstance(made, Exception):
+                return
+            self.cache = made
+            if self.kind is not Kind.NOTHING:
+                self.scene.directory.publish(self.found)
+
+    def make(self) -> Any:
+        """Return the next generation's cache, filled, or an exception."""
+        raise NotImplementedError
+
+    def take_back(self) -> bool:
+        """Give the cache back; False: it stays."""
+        raise NotImplementedError
+
+    def free(self) -> bool:
+        """Look at every byte, then give the cache back; False: it stays as it was."""
+        if self.cache is None:
+            return True
+        directory, worker = self.scene.directory, self.scene.worker
+        self.check()
+        directory.mark(worker, self.number, self.generation, "ending")
+        if not self.take_back():
+            directory.unmark(worker, self.number, self.generation)
+            return False
+        directory.mark(worker, self.number, self.generation, "ended")
+        directory.withdraw(worker, self.number)
+        self.cache = None
+        self.views = []
+        return True
+
+    def check(self) -> None:
+        """Nobody has written here but who may."""
+        rows = range(self.views[0].shape[0])
+        if self.kind in (Kind.INBOX, Kind.INROWS):
+            rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]  # type: ignore[assignment]
+        same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
+
+    def filled(self, cache: Any) -> Any:
+        if not isinstance(cache, Exception):
+            self.views = tensor_views(cache)
+            fill(self.views, self.found.stamp)
+        return cache
+
+
+class Allocated(Slot):
+    """Pool memory: blocks under a key of their own, inboxes, rows, and canaries that nobody may touch."""
+
+    def make(self) -> Any:
+        scene, desc = self.scene, self.shape.desc()
+        if self.kind in (Kind.ROWS, Kind.INROWS):
+            return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_cache, desc))
+        key = None if self.kind is Kind.NOTHING else blocks_key(self.found)
+        return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc, key))
+
+    def take_back(self) -> bool:
+        cm, assert_cache = self.scene.cm, self.cache
+        assert assert_cache is not None
+        give = cm.deallocate_blocks_cache if assert_cache.is_blocks_cache else cm.deallocate_cache
+        return self.scene.call("deallocate", 0.0, give, assert_cache) is None
+
+
+class Keyed(Slot):
+    """Rows with a key each; deallocated early, so that the keys alone keep them."""
+
+    def make(self) -> Any:
+        scene = self.scene
+        keys = [request_of(self.found, row) for row in range(self.shape.rows)]
+        return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_cache, self.shape.desc(), keys))
+
+    def take_back(self) -> bool:
+        scene, cache = self.scene, self.cache
+        assert cache is not None
+        scene.call("deallocate", 0.0, scene.cm.deallocate_cache, cache)
+        for row in range(self.shape.rows):
+            scene.call("remove_cache_key", 0.0, scene.cm.remove_cache_key, request_of(self.found, row))
+        return True
+
+
+class Reused(Slot):
+    """The same registered memory again and again: unregistered, filled anew at once, registered."""
+
+    def __init__(self, scene: Scene, number: int, kind: Kind, shape: Shape, memory: Memory) -> None:
+        super().__init__(scene, number, kind, shape)
+        self.memory = memory
+
+    def make(self) -> Any:
+        self.memory.fill(self.found.stamp)
+        self.views = self.memory.arrays
+        return self.memory.register(self.scene.budget, key=blocks_key(self.found))
+
+    def take_back(self) -> bool:
+        scene = self.scene
+        assert self.cache is not None
+        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, self.cache.cache_id) is None
+
+    def free(self) -> bool:
+        gone = super().free()
+        if gone:  # nobody is at it any more: what is written now is not read by anybody
+            self.memory.fill(Stamp(self.scene.worker, self.scene.life, 63, self.generation))
+        return gone
+
+
+class Rebound(Slot):
+    """Two memories under one key: the newer one is bound before the older one goes."""
+
+    def __init__(self, scene: Scene, number: int, shape: Shape, memories: tuple[Memory, Memory]) -> None:
+        super().__init__(scene, number, Kind.REBOUND, shape)
+        self.memories = memories
+        self._older: tuple[Cache, int] | None = None  # bound no more, not unregistered yet
+
+    def renew(self) -> None:
+        if not self._drop_older():
+            return
+        scene, older = self.scene, self.cache
+        if older is not None:
+            self.check()
+        self.generation += 1
+        memory = self.memories[self.generation % 2]
+        memory.fill(self.found.stamp)
+        made = memory.register(scene.budget, key=blocks_key(self.found))
+        if isinstance(made, Exception):
+            self.generation -= 1
+            return
+        if older is not None:
+            scene.directory.mark(scene.worker, self.number, self.generation - 1, "ended")
+            self._older = older, self.generation - 1
+        self.cache, self.views = made, memory.arrays
+        scene.directory.publish(self.found)
+        self._drop_older()
+
+    def _drop_older(self) -> bool:
+        if self._older is None:
+            return True
+        cache, generation = self._older
+        scene = self.scene
+        if scene.call("unregister", scene.budget, scene.cm.unregister_cache, cache.cache_id) is not None:
+            return False
+        self._older = None
+        self.memories[generation % 2].fill(Stamp(scene.worker, scene.life, 63, generation))
+        return True
+
+    def take_back(self) -> bool:
+        if not self._drop_older():
+            return False
+        scene = self.scene
+        assert self.cache is not None
+        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, self.cache.cache_id) is None
+
+
+class Producer:
+    """Makes and takes back at random, until told to stop; storms and full pools on command."""
+
+    def __init__(self, scene: Scene, rng: Random) -> None:
+        self._scene = scene
+        self._rng = rng
+        self._memories: list[Memory] = []
+        self._slots: list[Slot] = []
+        self.storm = threading.Event()
+        self.exhaust = threading.Event()
+
+    def run(self) -> None:
+        """The thread."""
+        while not self._slots and not self._scene.stop.is_set():
+            self._begin()
+        while not self._scene.stop.is_set():
+            if self.storm.is_set():
+                self._back_to_back()
+            if self.exhaust.is_set():
+                self._fill_the_pool()
+            self._rng.choice(self._slots).renew()
+            self._scene.stop.wait(self._rng.choice((0.0, 0.005, 0.02, 0.1)))
+
+    def free(self) -> bool:
+        """Take everything back; False: something stays."""
+        done = [slot.free() for slot in self._slots]
+        if all(done):
+            for memory in self._memories:
+                memory.close()
+            self._memories.clear()
+            self._slots.clear()
+        return all(done)
+
+    def _begin(self) -> None:
+        scene, shape = self._scene, self._scene.epoch.shape
+        pushers = MOVERS * len(scene.epoch.peers(scene.worker))
+        inbox = inbox_shape(shape, pushers)
+        rca = scene.epoch.rca
+        try:
+            memories = [self._memory(shape) for _ in range(3)]
+            letters = self._memory(inbox) if rca else None
+        except LLMException:
+            self._forget_memories()
+            return
+        slots: list[Slot] = [Allocated(scene, 0, Kind.BLOCKS, shape), Allocated(scene, 1, Kind.BLOCKS, shape)]
+        slots += [Reused(scene, 2, Kind.BLOCKS, shape, memories[0]), Rebound(scene, 3, shape, tuple(memories[1:]))]  # type: ignore[arg-type]
+        slots += [Allocated(scene, 4, Kind.ROWS, shape.long), Allocated(scene, 5, Kind.NOTHING, shape)]
+        if letters is not None:
+            rows = Shape(shape.tensors, inbox.rows, shape.long.words)
+            slots += [Allocated(scene, 6, Kind.INBOX, inbox), Allocated(scene, 7, Kind.INROWS, rows)]
+            slots += [Reused(scene, 8, Kind.INBOX, inbox, letters)]
+        else:
+            slots += [Keyed(scene, 6, Kind.KEYED, shape.long), Keyed(scene, 7, Kind.KEYED, shape.long)]
+        self._slots = slots
+        for slot in slots:
+            slot.renew()
+
+    def _memory(self, shape: Shape) -> Memory:
+        scene = self._scene
+        private = scene.epoch.private and self._rng.random() < 0.7
+        memory = Memory(scene.journal, scene.cm, shape, scene.budget, private=private)
+        self._memories.append(memory)
+        return memory
+
+    def _forget_memories(self) -> None:
+        for memory in self._memories:
+            memory.close()
+        self._memories.clear()
+
+    def _back_to_back(self) -> None:
+        """Deallocate and reuse as fast as can be."""
+        until = time.monotonic() + _BACK_TO_BACK_SECONDS
+        while time.monotonic() < until and not self._scene.stop.is_set():
+            for slot in self._slots:
+                slot.renew()
+        self.storm.clear()
+
+    def _fill_the_pool(self) -> None:
+        """Take all there is; what is taken may be written by nobody else."""
+        scene = self._scene
+        canaries: list[Slot] = []
+        while True:
+            canary: Slot = Allocated(scene, 32 + len(canaries) % 16, Kind.NOTHING, scene.epoch.shape)
+            canary.generation = len(canaries)
+            made = canary.make()
+            if isinstance(made, Exception):
+                break
+            canary.cache = made
+            canaries.append(canary)
+        scene.stop.wait(_HELD_SECONDS)
+        for canary in canaries:
+            canary.check()
+            canary.take_back()
+        self.exhaust.clear()

@@ -1,0 +1,245 @@
+"""The supervisor: epoch after epoch of faults, each followed by healing, proof and a look at what is left."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import socket
+import time
+from contextlib import ExitStack, suppress
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, Any, Final
+
+from llm_datadist.testing import Relay
+from tests.faults.campaign import worker as work
+from tests.faults.campaign.directory import Directory
+from tests.faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
+from tests.faults.campaign.garbage import Rubbish
+from tests.faults.campaign.hands import Hand, Lost
+from tests.faults.campaign.report import Report
+from tests.faults.campaign.schedule import schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.faults.campaign.epochs import Epoch
+    from tests.faults.campaign.schedule import Event
+
+__all__ = ["Supervisor"]
+
+_STEP_SECONDS: Final = 0.02
+_PROGRESS_SECONDS: Final = 30.0
+_LINK_SECONDS: Final = 20.0
+#: Below those that the kernel gives to connections, so that a dead worker's stays free.
+_PORTS: Final = range(21000, 31000)
+
+
+class Supervisor:
+    """Owns the workers, the relays and the schedule. One thread.
+
+    Args:
+        seed: Everything but the interleaving and the ports follows from it.
+        transports: Taken in turn.
+        folder: Where workers write what they see.
+    """
+
+    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, say: Callable[[str], None]) -> None:
+        self._seed = seed
+        self._transports = transports or TRANSPORTS
+        self._folder = folder
+        self._say = say
+        (folder / "sockets").mkdir()
+        self._directory = Directory(folder / "directory", create=True)
+        ports = _free_ports(SystemRandom())
+        self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
+        self._rubbish = Rubbish()
+        self._relays: dict[tuple[int, int], Relay] = {}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.report = Report(folder)
+        self._told = time.monotonic()
+
+    def run(self, seconds: float, epoch_seconds: float) -> None:
+        """Run epochs until the time is over; the last one is finished."""
+        end = time.monotonic() + seconds
+        try:
+            for number in itertools.count():
+                left = end - time.monotonic()
+                if left <= epoch_seconds / 4:
+                    break
+                epoch = plan_epoch(self._seed, number, self._transports)
+                self._say(str(epoch))
+                self.report.begin(epoch)
+                try:
+                    self._epoch(epoch, min(epoch_seconds, left))
+                except Lost as error:
+                    self.report.violation("hangs" if "answered" in str(error) else "crashes", str(error))
+                    self._start_over()
+                self.report.collect()
+        finally:
+            for hand in self._hands:
+                hand.close()
+            self._rubbish.tidy(all_of_it=True)
+            self._directory.close()
+
+    def _epoch(self, epoch: Epoch, seconds: float) -> None:
+        self._directory.clear()
+        for hand in self._hands:
+            if hand.state == "dead":
+                hand.bear()
+        self._all(work.begin, lambda hand: (epoch, hand.port))
+        with ExitStack() as undo:
+            self._relays = {
+                pair: undo.enter_context(Relay(("127.0.0.1", self._hands[pair[1]].port)))
+                for pair in sorted(epoch.relayed)
+            }
+            self._all(work.go, lambda hand: (self._ports(epoch, hand.number),))
+            self._harm(epoch, schedule(epoch, seconds), time.monotonic() + seconds)
+            self.report.phase("calm")
+            self._calm(epoch)
+        self._relays.clear()
+        self.report.phase("heal")
+        self._heal(epoch)
+        self.report.phase("finish")
+        self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        self.report.phase("end")
+        left = sorted(path.name for path in (self._folder / "sockets").iterdir())
+        if left:
+            self.report.violation("leaks", f"socket files left: {left}")
+
+    # --- the faults ------------------------------------------------------------------------------------------------
+
+    def _harm(self, epoch: Epoch, events: list[Event], end: float) -> None:
+        start = time.monotonic()
+        self._agenda.clear()
+        for event in events:
+            self._at(start + event.at, lambda event=event: self._happen(epoch, event))  # type: ignore[misc]
+        while time.monotonic() < end:
+            while self._agenda and self._agenda[0][0] <= time.monotonic():
+                heapq.heappop(self._agenda)[2]()
+            for hand in self._hands:
+                hand.risen()
+                if (code := hand.gone()) is not None:
+                    raise Lost(f"worker {hand.number} ended by itself with {code}")
+            self._rubbish.tidy()
+            self._progress()
+            time.sleep(_STEP_SECONDS)
+
+    def _at(self, moment: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (moment, next(self._order), action))
+
+    def _happen(self, epoch: Epoch, event: Event) -> None:
+        hand, done = self._hands[event.worker], True
+        match event.what:
+            case "kill" if hand.state in {"up", "stopped"}:
+                hand.kill()
+                back = time.monotonic() + event.details["back_after"]
+                self._at(back, lambda: self._bring_back(hand, epoch))
+            case "stop" if hand.state == "up":
+                hand.stop()
+                self._at(time.monotonic() + event.details["seconds"], hand.go_on)
+            case "relay" | "plan" | "resume" | "cut":
+                self._through(event)
+            case "garbage" if hand.state in {"up", "stopped"}:
+                self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+            case "stall" if hand.state == "up":
+                hand.do(work.stop_for, event.details["name"], event.details["seconds"])
+            case "gate" if hand.state == "up":
+                hand.do(work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
+                # The other end meanwhile uses its memory again.
+                if (peer := self._hands[event.details["peer"]]).state == "up":
+                    peer.do(work.storm)
+            case "storm" if hand.state == "up":
+                hand.do(work.storm)
+            case "exhaust" if hand.state == "up":
+                hand.do(work.exhaust)
+            case _:
+                done = False
+        if done:
+            self.report.happened(event)
+
+    def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
+        if hand.state == "dead":
+            hand.rise(epoch, self._ports(epoch, hand.number))
+
+    def _through(self, event: Event) -> None:
+        assert event.pair is not None
+        relay, details = self._relays[event.pair], event.details
+        match event.what:
+            case "relay":
+                relay.now(details["kind"], details["direction"], details["fault"])
+            case "plan":
+                relay.plan(details["kind"], details["direction"], details["fault"])
+            case "resume":
+                relay.resume()
+                relay.forget_plans()
+            case _:
+                relay.cut(details["kind"], reset=details["reset"])
+
+    def _ports(self, epoch: Epoch, number: int) -> dict[int, int]:
+        """Return where a worker dials its peers."""
+        return {
+            peer: self._relays[number, peer].port if (number, peer) in self._relays else self._hands[peer].port
+            for peer in epoch.peers(number)
+        }
+
+    # --- after them ------------------------------------------------------------------------------------------------
+
+    def _calm(self, epoch: Epoch) -> None:
+        """Everybody is there and runs; every thread ends what it does."""
+        self._agenda.clear()
+        self._rubbish.tidy(all_of_it=True)
+        for hand in self._hands:
+            hand.go_on()
+            self._bring_back(hand, epoch)
+        for hand in self._hands:
+            if hand.state == "rising":
+                hand.collect()
+                hand.state = "up"
+        self._all(work.halt, lambda hand: ())
+
+    def _heal(self, epoch: Epoch) -> None:
+        """The relays are gone. Whoever was lost is linked again with no unlink, and every byte moves both ways."""
+        direct = {hand.number: hand.port for hand in self._hands}
+        # Prompts dial, or decoders. Mixed: who takes nothing but tcp does; one that it listens to would choose shm.
+        first = 0 if epoch.transport == "mixed" else epoch.number // 2 % 2 * 2
+        for hand in self._hands[first : first + 2]:
+            hand.do(work.link_to, {peer: direct[peer] for peer in epoch.peers(hand.number)}, _LINK_SECONDS)
+        self._all(work.publish_proof, lambda hand: ())
+        self._all(work.prove, lambda hand: ())
+
+    def _all(self, function: Callable[..., Any], arguments: Callable[[Hand], tuple[Any, ...]]) -> list[Any]:
+        for hand in self._hands:
+            hand.send(function, *arguments(hand))
+        answers = [hand.collect() for hand in self._hands]
+        self._progress()
+        return answers
+
+    def _start_over(self) -> None:
+        """Something is broken beyond this epoch: the next one begins with new processes."""
+        for hand in self._hands:
+            with suppress(Lost):
+                hand.close()
+        for hand in self._hands:
+            self._directory.reborn(hand.number)
+
+    def _progress(self) -> None:
+        if time.monotonic() - self._told > _PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            self._say(self.report.line())
+
+
+def _free_ports(rng: Random) -> list[int]:
+    ports: list[int] = []
+    while len(ports) < WORKERS:
+        port = rng.choice(_PORTS)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports
