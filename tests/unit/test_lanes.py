@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist.control.messages import CONTROL_PREAMBLE
@@ -87,6 +87,7 @@ def test_broken_requests_are_protocol_errors(meta: bytes) -> None:
 # Parts
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_the_parts_of_a_plan_are_the_plan(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
