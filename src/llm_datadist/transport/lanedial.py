@@ -30,12 +30,16 @@ LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 1, 1)
 TOKEN_BYTES: Final = 16
 _NUMBER: Final = struct.Struct(">H")
 _ACCEPTED: Final = b"\x01"
+# What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
+# gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
+_UNSENT_BYTES: Final = 512 << 10
 
 
 def tune_lane(sock: socket.socket) -> None:
-    """Set what every lane has. Liveness is the control connection's affair, buffers are the kernel's."""
+    """Set what every lane has. Liveness is the control connection's affair, what is on its way the kernel's."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def dial_lanes(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_LANES", "LaneGrant", "LaneGroup", "LaneHandler", "Lanes"]
 
-MAX_LANES: Final = 16
+MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""
 
 

@@ -1,0 +1,156 @@
+"""A peer that asks for more and more over its data lanes and never reads an answer: bounded memory at the owner, and
+nobody else notices (rule 10). The lanes are made by the real handshake; from then on they are sockets of the test."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey
+from llm_datadist.deadline import Deadline
+from llm_datadist.native import Plan
+from llm_datadist.transport.lanerequest import MAX_RUNS, encode_request
+from llm_datadist.transport.lanes import MAX_LANES
+from llm_datadist.transport.tcp import TcpConnection
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
+from tests.support.moves import Spec, Use, call, make, picture, wait_until
+from tests.support.world import residue, settled
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tests.conftest import Pair
+
+REQUESTS: Final = 10_000
+BOUND: Final = 64 << 20
+KEY: Final = BlocksCacheKey(1, 3)
+STRIDE: Final = 2 << 20
+#: As native/lane.hpp and native/wire.hpp have it.
+WINDOW, WINDOW_BYTES = 32, 4 << 20
+HEADER: Final = struct.Struct("<IBBHQQQQ")
+MAGIC, READ = 0x31444C44, 1
+
+
+class Flood:
+    """A peer of the owner with lanes of its own making. A context manager."""
+
+    def __init__(self, port: int | None) -> None:
+        self.end = LocalEnd("flood")
+        self.end.start("DECODER", 66, extra={"llm.Transport": "tcp"})
+        assert self.end.do(link, [info(1, port)]) == SUCCESS
+        self.end.do(make, "mine", Spec(tensors=1, rows=1, stride=STRIDE, blocks=True), 2)
+        self.end.do(call, "pull_blocks", KEY, Use("mine"), [0], [0])
+        assert self.end.world.dd._engine is not None
+        there = self.end.world.dd._engine.links.get(1)
+        (answer,) = there.kept.values()
+        self.remote = answer.tensors
+        assert isinstance(there.connection, TcpConnection)
+        assert there.connection._redial is not None
+        self._dial = there.connection._redial
+        # What the library has dialled makes room for what we will.
+        group = there.connection._group
+        there.connection._lanes.drop(group, list(group._loads))
+        self._open = ExitStack()
+        self.asked = 0
+
+    def lane(self) -> socket.socket:
+        """Return a new lane, once the owner has room for one more."""
+        made: list[socket.socket] = []
+
+        def dial() -> bool:
+            with suppress(OSError, Exception):
+                made.extend(self._dial(1, Deadline.after_ms(10_000)))
+            return bool(made)
+
+        wait_until(dial)
+        made[0].settimeout(10)
+        return self._open.enter_context(made[0])
+
+    def ask(self, lane: socket.socket, runs: NDArray[np.uint64], times: int) -> None:
+        """Send so many requests for these runs of the cache; no answer is ever read."""
+        nbytes = int(runs[:, 2].sum())
+        meta = encode_request(self.remote.handle, self.remote.extent, Plan(0, 0, 1, runs, False, nbytes), write=False)
+        for _ in range(times):
+            self.asked += 1
+            lane.sendall(HEADER.pack(MAGIC, READ, 0, 0, self.asked, len(meta), 0, 0) + meta)
+
+    def stop(self) -> None:
+        self._open.close()
+        self.end.stop()
+
+
+@pytest.fixture
+def flood(tcp_pair: Pair) -> Iterator[Flood]:
+    tcp_pair.start()
+    tcp_pair.prompt.do(make, "kv", Spec(tensors=1, rows=4, stride=STRIDE, blocks=True, blocks_key=KEY), 1)
+    before = residue()
+    flood = Flood(tcp_pair.prompt.port)
+    yield flood
+    flood.stop()
+    del flood
+    assert settled(before) == before
+    wait_until(lambda: tcp_pair.prompt.do(links) == {2: "ready"})
+    assert tcp_pair.prompt.do(picture).pins == 0
+
+
+def rss_anon(end: object) -> int:
+    """Return the bytes of anonymous memory that a child holds."""
+    assert isinstance(end, ChildEnd)
+    (line,) = [each for each in Path(f"/proc/{end.pid}/status").read_text().splitlines() if "RssAnon" in each]
+    return int(line.split()[1]) << 10
+
+
+def whole() -> NDArray[np.uint64]:
+    return np.array([[0, 0, 4 * STRIDE]], np.uint64)
+
+
+def test_rule_10_ten_thousand_reads_whose_answers_nobody_reads_cost_bounded_memory(
+    tcp_pair: Pair, flood: Flood
+) -> None:
+    owner = tcp_pair.prompt
+    before = rss_anon(owner)
+    worst = 0
+    lanes = 0
+    while flood.asked < REQUESTS:
+        lane = flood.lane()
+        lanes += 1
+        # Those beyond the window cost the lane, which makes room for the next one.
+        with suppress(OSError):
+            flood.ask(lane, whole(), WINDOW)
+            if lanes % MAX_LANES == 0:
+                bytes_move_both_ways(owner, tcp_pair.decoder)
+                worst = max(worst, rss_anon(owner) - before)
+            flood.ask(lane, whole(), 1)
+    assert worst < BOUND
+    assert rss_anon(owner) - before < BOUND
+    assert owner.do(links)[66] == "ready", "lanes were lost, not the link"
+    bytes_move_both_ways(owner, tcp_pair.decoder)
+
+
+def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_memory(
+    tcp_pair: Pair, flood: Flood
+) -> None:
+    owner = tcp_pair.prompt
+    before = rss_anon(owner)
+    offsets = np.arange(MAX_RUNS, dtype=np.uint64) * np.uint64(2)
+    many = np.stack([offsets, offsets, np.ones(MAX_RUNS, np.uint64)], axis=1)
+    each = 16 * MAX_RUNS + 4096
+    for _ in range(MAX_LANES):
+        lane = flood.lane()
+        flood.ask(lane, whole(), 1)
+        flood.ask(lane, many, WINDOW_BYTES // each)
+    # What they ask for is kept until it is answered: that is the memory in question.
+    least = MAX_LANES * (WINDOW_BYTES // each) * MAX_RUNS * 16
+    wait_until(lambda: rss_anon(owner) - before > least)
+    for _ in range(3):
+        bytes_move_both_ways(owner, tcp_pair.decoder)
+    assert rss_anon(owner) - before < BOUND

@@ -1,0 +1,19 @@
+"""Readers that are stuck cost the owner and its other peers nothing: `tests/faults/stuck_readers.py` measures that."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.stuck_readers import Scene
+
+
+@pytest.mark.parametrize(("transport", "readers"), [("tcp", 100), ("shm", 10), ("cma", 10)])
+def test_a_healthy_reader_beside_stuck_ones(transport: str, readers: int) -> None:
+    with Scene(transport, readers) as scene:
+        scene.stick()
+        scene.pull(20)  # which compares every byte
+        assert scene.stuck() == readers, "they are stuck still"
+        if transport == "tcp":
+            assert scene.full() >= readers
+        scene.free()
+        scene.pull(5)
