@@ -10,7 +10,7 @@ NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadi
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests (TEST='tests/unit -k allocator')"
-	@echo "make faults the long campaign of faults, ten minutes (FAULTS='--seconds 60 --transport tcp --seed 1')"
+	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make lint   ruff, mypy strict, layers"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make clean  remove what the other words made"
@@ -38,8 +38,10 @@ $(VENV)/.torch: $(STAMP)
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
 
+FRAMES ?= 2000000
 faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
+	@$(BIN)/python -m llm_datadist.testing.fuzz --frames $(FRAMES)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

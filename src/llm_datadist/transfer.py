@@ -221,6 +221,8 @@ class Initiator:
         except (LLMException, ValueError) as error:
             if answer.pin:
                 self._notify(link, Release(answer.pin, 0, 0))
+            if isinstance(error, LinkError) and link.ended:
+                raise link.lost_error(what, "resolve") from error
             if isinstance(error, LLMException):
                 raise
             raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error

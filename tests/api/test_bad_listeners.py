@@ -73,6 +73,7 @@ def welcome(**changes: Any) -> Welcome:
         "cookie": b"c" * 16,
         "cookie_address": 4096,
         "exports": [],
+        "transport": None,
         "lane_token": b"t" * 16,
     }
     return Welcome(**(fields | changes))
@@ -104,6 +105,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "another version": (welcomes(version=PROTOCOL_VERSION + 1), FAILED),
     "another cluster": (welcomes(cluster_id=2**64 - 1), FAILED),
     "another rca flag": (welcomes(remote_accessible=True), INVALID),
+    "an unknown transport": (welcomes(transport="rdma"), FAILED),
     "a rendezvous nobody is at": (welcomes(), FAILED),
     "a rendezvous that is a file": (welcomes(rendezvous="/etc/passwd"), FAILED),
     "a rendezvous that is no name": (welcomes(rendezvous="x" * 4000), FAILED),

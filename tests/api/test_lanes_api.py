@@ -92,6 +92,42 @@ def test_ends_that_map_each_other_have_no_lanes(shm_pair: Pair) -> None:
     assert [end.do(_lane_threads) for end in (shm_pair.prompt, shm_pair.decoder)] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "used"),
+    [
+        ("auto", "tcp", ("tcp", "tcp")),
+        ("tcp", "auto", ("tcp", "tcp")),
+        ("auto", "cma", ("cma", "cma")),
+        ("cma", "auto", ("cma", "cma")),
+        ("auto", "shm", ("shm", None)),
+        ("shm", "auto", ("shm", None)),
+        ("shm", "tcp", None),
+        ("tcp", "cma", None),
+    ],
+)
+def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
+    children: tuple[ChildEnd, ChildEnd], here: str, there: str, used: tuple[str, str | None] | None
+) -> None:
+    prompt, decoder = children
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": there})
+    decoder.start("DECODER", 2, extra={"llm.Transport": here})
+    try:
+        if used is None:
+            failed = LLMStatusCode.LLM_LINK_FAILED
+            assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
+            return
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        for end, peer in ((prompt, 2), (decoder, 1)):
+            explained = end.do(_explain, peer)
+            assert (explained.transport, explained.private_transport) == used
+        src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [6])
+        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 1)]))
+    finally:
+        decoder.stop()
+        prompt.stop()
+
+
 def _lanes(world: World, peer: int) -> int:
     assert world.dd._engine is not None
     return len(world.dd._engine.links.get(peer).connection._group)  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def explain(world: World, cluster_id: int) -> Any:
 REASONS = {
     "inproc": "the peer is in this process",
     "shm": "is on this host, 2 regions mapped",
-    "tcp": "data lanes, as llm.Transport says",
+    "tcp": "data lanes, as llm.Transport asks",
 }
 
 

@@ -87,6 +87,7 @@ class Stranger:
             "cookie": self._guards.cookie,
             "cookie_address": 4096,
             "exports": [],
+            "transport": None,
         }
         return Hello(**(fields | changes))  # type: ignore[arg-type]
 

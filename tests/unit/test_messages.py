@@ -241,4 +241,5 @@ def test_a_hello_holds_nothing_that_is_not_announced() -> None:
         "cookie",
         "cookie_address",
         "exports",
+        "transport",
     )

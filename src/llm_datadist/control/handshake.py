@@ -35,6 +35,7 @@ from llm_datadist.control.messages import (
     frame,
 )
 from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError, code_2_status
+from llm_datadist.transport import agree
 from llm_datadist.transport.connect import LANES_PER_LINK, Claim, LaneDialer, Opening, meet_peer
 
 if TYPE_CHECKING:
@@ -168,19 +169,25 @@ class Dial:
         self._wire.send(CONTROL_PREAMBLE + frame(self._hello(wanted, token)))
         welcome = self._wire.receive(Welcome)
         self._check(welcome, wanted)
-        forced = self._identity.transport
+        forced = self._agree(welcome)
         memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
         try:
-            self._open(welcome, memory)
+            self._open(welcome, memory, forced)
         except LinkRefused as error:
             raise LinkRefused(f"{self._what}: {error}") from error
         self._undo.callback(self.connection.close)
         self.peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
 
-    def _open(self, welcome: Welcome, memory: PeerMemory | LinkError | None) -> None:
+    def _agree(self, welcome: Welcome) -> str | None:
+        try:
+            return agree(self._identity.transport, welcome.transport)
+        except LinkRefused as error:
+            raise LinkRefused(f"{self._what}: {error}") from error
+
+    def _open(self, welcome: Welcome, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
         """Choose the transports, dial the lanes where one goes over them, open the connection."""
         claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
-        with closing(Opening(claim, memory, self._identity.transport)) as opening:
+        with closing(Opening(claim, memory, forced)) as opening:
             dialer = LaneDialer(self.address, welcome.lane_token)
             group = self._lanes.open(dialer.dial(LANES_PER_LINK, self._deadline) if opening.wants_lanes else ())
             self._undo.callback(self._lanes.shut, group)
@@ -221,6 +228,7 @@ class Dial:
             cookie=self._exports.guards.cookie,
             cookie_address=self._exports.guards.segment.address,
             exports=self._exports.descriptors(),
+            transport=mine.transport,
         )
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:

@@ -23,6 +23,7 @@ from llm_datadist.control.messages import (
 )
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.log import logger
+from llm_datadist.transport import agree
 from llm_datadist.transport.connect import Claim, Opening
 from llm_datadist.transport.lanedial import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, read_lane_greeting
 
@@ -272,6 +273,7 @@ class Listener:
             cookie=self._exports.guards.cookie,
             cookie_address=self._exports.guards.segment.address,
             exports=self._exports.descriptors(),
+            transport=mine.transport,
             lane_token=lane_token,
         )
 
@@ -286,7 +288,7 @@ class Listener:
     ) -> None:
         """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
         claim = Claim(hello.incarnation, hello.cookie, hello.cookie_address, hello.exports)
-        with closing(Opening(claim, memory, self._identity.transport)) as opening:
+        with closing(Opening(claim, memory, agree(self._identity.transport, hello.transport))) as opening:
             mine = opening.choice
             if met.transport != mine.name:
                 theirs = " ".join(f"{met.transport} ({met.reason})".split())

@@ -60,6 +60,7 @@ MAX_VERIFY_RUNS: Final = 1 << 14
 #: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
@@ -76,7 +77,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     this link now: the initiator has lost it and wants it back. ``token`` opens the same-host
     rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
     what cma must find at ``cookie_address`` of our address space. ``exports`` are what we export, for a
-    transport that maps nothing.
+    transport that maps nothing. ``transport`` is the one that this end's ``llm.Transport`` asks for, if any.
     """
 
     version: int
@@ -91,10 +92,11 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     cookie: Identity16
     cookie_address: U64
     exports: Regions
+    transport: Name | None
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
-    """Target -> initiator: who answers, and where its same-host rendezvous listens.
+    """Target -> initiator: who answers, and where its same-host rendezvous listens. ``transport`` as in :class:`Hello`.
 
     ``lane_token`` opens the target's listener to the data lanes of this link, until it ends.
     """
@@ -109,6 +111,7 @@ class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
     cookie: Identity16
     cookie_address: U64
     exports: Regions
+    transport: Name | None
     lane_token: Identity16
 
 

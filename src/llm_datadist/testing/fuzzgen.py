@@ -128,13 +128,13 @@ def _hello(rng: random.Random) -> list[Any]:
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
     head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
-    return [*head, token, rng.randbytes(16), 4096, _exports(rng)]
+    return [*head, token, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, None, "shm", "rdma"))]
 
 
 def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
     head = ["welcome", 1, 1, rng.randbytes(16), False, 4242, "fuzz", rendezvous]
-    return [*head, rng.randbytes(16), 4096, _exports(rng), rng.randbytes(16)]
+    return [*head, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, "tcp", "x\ny")), rng.randbytes(16)]
 
 
 def _met(rng: random.Random) -> list[Any]:

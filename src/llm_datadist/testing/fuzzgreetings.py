@@ -95,6 +95,7 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         cookie=bytes(16),
         cookie_address=0,
         exports=[],
+        transport=None,
         lane_token=bytes(16),
     )
 

@@ -83,7 +83,8 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
 
     def install() -> Link:
         own = engine.store.exports
-        hello = Hello(1, _STRANGER, secrets.token_bytes(16), False, 1, "fuzz", None, False, bytes(16), bytes(16), 0, [])
+        told: tuple[Any, ...] = (False, 1, "fuzz", None, False, bytes(16), bytes(16), 0, [], None)
+        hello = Hello(1, _STRANGER, secrets.token_bytes(16), *told)
         with closing(Opening(Claim(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
             lanes = engine.links._lanes
             connection = opening.open(lanes, lanes.open(), writable=own.writable)

@@ -33,6 +33,7 @@ __all__ = [
     "SameHostListener",
     "ShmConnection",
     "Transfer",
+    "agree",
     "choose",
     "meet",
 ]
@@ -89,6 +90,19 @@ def choose(
     raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
 
 
+def agree(mine: str | None, theirs: str | None) -> str | None:
+    """Return the transport that one of the ends asks for, so that the other one takes it too; None when neither does.
+
+    Raises:
+        LinkRefused: They ask for different ones, or the peer for one that this end does not know.
+    """
+    if theirs is not None and theirs not in TRANSPORTS:
+        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(TRANSPORTS)}")
+    if mine is not None and theirs is not None and mine != theirs:
+        raise LinkRefused(f"llm.Transport differs: {theirs} at the peer, {mine} here")
+    return mine or theirs
+
+
 def _with_private(name: str, reason: str, forced: str | None, private: str | None) -> Choice:
     """Add how private memory is reached: by the same, where that can, else by cma, else over data lanes."""
     if name != "shm":
@@ -109,7 +123,7 @@ def _cma(private: str | None) -> tuple[bool, str]:
 
 
 def _tcp(forced: str | None) -> tuple[bool, str]:
-    return True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport says"
+    return True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport asks"
 
 
 def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:

@@ -143,6 +143,14 @@ class Directory:
         fit = [each for each in found if each is not None and each.kind in kinds]
         return rng.choice(fit) if fit else None
 
+    def generations(self) -> frozenset[tuple[int, int, int, int]]:
+        """Return (worker, life, slot, generation) of all that is there now."""
+        return frozenset(
+            (worker, int(record["incarnation"]), slot, int(record["generation"]))
+            for worker in range(WORKERS)
+            for slot, record in enumerate(self._table[worker].copy())
+        )
+
     def moment(self, found: Found, generation: int, what: str) -> int:
         """Return when the end of a generation began or was over; 0: not yet, or too long ago to be known."""
         distance = (self.newest(found) - generation) % GENERATIONS

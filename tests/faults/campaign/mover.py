@@ -44,6 +44,8 @@ class Mover:
         self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
         #: (worker, life, slot, generation, row) of keys pulled whole -> the link over which they went.
         self._consumed: dict[tuple[int, ...], Any] = {}
+        #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
+        self._inherited = scene.directory.generations()
         self._blocks: Destination | None = None
         self._rows: Destination | None = None
         self._host: Destination | None = None
@@ -274,7 +276,8 @@ class Mover:
         elif isinstance(outcome, CacheNotFound) and not known:
             ending = directory.moment(found, found.generation, "ending")
             there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
-            if there and not ending and not self._scene.epoch.harmed:
+            ours = identity[:4] not in self._inherited
+            if there and ours and not ending and not self._scene.epoch.harmed:
                 journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
 
     def _taker(self, owner: int) -> int:

@@ -202,8 +202,8 @@ class Supervisor:
     def _heal(self, epoch: Epoch) -> None:
         """The relays are gone. Whoever was lost is linked again with no unlink, and every byte moves both ways."""
         direct = {hand.number: hand.port for hand in self._hands}
-        # Prompts dial, or decoders. Mixed: who takes nothing but tcp does; one that it listens to would choose shm.
-        first = 0 if epoch.transport == "mixed" else epoch.number // 2 % 2 * 2
+        # Prompts dial, or decoders.
+        first = epoch.number // 2 % 2 * 2
         for hand in self._hands[first : first + 2]:
             hand.do(work.link_to, {peer: direct[peer] for peer in epoch.peers(hand.number)}, _LINK_SECONDS)
         self._all(work.publish_proof, lambda hand: ())
