@@ -101,11 +101,12 @@ class Directory:
         """Let others find a cache."""
         record = self._table[found.worker, found.slot]
         record["turn"] += 1
+        # First: who sees the new generation must not take the end of one long ago for its own.
+        self.unmark(found.worker, found.slot, found.generation)
         for name in ("kind", "incarnation", "generation", "cache_id"):
             record[name] = getattr(found, name)
         for name in ("tensors", "rows", "words"):
             record[name] = getattr(found.shape, name)
-        self.unmark(found.worker, found.slot, found.generation)
         record["turn"] += 1
 
     def withdraw(self, worker: int, slot: int) -> None:
