@@ -106,10 +106,13 @@ class TcpConnection(Connection):
         Raises:
             LLMException: It cannot, and no lane is left.
         """
+        self._mend(deadline, deadline.remaining())
+
+    def _mend(self, deadline: Deadline, patience: float) -> None:
+        """:meth:`mend`, waiting so many seconds for another thread that does."""
         if self._redial is None or len(self._group) >= self._wanted:
             return
-        # With a lane left it is not worth waiting for another thread that dials.
-        if not self._mending.acquire(timeout=0 if len(self._group) else deadline.remaining()):
+        if not self._mending.acquire(timeout=patience):
             return
         try:
             missing = self._wanted - len(self._group)
@@ -148,7 +151,8 @@ class TcpConnection(Connection):
             raise deadline.error(f"{what} (0 of {plan.nbytes} bytes done)", "copy")
         started: list[_Part] = []
         try:
-            self.mend(deadline)
+            # With a lane left it is not worth waiting for another thread that dials.
+            self._mend(deadline, 0 if len(self._group) else deadline.remaining())
             self._start(started, plan, local, remote, deadline, write=write)
             self._finish(started, plan.nbytes, deadline, what)
         except LinkError as error:
@@ -192,7 +196,19 @@ class TcpConnection(Connection):
                 done += self._give_up(started)
                 raise deadline.error(f"{what} ({done} of {total} bytes done)", "copy")
             if outcome.ending is not Ending.GOOD:
-                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=done == 0)
+                changed = outcome.ending is Ending.REFUSED and outcome.code == CHANGED
+                untouched = changed and done == 0 and self._all_refused(started, deadline)
+                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=untouched)
+
+    def _all_refused(self, started: list[_Part], deadline: Deadline) -> bool:
+        """Return True when no other part of the transfer moved a byte: on another lane it may have been in time."""
+        refused = True
+        while started:
+            part = started.pop(0)
+            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
+            self._ended(part, outcome)
+            refused &= outcome.ending is Ending.REFUSED
+        return refused
 
     def _give_up(self, started: list[_Part]) -> int:
         """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
@@ -231,8 +247,7 @@ class TcpConnection(Connection):
         if outcome.ending is Ending.TRAILER:
             return TransferFailed(f"{what}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
-            changed = outcome.code == CHANGED and untouched
-            return MemoryChanged(f"{what}: {outcome.text}", phase="copy") if changed else _refusal(outcome, what)
+            return MemoryChanged(f"{what}: {outcome.text}", phase="copy") if untouched else _refusal(outcome, what)
         # Whether the peer is lost, or only the lane, is for those to find out who know the link.
         return PeerLost(f"{what}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
