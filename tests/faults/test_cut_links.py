@@ -77,12 +77,15 @@ def test_a_control_connection_that_is_cut_or_garbled_ends_the_link(
 ) -> None:
     relayed.prompt.do(make, "rows", BIG, 1)
     assert relayed.link() == SUCCESS
+    # What is dialled again after the loss comes to nothing: this is about the link that is harmed.
+    relayed.relay.plan("control", "up", Fault("reset"))
     # The next frame's header is hit, whoever's it is: a beat's or the question's.
     assert relayed.relay.now("control", direction, HARM[harm](0)) == 1
     error = ask_in_vain(relayed)
     assert isinstance(error, PeerLost | NotLinked), error
     assert error.peer == 1
     assert "\n" not in str(error)
+    relayed.relay.forget_plans()
 
 
 @pytest.mark.parametrize(
