@@ -255,7 +255,9 @@ class CacheStore:
         """Do what the registry decided: foreigners first, then let the memory go, or into quarantine."""
         guards = self._guard_table()
         for guard in effects.advance:
-            guards.advance(guard.slot)
+            # Another thread may have carried out later effects by now, with the end of the last pin: whatever has the
+            # slot then is not ours to make void.
+            guards.void(guard)
         for guard in effects.retire:
             guards.release(guard.slot)
         for entry in effects.free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,25 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     assert probe.seen == [True, True]
     assert guards.live == 1
     guards.release(advanced.slot)
+
+
+def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(world: World) -> None:
+    """remove_cache_key in one thread, the end of the last pin in another: either may be carried out first."""
+    store, peer = world.cm._engine.store, object()
+    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 77)])
+    pin = store.registry.pin(peer, time.monotonic() + 60, key=(0, 77, 0))
+    overtaken = store.registry.remove_key((0, 77, 0))
+    store.apply(store.registry.release(peer, pin.pin_id))
+    other = world.cm.allocate_cache(desc(), [CacheKey(1, 78)])  # its key's guard has the slot that was given back
+    store.apply(overtaken)
+    store.check_integrity()
+    entry, _, binding = store.registry.find(key=(0, 78, 0))
+    assert binding is not None
+    for guard in (entry.guard, binding.guard):
+        assert store.exports.guards.load(guard.slot) == guard.generation
+    world.cm.deallocate_cache(cache)
+    world.cm.remove_cache_key(CacheKey(1, 78))
+    world.cm.deallocate_cache(other)
 
 
 def _geometry() -> Any:

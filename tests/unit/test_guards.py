@@ -222,3 +222,22 @@ def test_many_threads_get_different_guards() -> None:
     assert table.live == 400
     table.check_integrity()
     table.close()
+
+
+def test_a_promise_is_made_void_once_and_nobody_elses_with_it() -> None:
+    table = GuardTable(4)
+    first = table.allocate()
+    table.void(first)
+    assert table.load(first.slot) == first.generation + 1
+    table.void(first)
+    assert table.load(first.slot) == first.generation + 1, "it was void already"
+    table.release(first.slot)
+    table.void(first)
+    second = table.allocate()
+    assert second.slot == first.slot
+    table.void(first)
+    assert table.load(second.slot) == second.generation, "the slot is somebody else's now"
+    table.check_integrity()
+    table.close()
+    with pytest.raises(StateError):
+        table.void(second)

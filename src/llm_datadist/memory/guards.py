@@ -135,6 +135,17 @@ class GuardTable:
             generation = self._live[slot] = advance_generation(self.address_of(slot))
         return generation
 
+    def void(self, guard: Guard) -> None:
+        """Make a promise void, unless it is so already: advanced, released, or its slot promised anew meanwhile.
+
+        Raises:
+            StateError: The table is closed.
+        """
+        with self._lock:
+            self._check_open()
+            if self._live.get(guard.slot) == guard.generation:
+                self._live[guard.slot] = advance_generation(self.address_of(guard.slot))
+
     def release(self, slot: int) -> None:
         """Advance the slot, then let it be reused.
 
