@@ -246,8 +246,9 @@ class Initiator:
         try:
             move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
         except (MemoryChanged, CacheNotFound):
-            # The owner has looked, before the first byte. An answer of just now is worth one more look all the same:
-            # a cache that is not there any more should be named so.
+            # The owner has refused: a read before its first byte, a write perhaps after its last, so that the old cache
+            # may hold some of it. An answer of just now is worth one more look all the same: a cache that is not there
+            # any more should be named so.
             return False
         except (LinkError, TransferAborted) as error:
             if link.survives(deadline):

@@ -201,7 +201,7 @@ class TcpConnection(Connection):
                 raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=untouched)
 
     def _all_refused(self, started: list[_Part], deadline: Deadline) -> bool:
-        """Return True when no other part of the transfer moved a byte: on another lane it may have been in time."""
+        """Return True when every other part was refused too: on another lane one may have been in time."""
         refused = True
         while started:
             part = started.pop(0)

@@ -63,7 +63,10 @@ class RemoteTensors(Tensors):
 
 
 class MemoryChanged(TransferFailed):
-    """The owner says that the memory is not what was resolved any more; not a byte has moved."""
+    """The owner says that the memory is not what was resolved any more.
+
+    Nothing was read. Of a write the owner says the same before the first byte and after the last.
+    """
 
 
 class Transfer:
