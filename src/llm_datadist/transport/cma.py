@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
 from llm_datadist.native import execute_process, peek_process
-from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, Transfer, Window
+from llm_datadist.transport.base import PRIVATE, Capabilities, Transfer, Window
 from llm_datadist.transport.exports import ADDRESS_SPACE
-from llm_datadist.transport.sharedpeer import writers_of
+from llm_datadist.transport.sharedpeer import MetConnection
 
 if TYPE_CHECKING:
     from llm_datadist.deadline import Deadline
-    from llm_datadist.memory.writers import Announcer
     from llm_datadist.native import CopyPool, Plan, Tensors
     from llm_datadist.transport.sharedpeer import SharedPeer
 
@@ -28,7 +27,7 @@ __all__ = ["CmaConnection", "probe"]
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-class CmaConnection(Connection):
+class CmaConnection(MetConnection):
     """A connection to private memory of another process. Threads as in the base class; owns its share of the peer.
 
     Addresses of a peer mean nothing in this process: equal ones at both ends are not the same memory.
@@ -41,33 +40,13 @@ class CmaConnection(Connection):
     capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
 
     def __init__(self, peer: SharedPeer, *, writable: bool) -> None:
-        self._peer = peer
         self._private = Window(0, ADDRESS_SPACE, writable)
-        self._guard_window = Window(peer.guards.address, peer.guards.nbytes, writable=False)
-        super().__init__()
-
-    def peer_ended(self) -> bool:
-        """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
-        return not self._peer.alive()
-
-    def introduce(self, who: str, cluster_id: int) -> None:
-        """Learn who the peer is."""
-        self._peer.introduce(who, cluster_id)
-
-    def _announcer(self, *, write: bool) -> Announcer | None:
-        # Readers fail by the generation, nobody waits for them.
-        return writers_of(self._peer) if write else None
-
-    def _duplicate_pidfd(self) -> int | None:
-        return self._peer.duplicate_pidfd()
+        super().__init__(peer)
 
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
         return self._private
-
-    def _guards(self) -> Window:
-        return self._guard_window
 
     def _move(
         self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
@@ -89,9 +68,6 @@ class CmaConnection(Connection):
     def _check_alive(self, what: str) -> None:
         if not self._peer.alive():
             raise PeerLost(f"{what}: the peer process {self._peer.pid} has ended", phase="copy")
-
-    def _release(self) -> None:
-        self._peer.close()
 
 
 def _failure(what: str, error: OSError) -> LLMException:

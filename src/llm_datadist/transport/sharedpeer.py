@@ -1,16 +1,17 @@
-"""One peer's memory for several connections of its link: mapped once, given back by the last of them."""
+"""One peer's memory for several connections of its link: mapped once, given back by the last; and what these share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LinkError, StateError
+from llm_datadist.transport.base import Connection, Window
 
 if TYPE_CHECKING:
     from llm_datadist.memory.writers import Announcer
     from llm_datadist.transport.peermemory import PeerMemory
 
-__all__ = ["SharedPeer", "writers_of"]
+__all__ = ["MetConnection", "SharedPeer"]
 
 
 def writers_of(peer: PeerMemory | SharedPeer) -> Announcer:
@@ -97,3 +98,37 @@ class SharedPeer:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self._others) + 1} shares open"
         return f"<SharedPeer of pid {self.pid}: {state}>"
+
+
+class MetConnection(Connection):
+    """A connection to a process that was met on this host: shm and cma. Threads as in the base class; owns its share.
+
+    Args:
+        peer: The share, or the memory itself.
+    """
+
+    def __init__(self, peer: PeerMemory | SharedPeer) -> None:
+        self._peer = peer
+        self._guard_window = Window(peer.guards.address, peer.guards.nbytes, writable=False)
+        super().__init__()
+
+    def peer_ended(self) -> bool:
+        """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
+        return not self._peer.alive()
+
+    def introduce(self, who: str, cluster_id: int) -> None:
+        """Learn who the peer is."""
+        self._peer.introduce(who, cluster_id)
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        # Readers fail by the generation, nobody waits for them.
+        return writers_of(self._peer) if write else None
+
+    def _duplicate_pidfd(self) -> int | None:
+        return self._peer.duplicate_pidfd()
+
+    def _guards(self) -> Window:
+        return self._guard_window
+
+    def _release(self) -> None:
+        self._peer.close()
