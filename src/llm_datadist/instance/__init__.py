@@ -1,0 +1,1 @@
+"""Layer 7, the calls of LLMDataDist by kind; ``datadist.py`` puts them together."""
