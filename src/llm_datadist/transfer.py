@@ -322,7 +322,7 @@ def _announced(
 
 def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:
     return LLMException(
-        f"{what}: cache {cache_id} of {link.peer} is registered memory outside its pools, which "
+        f"{what}: cache {cache_id} of {link.peer} is memory outside its pools, which "
         f"{link.connection.capabilities.name} cannot reach; allocate it there with allocate_cache or "
         "allocate_blocks_cache, or register memory that lies inside a pool",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
