@@ -76,6 +76,7 @@ class DirectMemory:
             segment.close_descriptor()  # nobody is given it
         with self._lock:
             self._pools.add(pool)
+            self._peak = max(self._peak, self._taken)
         return pool.allocate_many(count, nbytes)
 
     def _reserve(self, wanted: int) -> None:
@@ -86,7 +87,6 @@ class DirectMemory:
             free = max(0, most - self._taken)
             if wanted <= free:
                 self._taken += wanted
-                self._peak = max(self._peak, self._taken)
                 return
         raise OutOfMemory(
             f"memory {self.name}: {wanted} bytes are wanted and {most - free} taken, of the {most} bytes of {source}; "
