@@ -1,4 +1,4 @@
-"""v1: every argument of KvCacheManager wrong in every way; each is a typed error, and nothing has happened (API §8, R1)."""
+"""v1: every argument of KvCacheManager wrong in every way; a typed error each, and nothing happened (API §8, R1)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheMismatch, CacheNotFound, NoneArgument, ParamError
 from tests.support.moves import Use, refused
-from tests.support.v1 import desc, kv_call, kv_make, start_v1
+from tests.support.v1 import desc, kv_call, kv_make, start_end, start_v1
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
     from tests.support.world import World
 
     #: Role of the end that calls, method, arguments, keyword arguments, exception class, parts of its text.
@@ -39,9 +40,10 @@ V2_CACHE = Cache(1, desc(), [1, 2, 3, 4])
 P, D = "PROMPT", "DECODER"
 
 
-def wrong_types(*wrong: Any) -> list[tuple[Any, type[Exception]]]:
-    """Return each value with TypeError, and None with NoneArgument."""
-    return [(value, TypeError) for value in wrong] + [(None, NoneArgument)]
+def wrong_types(*wrong: Any, broken: tuple[Any, ...] = ()) -> list[tuple[Any, type[Exception]]]:
+    """Return each value with TypeError, None with NoneArgument, and what breaks a rule with ParamError."""
+    kinds: list[tuple[Any, type[Exception]]] = [(value, TypeError) for value in wrong]
+    return [*kinds, (None, NoneArgument), *((value, ParamError) for value in broken)]
 
 
 def _allocations() -> list[Case]:
@@ -50,15 +52,18 @@ def _allocations() -> list[Case]:
         for value, kind in wrong_types("desc", 1, KEY):
             cases.append((P, method, (value,), {}, kind, ("cache_desc",)))
         cases.append((P, method, (HOST,), {}, ParamError, ("cache_desc", "HOST", "DEVICE")))
-        for dims in ([0, 8], [-1, 8], [2**40, 2**40], [1] * 32):
-            cases.append((P, method, (CacheDesc(1, dims, DataType.DT_UINT8),), {}, ParamError, ("shape",)))
+        cases += [
+            (P, method, (CacheDesc(1, dims, DataType.DT_UINT8),), {}, ParamError, ("shape",))
+            for dims in ([0, 8], [-1, 8], [2**40, 2**40], [1] * 32)
+        ]
         cases.append((P, method, (CacheDesc(0, [8], DataType.DT_UINT8),), {}, ParamError, ("num_tensors=0",)))
     for value, kind in wrong_types(KEY, {KEY}, "keys"):
         cases.append((P, "allocate_cache", (desc(), value), {}, kind, ("cache_keys",)))
     for value, kind in wrong_types(BLOCKS, 7):
         cases.append((P, "allocate_cache", (desc(), [KEY, value]), {}, kind, ("cache_keys[1]",)))
-    for wrong in (KEY, BY_ID, 7):
-        cases.append((P, "allocate_blocks_cache", (desc(), wrong), {}, TypeError, ("blocks_cache_key",)))
+    cases += [
+        (P, "allocate_blocks_cache", (desc(), wrong), {}, TypeError, ("blocks_cache_key",)) for wrong in (KEY, BY_ID, 7)
+    ]
     cases += [
         (P, "allocate_cache", (desc(rows=1), [CacheKey(1, 20), CacheKey(1, 21)]), {}, ParamError, ("2 keys", "1")),
         (D, "allocate_cache", (desc(), [CacheKey(1, 20)]), {}, ParamError, ("cache_keys", "PROMPT", "DECODER")),
@@ -92,9 +97,26 @@ def _pull_cache() -> list[Case]:
         cases.append(case((value, KV), kind, "cache_key"))
     for value, kind in wrong_types(10, V2_CACHE, desc()):
         cases.append(case((KEY, value), kind, "kv_cache"))
-    for value, kind in [*wrong_types("0", 1.0), (-1, ValueError), (2**32, ValueError), (8, ValueError)]:
+    for value, kind in wrong_types(
+        "0",
+        1.0,
+        broken=(
+            -1,
+            2**32,
+            8,
+        ),
+    ):
         cases.append(case((KEY, KV, value), kind, "batch_index"))
-    sizes = [*wrong_types("8", 8.0), (0, ParamError), (-2, ParamError), (49, ParamError), (2**63, ParamError)]
+    sizes = wrong_types(
+        "8",
+        8.0,
+        broken=(
+            0,
+            -2,
+            49,
+            2**63,
+        ),
+    )
     for value, kind in sizes:
         cases.append(case((KEY, KV, 0, value), kind, "size"))
     for name in ("src_cache_offset", "dst_cache_offset"):
@@ -116,11 +138,18 @@ def _pull_cache() -> list[Case]:
 def _layers(method: str, args: tuple[Any, ...]) -> list[Case]:
     cases: list[Case] = []
     for name in ("src_layer_range", "dst_layer_range"):
-        for value in (1, (0, 1), slice(1)):
-            cases.append((D, method, args, {name: value}, TypeError, (name,)))
-        for value in (range(0, 2, 2), range(-1, 1), range(3)):
-            cases.append((D, method, args, {name: value}, ParamError, ("layer",)))
-    for value, kind in [*wrong_types("2", 2.0), (-1, ValueError), (0, ParamError), (2**32, ValueError)]:
+        cases += [(D, method, args, {name: value}, TypeError, (name,)) for value in (1, (0, 1), slice(1))]
+        ranges = (range(0, 2, 2), range(-1, 1), range(3))
+        cases += [(D, method, args, {name: value}, ParamError, ("layer",)) for value in ranges]
+    for value, kind in wrong_types(
+        "2",
+        2.0,
+        broken=(
+            -1,
+            0,
+            2**32,
+        ),
+    ):
         cases.append((D, method, args, {"tensor_num_per_layer": value}, kind, ("tensor_num_per_layer",)))
     layers = {"src_layer_range": range(1), "dst_layer_range": range(1)}
     unequal = {"src_layer_range": range(1), "dst_layer_range": range(2)}
@@ -140,8 +169,8 @@ def _pull_blocks() -> list[Case]:
     for value, kind in wrong_types(3, V2_CACHE):
         cases.append(case((BLOCKS, value, [0], [0]), kind, "decoder_kv_cache"))
     for position, name in ((2, "prompt_blocks"), (3, "decoder_blocks")):
-        lists = [*wrong_types((0,), 0, np.zeros(1, np.int64), ["0"], [0.0], [[0]]), ([None], TypeError)]
-        lists += [([-1], ParamError), ([2**64], ParamError), ([8], ParamError), ([], ParamError), ([0, 1], ParamError)]
+        broken: tuple[Any, ...] = ([-1], [2**64], [8], [], [0, 1])
+        lists = wrong_types((0,), 0, np.zeros(1, np.int64), ["0"], [0.0], [[0]], [None], broken=broken)
         for value, kind in lists:
             args = (*whole[:position], value, *whole[position + 1 :])
             cases.append(case(args, kind, "block" if isinstance(value, list) else name))
@@ -166,16 +195,41 @@ def _copies() -> list[Case]:
         cases.append(case("swap_blocks", (value, CPU, {0: 1}), kind, "src"))
         cases.append(case("swap_blocks", (CPU, value, {0: 1}), kind, "dst"))
     for position, name in ((2, "dst_batch_index"), (3, "src_batch_index")):
-        for value, kind in [*wrong_types("0", 0.0), (-1, ValueError), (2**32, ValueError), (8, ValueError)]:
+        for value, kind in wrong_types(
+            "0",
+            0.0,
+            broken=(
+                -1,
+                2**32,
+                8,
+            ),
+        ):
             rows = [0, 0]
             rows[position - 2] = value
             cases.append(case("copy_cache", (KV, KV, *rows), kind, name))
-    for value, kind in [*wrong_types("0", 0.0), (-1, ValueError), (2**64, ValueError), (48, ParamError)]:
+    for value, kind in wrong_types(
+        "0",
+        0.0,
+        broken=(
+            -1,
+            2**64,
+            48,
+        ),
+    ):
         cases.append(case("copy_cache", (KV, KV, 0, 1, value), kind, "offset"))
-    for value, kind in [*wrong_types("8", 8.0), (0, ParamError), (-2, ParamError), (49, ParamError)]:
+    for value, kind in wrong_types(
+        "8",
+        8.0,
+        broken=(
+            0,
+            -2,
+            49,
+        ),
+    ):
         cases.append(case("copy_cache", (KV, KV, 0, 1, 0, value), kind, "size"))
-    for req_id, kind in (("7", TypeError), (7.5, TypeError), (-1, ParamError)):
-        cases.append(case("copy_cache", (KV, KV, 0, 1, 0, -1, req_id), kind, "req_id"))
+    for req_id, kind in wrong_types("7", 7.5, broken=(-1, 2**64)):
+        if req_id is not None:  # which says that there is none
+            cases.append(case("copy_cache", (KV, KV, 0, 1, 0, -1, req_id), kind, "req_id"))
     cases += [
         case("copy_cache", (PAGED, KV), ParamError, "dst", "blocks cache"),
         case("copy_cache", (KV, PAGED), ParamError, "src", "blocks cache"),
@@ -184,22 +238,12 @@ def _copies() -> list[Case]:
         case("copy_blocks", (KV, {0: [1]}), ParamError, "blocks cache"),
         case("copy_blocks", (CPU, {0: [1]}), ParamError, "HOST"),
     ]
-    for pairs, kind in [
-        *wrong_types([(0, [1])], "x", {0: 1}, {0: (1,)}, {"0": [1]}, {0: ["1"]}, {0.0: [1]}),
-        ({-1: [1]}, ValueError),
-        ({0: [-1]}, ValueError),
-        ({0: [2**64]}, ValueError),
-        ({8: [1]}, ParamError),
-        ({0: [8]}, ParamError),
-    ]:
+    wrong: tuple[Any, ...] = ([(0, [1])], "x", {0: 1}, {0: (1,)}, {"0": [1]}, {0: ["1"]}, {0.0: [1]})
+    broken: tuple[Any, ...] = ({-1: [1]}, {0: [-1]}, {0: [2**64]}, {8: [1]}, {0: [8]})
+    for pairs, kind in wrong_types(*wrong, broken=broken):
         cases.append(case("copy_blocks", (PAGED, pairs), kind, "copy_block_info"))
-    for pairs, kind in [
-        *wrong_types([(0, 1)], {0: [1]}, {"0": 1}, {0: 1.0}),
-        ({-1: 1}, ParamError),
-        ({0: -1}, ParamError),
-        ({8: 1}, ParamError),
-        ({0: 8}, ParamError),
-    ]:
+    wrong, broken = ([(0, 1)], {0: [1]}, {"0": 1}, {0: 1.0}), ({-1: 1}, {0: -1}, {8: 1}, {0: 8})
+    for pairs, kind in wrong_types(*wrong, broken=broken):
         cases.append(case("swap_blocks", (PAGED, CPU, pairs), kind, "src_to_dst"))
     cases += [
         case("swap_blocks", (PAGED, Use("other size"), {0: 1}), CacheMismatch, "block sizes differ"),
@@ -212,7 +256,15 @@ def _copies() -> list[Case]:
     ]
     for value, kind in wrong_types(1, V2_CACHE):
         cases.append(case("get_cache_tensors", (value,), kind, "cache"))
-    for value, kind in [*wrong_types("0", 0.0), (-1, ParamError), (4, ParamError), (2**31, ValueError)]:
+    for value, kind in wrong_types(
+        "0",
+        0.0,
+        broken=(
+            -1,
+            4,
+            2**31,
+        ),
+    ):
         cases.append(case("get_cache_tensors", (KV, value), kind, "tensor_index"))
     return cases
 
@@ -232,7 +284,7 @@ def _host(world: World) -> None:
 
 @pytest.fixture
 def ready(local_pair: Pair) -> Pair:
-    """A linked pair; the prompt has "kv" with a key and "paged" with a blocks key, the decoder one of each, and more."""
+    """A linked pair; the prompt has "kv" and "paged", both with a key, the decoder one of each, and more."""
     start_v1(local_pair)
     local_pair.prompt.do(kv_make, "kv", desc(), 1, (KEY,))
     local_pair.prompt.do(kv_make, "paged", desc(), 2, (), True, BLOCKS)
@@ -254,11 +306,10 @@ def test_r01_a_wrong_argument_is_a_typed_error_and_nothing_happens(ready: Pair, 
 
 
 def test_r01_a_none_argument_is_both_errors_that_the_pages_name(ready: Pair) -> None:
-    manager = ready.decoder.world.dd.kv_cache_manager  # type: ignore[attr-defined]  # a LocalEnd
-    for call in (lambda: manager.deallocate_cache(None), lambda: manager.swap_blocks(None, None, None)):
+    for method, args in (("deallocate_cache", (None,)), ("swap_blocks", (None, None, None))):
         for kind in (TypeError, AttributeError, LLMException):
             with pytest.raises(kind):
-                call()
+                ready.decoder.do(kv_call, method, *args)
 
 
 def test_the_tables_cover_every_method() -> None:
@@ -284,21 +335,19 @@ def _pull_with_nones(world: World) -> None:
     kv_call(world, "pull_cache", KEY, KV, 0, -1, **nothing)
 
 
-@pytest.mark.parametrize("role", ["MIX"])
-def test_a_mix_neither_serves_rows_nor_pulls(end: Any, role: str) -> None:
-    from tests.support.v1 import start_end
-
-    start_end(end, role)
+def test_a_mix_neither_serves_rows_nor_pulls(end: LocalEnd) -> None:
+    start_end(end, "MIX")
     manager = end.world.dd.kv_cache_manager
     cache, paged = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
-    for call in (
-        lambda: manager.allocate_cache(desc(), [KEY]),
-        lambda: manager.remove_cache_key(KEY),
-        lambda: manager.pull_cache(KEY, cache),
-        lambda: manager.pull_blocks(BLOCKS, paged, [0], [0]),
-    ):
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("allocate_cache", (desc(), [KEY])),
+        ("remove_cache_key", (KEY,)),
+        ("pull_cache", (KEY, cache)),
+        ("pull_blocks", (BLOCKS, paged, [0], [0])),
+    ]
+    for method, args in calls:
         with pytest.raises(ParamError, match="MIX") as caught:
-            call()
+            getattr(manager, method)(*args)
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, LLMClusterInfo, LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, LinkError, NoneArgument, NotInitialized, NotLinked, ParamError, StateError
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkError,
+    NoneArgument,
+    NotInitialized,
+    NotLinked,
+    ParamError,
+    StateError,
+)
 from llm_datadist.testing.gates import Gate
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, same_bytes, show, wait_until
 from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_call, kv_make, start_end, start_v1
+from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_make, start_end, start_v1
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,7 +215,9 @@ def _answers(end: End) -> bool:
 
 def test_check_link_status_refuses_what_is_no_cluster_id_and_the_other_mode(end: LocalEnd) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
-    for value, kind in (("1", TypeError), (1.0, TypeError), (None, NoneArgument), (-1, ParamError), (2**64, ParamError)):
+    wrong: list[tuple[Any, type[Exception]]] = [("1", TypeError), (1.0, TypeError), (None, NoneArgument)]
+    wrong += [(-1, ParamError), (2**64, ParamError)]
+    for value, kind in wrong:
         with pytest.raises(kind, match="remote_cluster_id"):
             end.world.dd.check_link_status(value)
     end.world.dd.finalize()

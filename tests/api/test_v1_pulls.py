@@ -61,14 +61,26 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
 
 @pytest.mark.parametrize(
     ("src_at", "dst_at", "size", "length"),
-    [(0, 0, 48, 48), (7, 0, 16, 16), (0, 9, 16, 16), (31, 13, 17, 17), (8, 40, -1, 8), (None, 47, -1, 1), (47, None, 1, 1)],
+    [
+        (0, 0, 48, 48),
+        (7, 0, 16, 16),
+        (0, 9, 16, 16),
+        (31, 13, 17, 17),
+        (8, 40, -1, 8),
+        (None, 47, -1, 1),
+        (47, None, 1, 1),
+    ],
 )
 def test_offsets_are_bytes_inside_the_row_of_either_end(
     pair: Pair, src_at: int | None, dst_at: int | None, size: int, length: int
 ) -> None:
     src, dst = both(pair)
     pair.decoder.do(
-        _pull_with, KEYS[0], 3, size, {"src_cache_offset": src_at, "dst_cache_offset": dst_at, "tensor_num_per_layer": 1}
+        _pull_with,
+        KEYS[0],
+        3,
+        size,
+        {"src_cache_offset": src_at, "dst_cache_offset": dst_at, "tensor_num_per_layer": 1},
     )
     for tensor, from_ in zip(dst, src, strict=True):
         tensor[3, (dst_at or 0) : (dst_at or 0) + length] = from_[0, (src_at or 0) : (src_at or 0) + length]
@@ -82,13 +94,13 @@ def _pull_with(world: Any, key: CacheKey, row: int, size: int, keywords: dict[st
 
 def test_offsets_go_with_layer_ranges_and_rows_of_unequal_length(pair: Pair) -> None:
     src, dst = both(pair, desc(6, 2, 100), desc(4, 3, 40))
-    keywords = {"src_layer_range": range(1, 2), "dst_layer_range": range(0, 1), "src_cache_offset": 70}
+    keywords = {"src_layer_range": range(1, 2), "dst_layer_range": range(1), "src_cache_offset": 70}
     pair.decoder.do(_pull_with, KEYS[1], 2, 30, keywords)
     for to, from_ in ((0, 2), (1, 3)):
         dst[to][2, :30] = src[from_][1, 70:]
     same_bytes(pair.decoder.do(show, "kv"), dst)
     consumed(pair, *KEYS)  # a third of the layers: the key stays
-    pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(0, 1), "src_cache_offset": 0})
+    pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(1), "src_cache_offset": 0})
     pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(2, 3), "src_cache_offset": 0})
     consumed(pair, KEYS[0])  # R5: the union covers it
 
@@ -96,16 +108,15 @@ def test_offsets_go_with_layer_ranges_and_rows_of_unequal_length(pair: Pair) -> 
 def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pair: Pair) -> None:
     both(pair, desc(4, 2, 32), desc(4, 8, 48))
     ends = (pair.decoder, pair.prompt)
-    for keywords, parts in (
-        ({"dst_cache_offset": 48}, ("dst_cache_offset=48", "48 bytes")),
-        ({"dst_cache_offset": 2**64 - 1}, ("dst_cache_offset=", "48 bytes")),
-    ):
-        refused(ends, ["kv"], ValueError, parts, kv_call, "pull_cache", KEYS[0], Use("kv"), **keywords)
-    parts = ("size=9", "dst_cache_offset=40", "48 bytes")
-    refused(ends, ["kv"], ValueError, parts, kv_call, "pull_cache", KEYS[0], Use("kv"), 0, 9, dst_cache_offset=40)
+
+    def is_refused(kind: type[Exception], size: int, keywords: dict[str, Any], *parts: str) -> None:
+        refused(ends, ["kv"], kind, parts, kv_call, "pull_cache", KEYS[0], Use("kv"), 0, size, **keywords)
+
+    for at in (48, 2**64 - 1):
+        is_refused(ValueError, -1, {"dst_cache_offset": at}, f"dst_cache_offset={at}", "48 bytes")
+    is_refused(ValueError, 9, {"dst_cache_offset": 40}, "size=9", "dst_cache_offset=40", "48 bytes")
     for size, at in ((-1, 0), (32, 1), (1, 32), (1, 2**64 - 1)):
-        parts = (f"size={size}", "32 bytes", "48")
-        refused(ends, ["kv"], CacheMismatch, parts, kv_call, "pull_cache", KEYS[0], Use("kv"), 0, size, src_cache_offset=at)
+        is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48")
 
 
 @pytest.mark.parametrize("memory", ["pool", "direct"])

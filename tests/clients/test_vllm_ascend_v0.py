@@ -97,7 +97,9 @@ def select(world: World, request: str, by_id: bool) -> list[bool]:
         manager.pull_cache(key, buffer, 0)
         buffers.append(buffer)
     world.memory["buffers"] = buffers
-    return [bool((_tensor(cache) == _data(request, model)).all()) for model, cache in zip(BUFFERS, buffers, strict=True)]
+    return [
+        bool((_tensor(cache) == _data(request, model)).all()) for model, cache in zip(BUFFERS, buffers, strict=True)
+    ]
 
 
 def again(world: World, request: str) -> int:
