@@ -43,7 +43,7 @@ def decoder(end: End) -> None:
     dd.cache_manager.pull_blocks(BlocksCacheKey(1, model_id=0), cache, src_blocks=[2, 3], dst_blocks=[0, 1])
     sent = np.arange(BLOCKS * ELEMENTS, dtype=np.float32).reshape(BLOCKS, ELEMENTS)
     same("pulled blocks", kv, np.concatenate([sent[2:], np.zeros_like(sent[2:])]))
-    end.say(f"pulled blocks [2, 3] over {dd.explain(1).transport}")
+    end.say(f"pulled blocks [2, 3] over {dd.explain(1).private_transport}")  # "private": registered, in no pool
 
     cpu_cache = Cache.create_cpu_cache(desc(Placement.HOST), [host.ctypes.data])
     dd.cache_manager.swap_blocks(cache, cpu_cache, {0: 0, 1: 1})
