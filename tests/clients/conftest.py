@@ -57,3 +57,9 @@ def processes() -> Iterator[Processes]:
     processes = Processes()
     yield processes
     processes.part()
+
+
+@pytest.fixture
+def ends(processes: Processes) -> tuple[ChildEnd, ChildEnd]:
+    """A prompt and a decoder."""
+    return processes.born("prompt"), processes.born("decoder")
