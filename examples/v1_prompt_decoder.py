@@ -1,24 +1,16 @@
-"""The older interface (v1): a prompt serves its caches, a decoder pulls them, then copies and swaps blocks of its own.
+"""The older interface (v1): a decoder pulls blocks and a row of a prompt, then copies and swaps what it has.
 
-One command runs both roles, as two processes on loopback, and checks every byte:
-
-    python examples/v1_prompt_decoder.py
-
-or run the roles by hand, the prompt first:
-
-    python examples/v1_prompt_decoder.py --role prompt --listen 127.0.0.1:26000
-    python examples/v1_prompt_decoder.py --role decoder --remote 127.0.0.1:26000
+In v1 the roles count: a PROMPT serves, a DECODER links and pulls. Source: BEHAVIOUR §11, older samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from _common import End, cluster, options, run_roles, same, succeeded
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -26,163 +18,113 @@ from llm_datadist import (
     DataType,
     KvCache,
     KvCacheManager,
-    LLMClusterInfo,
-    LLMConfig,
     LLMDataDist,
     LLMRole,
-    LLMStatusCode,
     Placement,
 )
 
-PROMPT, DECODER = 1, 2
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 TENSORS, BLOCKS = 4, 10
 PAGED = CacheDesc(TENSORS, [BLOCKS, 128], DataType.DT_FLOAT)
 ROWS = CacheDesc(TENSORS, [2, 256], DataType.DT_FLOAT16)
-#: The prompt's row 0 has no key: the placeholder.
-KEYS = [CacheKey(PROMPT, req_id=2**64 - 1), CacheKey(PROMPT, req_id=7)]
-PATIENCE_SECONDS = 60
-
-
-def paged_value(tensor: int, block: int) -> float:
-    return 100.0 * tensor + block + 1
-
-
-def row_value(tensor: int, row: int) -> float:
-    return 10.0 * tensor + row + 1
+KEYS = [CacheKey(1, req_id=2**64 - 1), CacheKey(1, req_id=7)]
+"""The prompt's row 0 has no key: a placeholder."""
 
 
 def start(role: LLMRole, cluster_id: int, listen: str = "") -> LLMDataDist:
-    config = LLMConfig()
-    config.device_id = 0
-    config.sync_kv_timeout = 10_000
-    config.ge_options = {"ge.flowGraphMemMaxSize": str(64 << 20)}
-    if listen:
-        config.listen_ip_info = listen
-    datadist = LLMDataDist(role, cluster_id)
-    datadist.init(config.generate_options())
-    return datadist
+    """Return an initialised end in v1 mode, with a pool of half the graph memory."""
+    settings = {"enable_cache_manager": False, "mem_pool_cfg": "", "mem_utilization": 0.5}
+    dd = LLMDataDist(role, cluster_id)
+    dd.init(options(**settings, ge_options={"ge.flowGraphMemMaxSize": str(128 << 20)}, listen_ip_info=listen))
+    return dd
 
 
-def prompt(listen: str) -> None:
-    """Publish a blocks cache and a row, and wait until a decoder has come and gone."""
-    datadist = start(LLMRole.PROMPT, PROMPT, listen)
-    manager = datadist.kv_cache_manager
-    paged = manager.allocate_blocks_cache(PAGED, BlocksCacheKey(PROMPT, 0))
+def values(rows: int) -> NDArray[np.float32]:
+    """Return what the prompt puts into each row or block of each tensor."""
+    return np.arange(1, TENSORS * rows + 1, dtype=np.float32).reshape(TENSORS, rows)
+
+
+def fill(manager: KvCacheManager, cache: KvCache, contents: NDArray[np.float32]) -> None:
+    """Write one value into every row or block."""
+    for tensor in range(TENSORS):
+        manager.get_cache_tensors(cache, tensor)[0].numpy()[:] = contents[tensor][:, None]
+
+
+def check(what: str, manager: KvCacheManager, cache: KvCache, contents: NDArray[np.float32]) -> None:
+    """Compare every element with the value of its row or block."""
+    for tensor in range(TENSORS):
+        same(f"{what}, tensor {tensor}", manager.get_cache_tensors(cache, tensor)[0].numpy(), contents[tensor][:, None])
+
+
+def prompt(end: End) -> None:
+    """Publish a blocks cache and a row, and wait until the decoder has what it wants."""
+    dd = start(LLMRole.PROMPT, 1, end.listen)
+    manager = dd.kv_cache_manager
+    paged = manager.allocate_blocks_cache(PAGED, BlocksCacheKey(1, 0))
+    fill(manager, paged, values(BLOCKS))
     rows = manager.allocate_cache(ROWS, KEYS)
-    for tensor in range(TENSORS):
-        for block in range(BLOCKS):
-            manager.get_cache_tensors(paged, tensor)[0].numpy()[block] = paged_value(tensor, block)
-        for row in range(2):
-            manager.get_cache_tensors(rows, tensor)[0].numpy()[row] = row_value(tensor, row)
-    manager.deallocate_cache(rows)  # freed once its key has been pulled
-    print(f"prompt: listening on {datadist.listen_port}", flush=True)
-    wait_for(lambda: bool(datadist.statistics().links), "a decoder to link")
-    wait_for(lambda: not datadist.statistics().links, "the decoder to unlink")
-    assert datadist.statistics().caches.deferred == 0, "the row was pulled, so nothing keeps its memory"
+    fill(manager, rows, values(2))
+    manager.deallocate_cache(rows)  # freed when request 7 has been pulled
+    end.exchange(ip=end.ip, port=dd.listen_port)
+    end.exchange()  # the decoder has pulled
     manager.deallocate_cache(paged)
-    datadist.finalize()
-    print("prompt: done", flush=True)
+    limit = time.monotonic() + 10
+    while dd.statistics().caches.nbytes and time.monotonic() < limit:
+        time.sleep(0.001)  # the decoder's word that it has the row is on its way
+    end.say(f"{dd.statistics().caches.nbytes} bytes of rows are left")
+    dd.finalize()
 
 
-def decoder(remote: str) -> None:
-    """Link, pull blocks and a row, copy and swap, and check every byte."""
-    datadist = start(LLMRole.DECODER, DECODER)
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = PROMPT
-    cluster.append_local_ip_info("127.0.0.1", 0)
-    ip, _, port = remote.rpartition(":")
-    cluster.append_remote_ip_info(ip, int(port))
-    status, _ = datadist.link_clusters([cluster], 10_000)
-    assert status == LLMStatusCode.LLM_SUCCESS, status
-    datadist.check_link_status(PROMPT)
-    blocks_and_swap(datadist.kv_cache_manager)
-    rows_and_copy(datadist.kv_cache_manager)
-    status, _ = datadist.unlink_clusters([cluster], 10_000)
-    assert status == LLMStatusCode.LLM_SUCCESS, status
-    datadist.finalize()
-    print("decoder: every byte is right", flush=True)
+def decoder(end: End) -> None:
+    """Link, make sure that the link works, and do the two flows."""
+    dd = start(LLMRole.DECODER, 2)
+    peer = end.exchange()["prompt"]
+    prompts = [cluster(1, end.ip, peer["ip"], peer["port"])]
+    succeeded(dd.link_clusters(prompts, timeout=5000))
+    dd.check_link_status(1)
+    blocks_and_swap(end, dd)
+    row_and_copy(end, dd.kv_cache_manager)
+    succeeded(dd.unlink_clusters(prompts, timeout=5000))
+    end.exchange()
+    dd.finalize()
 
 
-def blocks_and_swap(manager: KvCacheManager) -> None:
+def blocks_and_swap(end: End, dd: LLMDataDist) -> None:
+    """Pull two blocks, copy one of them twice, swap both out and in."""
+    manager = dd.kv_cache_manager
     paged = manager.allocate_blocks_cache(PAGED)
-    expected = np.zeros((TENSORS, BLOCKS), np.float32)  # one value per block
-    manager.pull_blocks(BlocksCacheKey(PROMPT, 0), paged, [0, 1], [2, 3])
-    for tensor in range(TENSORS):
-        expected[tensor, 2:4] = paged_value(tensor, 0), paged_value(tensor, 1)
-    check("pull_blocks", manager, paged, expected)
+    expected = np.zeros((TENSORS, BLOCKS), np.float32)
+    manager.pull_blocks(BlocksCacheKey(1, 0), paged, [0, 1], [2, 3])
+    expected[:, 2:4] = values(BLOCKS)[:, :2]
+    check("pulled blocks", manager, paged, expected)
+    end.say(f"pulled blocks [0, 1] to [2, 3] over {dd.explain(1).transport}")
+
     manager.copy_blocks(paged, {2: [0, 1]})
-    expected[:, 0] = expected[:, 1] = expected[:, 2]
-    check("copy_blocks", manager, paged, expected)
-    # Two blocks go out to host memory, and come back into others.
-    memory = np.zeros((TENSORS, 2, 128), np.float32)
+    expected[:, :2] = expected[:, 2:3]
+    host = np.zeros((TENSORS, 2, 128), np.float32)
     host_desc = CacheDesc(TENSORS, [2, 128], DataType.DT_FLOAT, Placement.HOST)
-    host = KvCache.create_cpu_cache(host_desc, [tensor.ctypes.data for tensor in memory])
-    manager.swap_blocks(paged, host, {2: 0, 3: 1})
-    assert (memory == expected[:, 2:4, None]).all(), "swap out"
-    manager.swap_blocks(host, paged, {0: 8, 1: 9})
-    expected[:, 8:10] = expected[:, 2:4]
-    check("swap_blocks", manager, paged, expected)
+    cpu_cache = KvCache.create_cpu_cache(host_desc, [tensor.ctypes.data for tensor in host])
+    manager.swap_blocks(paged, cpu_cache, {2: 0, 3: 1})
+    same("blocks in host memory", host, expected[:, 2:4, None])
+    manager.swap_blocks(cpu_cache, paged, {0: 8, 1: 9})
+    expected[:, 8:] = expected[:, 2:4]
+    check("blocks after swapping", manager, paged, expected)
+    end.say("copied block 2 to [0, 1], swapped [2, 3] out to host memory and in again to [8, 9]")
     manager.deallocate_cache(paged)
 
 
-def rows_and_copy(manager: KvCacheManager) -> None:
+def row_and_copy(end: End, manager: KvCacheManager) -> None:
+    """Pull the row of request 7 and copy it into a batch."""
     pulled, batch = manager.allocate_cache(ROWS), manager.allocate_cache(ROWS)
     manager.pull_cache(KEYS[1], pulled, batch_index=0)
     manager.copy_cache(batch, pulled, dst_batch_index=1, src_batch_index=0, req_id=7)
-    expected = np.zeros((TENSORS, 2), np.float16)
-    expected[:, 1] = [row_value(tensor, 1) for tensor in range(TENSORS)]
-    check("pull_cache, copy_cache", manager, batch, expected)
+    check("row", manager, batch, np.stack([np.zeros(TENSORS, np.float32), values(2)[:, 1]], axis=1))
+    end.say("pulled request 7 into row 0, copied it to row 1 of another cache")
     for cache in (pulled, batch):
         manager.deallocate_cache(cache)
 
 
-def check(what: str, manager: KvCacheManager, cache: KvCache, expected: np.ndarray) -> None:
-    """Compare every byte of the cache with one expected value per row or block."""
-    for tensor in range(TENSORS):
-        (found,) = manager.get_cache_tensors(cache, tensor)
-        assert (found.numpy() == expected[tensor][:, None]).all(), f"{what}: tensor {tensor} is wrong"
-    print(f"decoder: {what}: ok", flush=True)
-
-
-def wait_for(condition, what: str) -> None:  # noqa: ANN001 (an example stays short)
-    limit = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < limit, f"waited {PATIENCE_SECONDS} s for {what}"
-        time.sleep(0.002)
-
-
-def both() -> int:
-    """Run the two roles as two processes; the exit status."""
-    command = [sys.executable, __file__, "--role"]
-    with subprocess.Popen([*command, "prompt", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            first = server.stdout.readline()
-            print(first, end="", flush=True)
-            port = first.rsplit(maxsplit=1)[-1]
-            failed = subprocess.run([*command, "decoder", "--remote", f"127.0.0.1:{port}"], check=False).returncode
-            if failed:
-                server.terminate()  # nobody will come any more
-            print(server.stdout.read(), end="", flush=True)
-            return failed or server.wait(PATIENCE_SECONDS)
-        finally:
-            server.kill()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--role", choices=["prompt", "decoder"], help="left out: both, as two processes")
-    parser.add_argument("--listen", default="127.0.0.1:26000", help="where the prompt listens; port 0 picks one")
-    parser.add_argument("--remote", default="127.0.0.1:26000", help="where the decoder finds the prompt")
-    arguments = parser.parse_args()
-    if arguments.role == "prompt":
-        prompt(arguments.listen)
-    elif arguments.role == "decoder":
-        decoder(arguments.remote)
-    else:
-        return both()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_roles(__file__, {"prompt": prompt, "decoder": decoder})
