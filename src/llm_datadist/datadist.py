@@ -143,9 +143,12 @@ class LLMDataDist(ClusterLinks, Observed):
 
 
 def _shutdown_handler() -> None:
-    """At interpreter exit: finalize what is still live, quietly."""
+    """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
     for instance in list(LLMDataDist._live):
         try:
+            engine = instance._engine
+            if engine is not None:
+                engine.tasks.finish()
             instance.finalize()
         except LLMException as error:
             logger.warning("finalize at exit: %s", error)
