@@ -53,8 +53,8 @@ DOCUMENTED: Final = [
     "KvCacheManager",
 ]
 
-#: What belongs to the layer-wise task and to the older interface, which are not there yet.
-NOT_YET: Final = {"CacheTask", "KvCache", "KvCacheManager", "Tensor", "TensorDesc"}
+#: What belongs to the older interface, which is not there yet.
+NOT_YET: Final = {"KvCache", "KvCacheManager", "Tensor", "TensorDesc"}
 
 #: API §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
 CACHE_MANAGER: Final = {
@@ -82,6 +82,13 @@ CACHE_MANAGER: Final = {
     "check_cache_key": "(cache_key)",
 }
 
+CACHE_MANAGER["transfer_cache_async"] = (
+    "(self, src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, dst_block_indices=None, "
+    "dst_block_memory_size=None)"
+)
+#: Ours: the same calls, to be awaited.
+AWAITED: Final = "pull_cache pull_blocks push_cache push_blocks copy_cache copy_blocks swap_blocks".split()
+
 #: API §3.
 DATADIST: Final = {
     "init": "(self, options)",
@@ -96,6 +103,8 @@ DATADIST_EXTENSIONS: Final = {
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
     "check_integrity": "(self)",
+    "link_clusters_async": DATADIST["link_clusters"],
+    "unlink_clusters_async": DATADIST["unlink_clusters"],
 }
 DATADIST_EXTENSION_PROPERTIES: Final = {"listen_port"}
 
@@ -226,7 +235,9 @@ def test_import_loads_neither_torch_nor_the_command_line_nor_asyncio() -> None:
 
 
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
-    assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER
+    assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
+        f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
+    }
 
 
 def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
@@ -255,6 +266,8 @@ def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
             llm_datadist.TransferWithCacheKeyConfig,
             "(cache_key, src_layer_range, dst_layer_range, src_batch_index=0)",
         ),
+        (llm_datadist.CacheTask.synchronize, "(self, timeout_in_millis=None)"),
+        (llm_datadist.CacheTask.get_results, "(self, timeout_in_millis=None)"),
         (llm_datadist.LLMConfig, "()"),
         (llm_datadist.LLMClusterInfo, "()"),
         (llm_datadist.Status, "(status)"),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llm_datadist.checks import check_type, check_uint64
 from llm_datadist.errors import LLMException, LLMStatusCode
+from llm_datadist.instance.asynchronous import AwaitedLinks
 from llm_datadist.instance.base import not_initialized
-from llm_datadist.instance.clusters import ClusterLinks
 from llm_datadist.instance.observe import Observed
 from llm_datadist.log import logger
 from llm_datadist.options import Options
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LLMDataDist"]
 
 
-class LLMDataDist(ClusterLinks, Observed):
+class LLMDataDist(AwaitedLinks, Observed):
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
     The calls that link are documented in ``instance/clusters.py``, the extensions that tell what is going on in

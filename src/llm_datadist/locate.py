@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
 
-__all__ = ["AddressBook", "Locator", "Place"]
+__all__ = ["AddressBook", "Locator", "Place", "places_in"]
 
 #: Ids kept per link; beyond, those whose caches are gone are forgotten.
 _MANY_IDS: Final = 1024
@@ -95,8 +95,17 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
         raise typed(failure, what) from failure
     if not isinstance(answer, Located):
         raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
-    if not len(addresses) * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
-        raise ProtocolError(f"{what}: {link.peer} located {len(answer.tensors) // 4} of {len(addresses)} addresses")
+    return places_in(answer, len(addresses), f"{what}: {link.peer}")
+
+
+def places_in(answer: Located, count: int, who: str) -> list[Place]:
+    """Return the places in an answer about ``count`` addresses; whether a cache has such a place is seen at the push.
+
+    Raises:
+        ProtocolError: It is not about as many.
+    """
+    if not count * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
+        raise ProtocolError(f"{who} located {len(answer.tensors) // 4} of {count} addresses")
     columns = ((answer.cache_ids, "<u8"), (answer.tensors, "<u4"), (answer.offsets, "<u8"))
     return [Place(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 

@@ -16,6 +16,12 @@ from llm_datadist.types import LLMClusterInfo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist.engine import Engine
+
+    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
+    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
+    Call = Callable[[Deadline], Statuses]
+
 __all__ = ["ClusterLinks"]
 
 #: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
@@ -51,6 +57,11 @@ class ClusterLinks(EngineOwner):
 
         Source: API §3.4.
         """
+        _, call = self._linking(clusters, timeout)
+        return call(Deadline.after_ms(timeout))
+
+    def _linking(self, clusters: Clusters, timeout: int) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("link_clusters")
         self._check_clusters(clusters, timeout)
         needs_local = not engine.options.local_comm_res
@@ -59,13 +70,15 @@ class ClusterLinks(EngineOwner):
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        deadline = Deadline.after_ms(timeout)
         mutual = engine.options.transfer_backend is not None
 
-        def link(cluster: LLMClusterInfo) -> None:
-            engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+        def call(deadline: Deadline) -> Statuses:
+            def link(cluster: LLMClusterInfo) -> None:
+                engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-        return _each(clusters, link, "link")
+            return _each(clusters, link, "link")
+
+        return engine, call
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -88,21 +101,28 @@ class ClusterLinks(EngineOwner):
 
         Source: API §3.4.
         """
+        _, call = self._unlinking(clusters, timeout, force)
+        return call(Deadline.after_ms(timeout))
+
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("unlink_clusters")
         self._check_clusters(clusters, timeout)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        deadline = Deadline.after_ms(timeout)
-        force = force or engine.options.transfer_backend is not None
+        forced = force or engine.options.transfer_backend is not None
 
-        def unlink(cluster: LLMClusterInfo) -> None:
-            if not force:
-                _remote_address(cluster)
-            engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=force)
+        def call(deadline: Deadline) -> Statuses:
+            def unlink(cluster: LLMClusterInfo) -> None:
+                if not forced:
+                    _remote_address(cluster)
+                engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-        return _each(clusters, unlink, "unlink")
+            return _each(clusters, unlink, "unlink")
+
+        return engine, call
 
     def _check_clusters(self, clusters: object, timeout: object) -> None:
         milliseconds = check_int32("timeout", timeout)
