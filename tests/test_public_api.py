@@ -87,7 +87,7 @@ CACHE_MANAGER["transfer_cache_async"] = (
     "dst_block_memory_size=None)"
 )
 #: Ours: the same calls, to be awaited.
-AWAITED: Final = "pull_cache pull_blocks push_cache push_blocks copy_cache copy_blocks swap_blocks".split()
+AWAITED: Final = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
 
 #: API §3.
 DATADIST: Final = {
