@@ -144,11 +144,12 @@ class LLMDataDist(AwaitedLinks, Observed):
 
 def _shutdown_handler() -> None:
     """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
-    for instance in list(LLMDataDist._live):
+    live = list(LLMDataDist._live)
+    for engine in [each._engine for each in live]:  # all of them first: one may send to another
+        if engine is not None:
+            engine.tasks.finish()
+    for instance in live:
         try:
-            engine = instance._engine
-            if engine is not None:
-                engine.tasks.finish()
             instance.finalize()
         except LLMException as error:
             logger.warning("finalize at exit: %s", error)
