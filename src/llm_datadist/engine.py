@@ -117,6 +117,7 @@ class Engine:
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
             self.locator = Locator(self.links)
             undo.callback(self.tasks.stop)
+            undo.callback(self.workers.stop)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()

@@ -60,6 +60,10 @@ class Workers:
             await _ended(awaited, future, waiting)
             raise
 
+    def stop(self) -> None:
+        """Drop calls that have not begun, and take no more; never waits. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def close(self) -> None:
         """Let running calls end, drop those that have not begun, join the threads. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
