@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, NotLinked, ParamError
-from tests.support.moves import Spec, Use, call, make, refused
+from tests.support.moves import Spec, Use, call, make, refused, same_bytes, show
 from tests.support.ranks import (
     drop,
     explained,
@@ -43,18 +43,20 @@ def register_row(world: World, remote_accessible: bool | None) -> None:
     world.cm.register_cache(CacheDesc(1, [4, 48], DataType.DT_UINT8), [row.ctypes.data], (), remote_accessible)
 
 
-def test_r16_after_link_memory_is_accessible_unless_told_otherwise_and_true_may_not_be_said(pair: Pair) -> None:
-    ends = start_two(pair, enable_remote_cache_accessible=True)
+def test_r16_after_link_memory_is_accessible_unless_told_otherwise_and_true_may_not_be_said(shm_pair: Pair) -> None:
+    ends = start_two(shm_pair, enable_remote_cache_accessible=True, extra={"llm.Transport": "auto"})
     ends[0].do(register, True)
     joined(*ends)
     for function in (register, register_row):
         refused([ends[0]], [], ParamError, ["remote_accessible", "link()"], function, True)
     ends[0].do(register, None)
     ends[0].do(register_row, False)
-    ends[1].do(make, "kv", Spec(tensors=1, rows=4, blocks=True), 1)
+    wanted = ends[1].do(make, "kv", Spec(tensors=1, rows=4, blocks=True), 1)
     ends[1].do(call, "pull_blocks", BlocksCacheKey(1, 5), Use("kv"), [1, 2], [0, 3])
-    ends[0].do(finalize_and_init, make_config(extra={"llm.Transport": pair.transport}))
-    ends[0].do(register, True)
+    wanted[0][[0, 3]] = 7
+    same_bytes(ends[1].do(show, "kv"), wanted)
+    ends[0].do(finalize_and_init, make_config())
+    ends[0].do(register, True)  # nothing was linked since this init
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
