@@ -164,6 +164,7 @@ class Engine:
             StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound; the old listener goes on.
         """
+        self.links.settle_partings()
         self.links.refuse_if_linked()
         now = self.links.listen_address
         same = now is None if listen is None else now is not None and listen in (now, self.options.listen)

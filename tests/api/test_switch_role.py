@@ -196,6 +196,16 @@ def test_a_communicator_that_is_being_prepared_stands_in_the_way(end: LocalEnd) 
     assert end.do(switch, "PROMPT", at(0))
 
 
+def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(pair: Pair) -> None:
+    """The peer's call returns before the end of the connection has been read here."""
+    for _ in range(20):
+        pair.start()
+        assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+        assert pair.prompt.do(switch, "DECODER") is None
+        pair.prompt.stop()
+        pair.decoder.stop()
+
+
 def test_a_link_to_a_peer_that_has_ended_does_not_stand_in_the_way(pair: Pair) -> None:
     pair.start()
     pair.decoder.stop()

@@ -38,6 +38,18 @@ PRINTED: Final = {
         "decoder: pushed row 0 to row 1 of cache 1",
         "prompt: row 1 holds what the decoder pushed, rows 0 and 2 are as they were",
     ),
+    "switch_role": (
+        r"second: pulled blocks \[0, 1\] to \[0, 2\]",
+        "first: a decoder now; it listens at None",
+        r"second: a prompt now; pushed blocks \[0, 1, 2\] over the link that the decoder made",
+        "first: block 1 holds the other one's zeros, blocks 0 and 2 what was pulled from here before",
+    ),
+    "both_sides_listen": (
+        "prompt: linked to cluster 2: ready",
+        "decoder: linked to cluster 1: ready",
+        r"decoder: pushed blocks \[0, 1\]",
+        "prompt: all zeros: two blocks were pushed here, one was pulled from there",
+    ),
     "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.beats import Beats
 from llm_datadist.control.channel import Channel
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from llm_datadist.transport.lanes import Lanes
 
 __all__ = ["LinkManager"]
+
+#: Whoever has said goodbye, and was answered, closes next.
+_PARTING_SECONDS: Final = 1.0
 
 
 class LinkManager(Dialling):
@@ -168,6 +171,10 @@ class LinkManager(Dialling):
         if self._listener is not None:
             self._listener.close()
         self._listener = None if listening is None else self.listener_for(None, listening)
+
+    def settle_partings(self) -> None:
+        """Wait a moment for the ends of links whose peer has said goodbye: they are on their way. A caller's thread."""
+        self._table.wait(lambda: not any(link.parted for link in self._table.snapshot()), _PARTING_SECONDS)
 
     def refuse_if_linked(self) -> None:
         """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
