@@ -17,6 +17,7 @@ from llm_datadist.datadist import LLMDataDist
 
 if TYPE_CHECKING:
     from llm_datadist.errors import LLMStatusCode
+    from llm_datadist.memory.device import Device
 
 __all__ = ["LlmDataDist"]
 
@@ -31,6 +32,7 @@ class LlmDataDist(LinkCalls, MemoryCalls, TransferCalls, CopyCalls):
     Args:
         cluster_id: uint64, unique among all that link to each other. Checked by Initialize.
         role: A label; either side may pull and push. Checked by Initialize.
+        device: What kDevice means in this process; None: host memory. An extension.
 
     Raises:
         TypeError: Wrong types (``NoneArgument`` for None).
@@ -38,8 +40,9 @@ class LlmDataDist(LinkCalls, MemoryCalls, TransferCalls, CopyCalls):
     Source: API §9.
     """
 
-    def __init__(self, cluster_id: int, role: LlmRole) -> None:
+    def __init__(self, cluster_id: int, role: LlmRole, *, device: Device | None = None) -> None:
         super().__init__()
+        self._device = device
         self._cluster_id = check_int("cluster_id", cluster_id)
         self._role = check_type("role", role, LlmRole)
         self._making = threading.Lock()
@@ -84,7 +87,7 @@ class LlmDataDist(LinkCalls, MemoryCalls, TransferCalls, CopyCalls):
         """Return what does the work, made at the first call: what is wrong with its arguments is a status."""
         with self._making:
             if self._dist is None:
-                self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id)
+                self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
             return self._dist
 
     def __repr__(self) -> str:
