@@ -19,10 +19,10 @@ from llm_datadist.cpp_api import (
     DataType,
     IpInfo,
     LlmDataDist,
-    LLMStatusCode,
     LlmRole,
+    LLMStatusCode,
 )
-from tests.support.moves import Use, nothing_happens, wait_until
+from tests.support.moves import Use, nothing_happens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ class Shape:
 def start(
     world: World, role: LlmRole, cluster_id: int, transport: str, options: dict[str, str], device: Any = None
 ) -> int | None:
-    """Initialise a fresh LlmDataDist with both pools; return its port. ``options`` override, an empty one leaves out."""
+    """Initialise a fresh LlmDataDist with both pools; return its port. Of ``options`` an empty one is left out."""
     every = {
         OPTION_DEVICE_ID: "0",
         OPTION_LISTEN_IP_INFO: "127.0.0.1:0",
@@ -105,9 +105,11 @@ def dist(world: World) -> LlmDataDist:
     return found
 
 
-def start_pair(pair: Pair, *, linked: bool = True, transport: str | None = None, **options: str) -> int:
-    """Start cluster 1 (kPrompt) and cluster 2 (kDecoder), both listening; the decoder links. Return the prompt's port."""
-    raw = {f"llm.{name}": value for name, value in options.items()}
+def start_pair(
+    pair: Pair, *, linked: bool = True, transport: str | None = None, options: dict[str, str] | None = None
+) -> int:
+    """Start clusters 1 (kPrompt) and 2 (kDecoder), both listening; the decoder links. Return the prompt's port."""
+    raw = {f"llm.{name}": value for name, value in (options or {}).items()}
     port = pair.prompt.do(start, LlmRole.kPrompt, 1, transport or pair.transport, raw)
     pair.decoder.do(start, LlmRole.kDecoder, 2, transport or pair.transport, raw)
     assert port is not None
@@ -134,7 +136,8 @@ def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     if shape.memory == "inside":
         world.memory[f"memory of {name}"] = cache
         status, cache_id = dist(world).RegisterKvCache(shape.desc, cache.tensor_addrs)
-        assert status is OK and cache_id is not None
+        assert cache_id is not None, dist(world).last_error
+        assert status is OK
         cache = Cache(cache_id, cache.tensor_addrs, shape.desc)
     world.memory[f"cache {name}"] = cache
     random = np.random.default_rng(seed)
@@ -145,7 +148,8 @@ def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
 
 def _allocated(world: World, shape: Shape) -> Cache:
     status, cache = dist(world).AllocateCache(shape.desc)
-    assert status is OK and cache is not None, dist(world).last_error
+    assert cache is not None, dist(world).last_error
+    assert status is OK
     return cache
 
 
@@ -153,7 +157,8 @@ def _registered(world: World, name: str, shape: Shape) -> Cache:
     arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
     world.memory[f"memory of {name}"] = arrays
     status, cache_id = dist(world).RegisterKvCache(shape.desc, addresses(arrays))
-    assert status is OK and cache_id is not None, dist(world).last_error
+    assert cache_id is not None, dist(world).last_error
+    assert status is OK
     return Cache(cache_id, addresses(arrays), shape.desc)
 
 
@@ -161,7 +166,7 @@ def _views(cache: Cache) -> list[NDArray[np.uint8]]:
     """Return every byte of a cache, as arrays over its memory."""
     rows, nbytes = cache.cache_desc.shape[0], int(np.prod(cache.cache_desc.shape)) * 4
     return [
-        np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8).reshape(rows, -1)
+        np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).reshape(rows, -1)
         for address in cache.tensor_addrs
     ]
 
@@ -192,7 +197,8 @@ def attempt(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMSt
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
     if status is not OK:
-        assert error is not None and error.__traceback__ is None
+        assert error is not None
+        assert error.__traceback__ is None
         assert "\n" not in str(error)
     return status, "" if status is OK else str(error)
 
@@ -228,12 +234,3 @@ def _attempt(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def _shown(world: World, names: tuple[str, ...]) -> dict[str, Bytes]:
     return {name: show(world, name) for name in names if f"cache {name}" in world.memory}
-
-
-def settle(end: End) -> None:
-    """Wait until no link of the end is still shaking hands."""
-    wait_until(lambda: not any(each.state == "handshake" for each in end.do(_links)))
-
-
-def _links(world: World) -> Any:
-    return world.dd.statistics().links

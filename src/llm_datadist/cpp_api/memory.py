@@ -98,7 +98,8 @@ class MemoryCalls(StatusCalls):
                 entry = engine.store.allocate(geometry, [], deadline_of(engine))
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
-            cache._memory = entry.storage
+            # C++ would let the addresses dangle after Finalize; Python should not crash.
+            cache._memory = tuple(segment.view() for segment in entry.storage.segments)
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
