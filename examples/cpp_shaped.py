@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _common import End, run_roles, same
 
+from _common import End, run_roles, same
 from llm_datadist.cpp_api import (
     OPTION_DEVICE_ID,
     OPTION_LISTEN_IP_INFO,

@@ -10,7 +10,7 @@ from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call
 from llm_datadist.cpp_api.copies import CopyCalls
 from llm_datadist.cpp_api.links import LinkCalls
-from llm_datadist.cpp_api.memory import MemoryCalls
+from llm_datadist.cpp_api.memory import CacheCalls
 from llm_datadist.cpp_api.structs import LlmRole
 from llm_datadist.cpp_api.transfers import TransferCalls
 from llm_datadist.datadist import LLMDataDist
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LlmDataDist"]
 
 
-class LlmDataDist(LinkCalls, MemoryCalls, TransferCalls, CopyCalls):
+class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
     """One end of the links, as C++ sees it. Any thread may call any method, except that Finalize must be alone.
 
     The calls are documented where they are written: ``cpp_api/links.py``, ``cpp_api/memory.py``,

@@ -14,12 +14,12 @@ from llm_datadist.managers.arguments import addresses, check_addresses
 if TYPE_CHECKING:
     from llm_datadist.errors import LLMStatusCode
 
-__all__ = ["MemoryCalls"]
+__all__ = ["CacheCalls"]
 
 _NO_CFG: Final = RegisterCfg()
 
 
-class MemoryCalls(StatusCalls):
+class CacheCalls(StatusCalls):
     """RegisterKvCache, UnregisterKvCache, AllocateCache, DeallocateCache. Ids count from 1 after Initialize."""
 
     def RegisterKvCache(
