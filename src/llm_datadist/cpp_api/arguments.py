@@ -29,6 +29,7 @@ from llm_datadist.cluster import trans_str_ip
 from llm_datadist.cpp_api.structs import (
     DT_UNDEFINED,
     OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
     Cache,
     CacheDesc,
     CacheIndex,
@@ -42,7 +43,7 @@ from llm_datadist.cpp_api.structs import (
 from llm_datadist.errors import ParamError
 from llm_datadist.local import Operand
 from llm_datadist.native import parse_indices
-from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, REMOTE_ACCESSIBLE
+from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.transfer import RemoteName
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "remote_name",
     "role",
     "size",
+    "switch_options",
 ]
 
 _ALL = (-1, -1)
@@ -77,12 +79,19 @@ def role(name: str, value: LlmRole) -> types.LLMRole:
 def init_options(options: object) -> dict[str, str]:
     """Return the options of ``LLMDataDist.init``: CacheManager mode, always with remote cache access (API §9)."""
     given = check_dict("options", options, str, str)
-    device = given.get(OPTION_DEVICE_ID, given.get(DEVICE_ID))
+    device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
     if device is None or not is_digits(device):
         raise ParamError(
             f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
         )
     return given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"}
+
+
+def switch_options(options: object) -> dict[str, str]:
+    """Return the options of ``LLMDataDist.switch_role``, which spells the one that counts in its own way."""
+    given = check_dict("options", options, str, str)
+    listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
+    return {} if listen is None else {LISTEN: listen}
 
 
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:

@@ -91,5 +91,6 @@ class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
             return self._dist
 
     def __repr__(self) -> str:
-        state = "not initialised" if self._dist is None else repr(self._dist)
-        return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
+        if self._dist is None:
+            return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
+        return f"<LlmDataDist over {self._dist!r}>"

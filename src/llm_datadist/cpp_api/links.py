@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.checks import check_int32, check_rule, check_type
 from llm_datadist.cpp_api import arguments
@@ -10,9 +10,11 @@ from llm_datadist.cpp_api.calls import Call, StatusCalls
 from llm_datadist.errors import LinkError, LLMStatusCode
 
 if TYPE_CHECKING:
-    from llm_datadist.cpp_api.structs import ClusterInfo
+    from llm_datadist.cpp_api.structs import ClusterInfo, LlmRole
 
 __all__ = ["LinkCalls"]
+
+_NO_OPTIONS: Final[dict[str, str]] = {}
 
 
 class LinkCalls(StatusCalls):
@@ -76,6 +78,31 @@ class LinkCalls(StatusCalls):
             overall, statuses = dist.unlink_clusters(infos, timeout, force)
             _require_all("UnlinkLlmClusters", clusters, overall, statuses)
         return call.status, statuses
+
+    def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
+        """Take another role, and begin, move or cease to listen. Caches, their ids and memory are not touched.
+
+        ``OPTION_ENABLE_SET_ROLE`` is not needed: that is the older generation's rule.
+
+        Args:
+            role: The role from now on; the same one is allowed.
+            options: With ``OPTION_LISTEN_IP_INFO`` this end listens there from now on, without it no more. Other keys
+                are ignored.
+
+        Returns:
+            ``LLM_EXIST_LINK``: there is a link, whoever made it. ``LLM_PARAM_INVALID``: ``kEnd``, or no ip:port.
+            ``LLM_FAILED``: the address cannot be bound. ``LLM_FEATURE_NOT_ENABLED``: another address with
+            ``OPTION_TRANSFER_BACKEND``. Role and listener are then as :meth:`LLMDataDist.switch_role` says.
+
+        Raises:
+            TypeError: Wrong types.
+
+        Source: API §9, §3.6.
+        """
+        with Call(self, "SetRole") as call:
+            dist = self._initialized("SetRole")
+            dist.switch_role(arguments.role("role", role), arguments.switch_options(options))
+        return call.status
 
 
 def _check_timeout(timeout: int) -> None:
