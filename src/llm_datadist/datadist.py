@@ -11,7 +11,9 @@ from llm_datadist.checks import check_type, check_uint64
 from llm_datadist.errors import LLMException, LLMStatusCode
 from llm_datadist.instance.base import not_initialized
 from llm_datadist.instance.clusters import ClusterLinks
+from llm_datadist.instance.communicators import CommunicatorLinks
 from llm_datadist.instance.observe import Observed
+from llm_datadist.instance.roles import Switching
 from llm_datadist.log import logger
 from llm_datadist.options import Options
 from llm_datadist.types import LLMRole
@@ -24,12 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["LLMDataDist"]
 
 
-class LLMDataDist(ClusterLinks, Observed):
+class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    The calls that link are documented in ``instance/clusters.py``, the extensions that tell what is going on in
-    ``instance/observe.py``. Objects are independent; several may live in one process (R20). Any thread may call any
-    method, except that ``finalize`` must be alone (API §11).
+    The calls that link are documented in ``instance/clusters.py`` and, for rank tables, ``instance/communicators.py``,
+    ``switch_role`` in ``instance/roles.py``, the extensions that tell what is going on in ``instance/observe.py``.
+    Objects are independent; several may live in one process (R20). Any thread may call any method, except that
+    ``finalize`` must be alone (API §11).
 
     Args:
         role: A label; with the CacheManager either side may pull and push.
