@@ -157,12 +157,13 @@ def test_initialize_refuses_options_that_break_their_rule(
 
 @pytest.mark.parametrize(("cluster_id", "role"), [(-1, LlmRole.kMix), (2**64, LlmRole.kMix), (1, LlmRole.kEnd)])
 def test_initialize_refuses_what_the_constructor_was_given(cluster_id: int, role: LlmRole) -> None:
-    made = LlmDataDist(cluster_id, role)
+    made = LlmDataDist(cluster_id, role)  # never an engine, so nothing to wait for
     assert made.Initialize(LISTEN) is BAD
     assert isinstance(made.last_error, ParamError)
     assert made.Finalize() is OK
 
 
+@pytest.mark.usefixtures("end")  # it waits until nothing is left
 def test_a_cluster_id_above_2_to_the_63_is_one() -> None:
     made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
     assert made.Initialize(LISTEN) is OK
@@ -208,6 +209,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.usefixtures("end")
 @pytest.mark.parametrize("method", NOTHING)
 def test_not_initialised_is_a_failure(method: str) -> None:
     made = LlmDataDist(1, LlmRole.kMix)

@@ -344,6 +344,26 @@ def _totals(world: World) -> dict[str, tuple[int, int, int]]:
     return {each.name: (each.count, each.errors, each.nbytes) for each in world.dd.statistics().operations}
 
 
+@pytest.mark.parametrize("memory", ["pool", "private"])
+def test_where_a_cache_is_is_asked_once(shm_pair: Pair, memory: str) -> None:
+    start_pair(shm_pair, transport="auto")
+    for end in (shm_pair.decoder, shm_pair.prompt):
+        end.do(made, "kv", Shape(memory=memory), 1)
+    for _ in range(3):
+        assert shm_pair.decoder.do(run, "PullKvBlocks", BLOCKS, Use("kv"), [1, 2], [2, 3]) is OK
+        assert shm_pair.decoder.do(run, "PushKvBlocks", Use("kv"), BLOCKS, [1, 2], [2, 3]) is OK
+    assert shm_pair.decoder.do(_resolved) == 2  # once for each direction
+    assert shm_pair.prompt.do(_pins) == 0
+
+
+def _resolved(world: World) -> int:
+    return world.dd.statistics().links[0].resolved
+
+
+def _pins(world: World) -> int:
+    return world.dd.statistics().pins
+
+
 def test_checksums_cover_them(shm_pair: Pair) -> None:
     mine, theirs = both(shm_pair, Checksum="1")
     assert shm_pair.decoder.do(run, "PullKvBlocks", BLOCKS, Use("kv"), [1, 2], [2, 3]) is OK
