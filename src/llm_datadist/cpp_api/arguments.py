@@ -5,7 +5,7 @@ A wrong type is TypeError, everything else ParamError; errors name the field. No
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -64,7 +64,8 @@ __all__ = [
     "switch_options",
 ]
 
-_ALL = (-1, -1)
+_ALL: Final = (-1, -1)
+_INT32_END: Final = 2**31
 
 
 # --- life cycle and links ---------------------------------------------------------------------------------------------
@@ -190,8 +191,10 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)
     remote = check_int64(f"{name}.cache_id", given.cache_id)
     batch_index = check_uint32(f"{name}.batch_index", given.batch_index)
-    check_rule(row or batch_index == 0, f"{name}.batch_index={batch_index}: blocks are in no row, so 0")
-    check_rule(cluster != own_cluster_id, f"{name}.cluster_id={cluster} is our own: copy instead of pulling")
+    if batch_index and not row:
+        raise ParamError(f"{name}.batch_index={batch_index}: blocks are in no row, so 0")
+    if cluster == own_cluster_id:
+        raise ParamError(f"{name}.cluster_id={cluster} is our own: copy instead of pulling")
     return RemoteName(cluster, cache_id=remote, row=batch_index)
 
 
@@ -208,6 +211,15 @@ def layers(ext_param: object) -> LayerSelection:
 
 
 def _layer_range(name: str, pair: object) -> range | None:
+    # One call per layer and tensor is usual, so what is right costs little.
+    if type(pair) is tuple and len(pair) == 2:
+        first, last = pair
+        if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
+            return range(first, last + 1)
+    return _checked_layer_range(name, pair)
+
+
+def _checked_layer_range(name: str, pair: object) -> range | None:
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")
@@ -249,7 +261,5 @@ def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np
 
 
 def _equally_long(name: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-    check_rule(
-        sources.size == targets.size,
-        f"src_blocks has {sources.size} entries and {name} {targets.size}: equal lengths are needed",
-    )
+    if sources.size != targets.size:
+        raise ParamError(f"src_blocks has {sources.size} entries and {name} {targets.size}: equal lengths are needed")
