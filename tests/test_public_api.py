@@ -88,6 +88,10 @@ DATADIST: Final = {
     "finalize": "(self)",
     "link_clusters": "(self, clusters, timeout=3000)",
     "unlink_clusters": "(self, clusters, timeout=3000, force=False)",
+    "link": "(self, comm_name, cluster_rank_info, rank_table)",
+    "unlink": "(self, comm_id)",
+    "query_register_mem_status": "(self, comm_id)",
+    "switch_role": "(self, role, switch_options=None)",
 }
 DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager"}
 
@@ -95,6 +99,7 @@ DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager"}
 DATADIST_EXTENSIONS: Final = {
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
+    "explain_communicator": "(self, comm_id)",
     "check_integrity": "(self)",
 }
 DATADIST_EXTENSION_PROPERTIES: Final = {"listen_port"}
