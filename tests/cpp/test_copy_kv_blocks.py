@@ -26,6 +26,7 @@ from tests.support.cpp import (
     start,
     unchanged,
 )
+from tests.support.devices import BrokenDevice
 from tests.support.moves import Use, moved, same_bytes
 
 if TYPE_CHECKING:
@@ -97,6 +98,19 @@ def test_r10_a_swap_uses_the_staging_of_the_device(end: LocalEnd) -> None:
     assert end.world.dd.statistics().swap.staging_bytes == 0
     assert end.do(run, "CopyKvBlocks", Use("cpu"), Use("kv"), [0], [[0]]) is OK
     assert end.world.dd.statistics().swap.staging_bytes == 4 * 64
+
+
+def test_a_device_that_fails_is_a_status_and_not_an_exception(end: LocalEnd) -> None:
+    device = BrokenDevice()
+    device.broken = "copy_to_device"
+    end.do(start, LlmRole.kMix, 1, "auto", {}, device)
+    end.do(made, "kv", Shape(), 1)
+    end.do(cpu_cache, "cpu", Shape(placement=HOST), 2)
+    status, text = end.do(attempt, "CopyKvBlocks", Use("cpu"), Use("kv"), [0], [[0]])
+    assert (status.name, text) == ("LLM_FAILED", "device is lost")
+    assert isinstance(dist(end.world).last_error, OSError)
+    device.broken = ""
+    assert end.do(run, "CopyKvBlocks", Use("cpu"), Use("kv"), [0], [[0]]) is OK
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -181,15 +183,21 @@ def test_initialize_fails_where_the_address_is_taken(one: LlmDataDist) -> None:
     assert one.Initialize(LISTEN) is OK
 
 
-def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> float:
-        raise OSError("no more descriptors")
-
+def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.dup(0)]
+    while gaps[-1] < highest:
+        gaps.append(os.dup(0))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (gaps[-1] + 1, hard))  # not one descriptor more
+        assert one.Initialize(LISTEN) is FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in gaps:
+            os.close(each)
+    assert "Too many open files" in str(one.last_error)
     assert one.Initialize(LISTEN) is OK
-    monkeypatch.setattr("llm_datadist.caches.CacheStore.register", lambda *args, **kwargs: refused())
-    desc = CacheDesc(CachePlacement.kDevice, 1, DataType.DT_INT32, [2, 4])
-    assert one.RegisterKvCache(desc, [64]) == (FAILED, None)
-    assert str(one.last_error) == "no more descriptors"
 
 
 NOTHING: dict[str, tuple[Any, ...]] = {
