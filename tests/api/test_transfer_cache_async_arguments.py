@@ -17,10 +17,10 @@ from llm_datadist import (
 from llm_datadist.errors import NoneArgument, ParamError
 from tests.support.layers import INVALID, Always, addresses, keyed, raw, send
 from tests.support.moves import Spec, make, nothing_happens, picture
-from tests.support.world import World
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
+    from tests.support.world import World
 
 ROWS, STRIDE = 4, 48
 KV = Spec(4, ROWS, STRIDE)
