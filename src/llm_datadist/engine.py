@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
+from llm_datadist.cache.census import census
 from llm_datadist.caches import CacheStore
 from llm_datadist.control.handshake import Identity
 from llm_datadist.control.links import LinkManager
@@ -181,7 +182,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = self.store.cache_statistics()
+        caches, keys, pins = census(self.store.registry)
         quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools()),

@@ -357,7 +357,7 @@ def _announced(
 def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMException:
     pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
     return LLMException(
-        f"{what}: cache {cache_id} of {link.peer} is registered memory outside its pools{pools} which "
+        f"{what}: cache {cache_id} of {link.peer} is memory outside its pools{pools} which "
         f"{link.connection.capabilities.name} cannot reach; leave llm.Transport at auto, or allocate it there with "
         "allocate_cache or allocate_blocks_cache, or register memory that lies inside a pool"
         + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),

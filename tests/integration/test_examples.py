@@ -44,8 +44,17 @@ PRINTED: Final = {
         "decoder: block 0 came, the others are as they were",
         "decoder: blocks 5, 3, 4 came, the others are as they were",
     ),
+    "v1_prompt_decoder": (
+        r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
+        r"decoder: copied block 2 to \[0, 1\], swapped \[2, 3\] out to host memory and in again to \[8, 9\]",
+        "decoder: pulled request 7 into row 0, copied it to row 1 of another cache",
+        "prompt: 0 bytes of rows are left",
+    ),
     "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
 }
+
+
+SEEN_TO_GO = r"link to cluster \d+ .* ended: the peer closed the connection"
 
 
 def _environment() -> dict[str, str]:
@@ -64,7 +73,9 @@ def _ids(path: Path) -> str:
 @pytest.mark.parametrize("script", EXAMPLES, ids=_ids)
 def test_every_example_ends_well_and_says_what_it_did(script: Path) -> None:
     done = _run(script)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    # Where both ends unlink by force, the second one may see the first one go.
+    complaints = [line for line in done.stderr.splitlines() if not re.fullmatch(SEEN_TO_GO, line)]
+    assert (done.returncode, complaints) == (0, []), done.stdout
     *lines, last = done.stdout.splitlines()
     assert last == f"{script.stem}: OK"
     missing = [text for text in PRINTED.get(script.stem, ()) if not any(re.fullmatch(text, line) for line in lines)]

@@ -96,6 +96,11 @@ class Link:
         return self._machine.state in USABLE
 
     @property
+    def busy(self) -> bool:
+        """True while a transfer runs on it."""
+        return self._operations > 0
+
+    @property
     def ended(self) -> bool:
         """True once the link is over."""
         return self._machine.state is LinkState.CLOSED
