@@ -24,7 +24,8 @@ LAYERS: Final[dict[int, str]] = {
     3: "cache",
     4: "transport",
     5: "control",
-    6: "caches local swap transfer target lane_target withdrawal verify witness grants engine",
+    6: "caches local swap transfer target lane_target withdrawal verify witness grants "
+    "locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist",
     8: "cli demo testing prometheus",

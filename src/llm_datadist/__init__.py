@@ -13,6 +13,7 @@ from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMException, LLMStatusCode, Status
 from llm_datadist.kv_cache import KvCache
+from llm_datadist.tasks import CacheTask
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -62,6 +63,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     "LayerSynchronizer",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
+    "CacheTask",
     # what went wrong
     "LLMException",
     "LLMStatusCode",

@@ -125,6 +125,7 @@ class CacheStore:
             guards=self._guards,
             writable=options.remote_accessible,
             writers=self.writers,
+            by_address=True,
         )
         #: Ends all use of a storage by our own data lanes, by its tag; set by whoever owns the lanes.
         self.quiesce: Callable[[int], None] = lambda tag: None

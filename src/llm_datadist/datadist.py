@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llm_datadist.checks import check_type, check_uint64
 from llm_datadist.errors import LLMException
-from llm_datadist.instance.clusters import ClusterLinks
+from llm_datadist.instance.asynchronous import AwaitedLinks
 from llm_datadist.instance.managers import Managed
 from llm_datadist.instance.observe import Observed
 from llm_datadist.instance.v1links import V1Links
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LLMDataDist"]
 
 
-class LLMDataDist(Managed, ClusterLinks, V1Links, Observed):
+class LLMDataDist(Managed, AwaitedLinks, V1Links, Observed):
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
     The calls that link are documented in ``instance/clusters.py`` and ``instance/v1links.py``, the managers of caches
@@ -125,8 +125,12 @@ class LLMDataDist(Managed, ClusterLinks, V1Links, Observed):
 
 
 def _shutdown_handler() -> None:
-    """At interpreter exit: finalize what is still live, quietly."""
-    for instance in list(LLMDataDist._live):
+    """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
+    live = list(LLMDataDist._live)
+    for engine in [each._engine for each in live]:  # all of them first: one may send to another
+        if engine is not None:
+            engine.tasks.finish()
+    for instance in live:
         try:
             instance.finalize()
         except LLMException as error:

@@ -48,6 +48,9 @@ PRINTED: Final = {
 }
 
 
+SEEN_TO_GO = r"link to cluster \d+ .* ended: the peer closed the connection"
+
+
 def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
 
@@ -64,7 +67,9 @@ def _ids(path: Path) -> str:
 @pytest.mark.parametrize("script", EXAMPLES, ids=_ids)
 def test_every_example_ends_well_and_says_what_it_did(script: Path) -> None:
     done = _run(script)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    # Where both ends unlink by force, the second one may see the first one go.
+    complaints = [line for line in done.stderr.splitlines() if not re.fullmatch(SEEN_TO_GO, line)]
+    assert (done.returncode, complaints) == (0, []), done.stdout
     *lines, last = done.stdout.splitlines()
     assert last == f"{script.stem}: OK"
     missing = [text for text in PRINTED.get(script.stem, ()) if not any(re.fullmatch(text, line) for line in lines)]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from llm_datadist.engine import Engine
 
+    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
+    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
+    Call = Callable[[Deadline], Statuses]
+
 __all__ = ["ClusterLinks"]
 
 #: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
@@ -59,28 +63,32 @@ class ClusterLinks(EngineOwner):
 
         Source: API §3.4, §8.
         """
+        _, call = self._linking(clusters, timeout)
+        return call(Deadline.after_ms(timeout))
+
+    def _linking(self, clusters: Clusters, timeout: int) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("link_clusters")
         self._check_clusters(clusters, timeout)
-        if not engine.options.cache_manager:
-            return link_v1(engine, self._role, clusters, timeout, lambda: self._link_each(engine, clusters, timeout))
-        needs_local = not engine.options.local_comm_res
+        v2, role = engine.options.cache_manager, self._role
+        needs_local = v2 and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
             check_rule(
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        return self._link_each(engine, clusters, timeout)
-
-    def _link_each(
-        self, engine: Engine, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int
-    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        deadline = Deadline.after_ms(timeout)
         mutual = engine.options.transfer_backend is not None
 
-        def link(cluster: LLMClusterInfo) -> None:
-            engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+        def call(deadline: Deadline) -> Statuses:
+            def link(cluster: LLMClusterInfo) -> None:
+                engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-        return _each(clusters, link, "link")
+            return _each(clusters, link, "link")
+
+        def call_v1(deadline: Deadline) -> Statuses:
+            return link_v1(engine, role, clusters, timeout, lambda: call(deadline))
+
+        return engine, call if v2 else call_v1
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -106,28 +114,35 @@ class ClusterLinks(EngineOwner):
 
         Source: API §3.4, §8.
         """
+        _, call = self._unlinking(clusters, timeout, force)
+        return call(Deadline.after_ms(timeout))
+
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("unlink_clusters")
         self._check_clusters(clusters, timeout)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        deadline = Deadline.after_ms(timeout)
-        force = force or engine.options.transfer_backend is not None
+        forced = force or engine.options.transfer_backend is not None
 
         v2 = engine.options.cache_manager
 
-        def unlink(cluster: LLMClusterInfo) -> None:
-            cluster_id = check_uint64("id", cluster.remote_cluster_id)
-            if not v2:
-                unlink_v1(engine, cluster_id, deadline, force=force)
-                return
-            if not force:
-                _remote_address(cluster)
-            engine.links.unlink(cluster_id, deadline, force=force)
+        def call(deadline: Deadline) -> Statuses:
+            def unlink(cluster: LLMClusterInfo) -> None:
+                cluster_id = check_uint64("id", cluster.remote_cluster_id)
+                if not v2:
+                    unlink_v1(engine, cluster_id, deadline, force=forced)
+                    return
+                if not forced:
+                    _remote_address(cluster)
+                engine.links.unlink(cluster_id, deadline, force=forced)
 
-        overall, codes = _each(clusters, unlink, "unlink")
-        return (overall, codes) if v2 else unlinked_v1(codes)
+            overall, codes = _each(clusters, unlink, "unlink")
+            return (overall, codes) if v2 else unlinked_v1(codes)
+
+        return engine, call
 
     def _check_clusters(self, clusters: object, timeout: object) -> None:
         milliseconds = check_int32("timeout", timeout)
