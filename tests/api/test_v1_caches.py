@@ -74,6 +74,7 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
         ("copy_blocks", (cache, {0: [1]})),
         ("swap_blocks", (cache, cache, {0: 1})),
         ("get_cache_tensors", (cache,)),
+        ("transfer_cache_async", (cache, None, [])),
     ]
     for name, args in calls:
         with pytest.raises(StateError, match="finalized") as dead:  # R21
