@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMStatusCode, Placement
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMRole, LLMStatusCode, Placement
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import (
     CacheNotFound,
@@ -19,11 +19,13 @@ from llm_datadist.errors import (
     LLMException,
     NotInitialized,
     OutOfMemory,
+    ParamError,
     StateError,
 )
 from llm_datadist.testing import StagedDevice
 from llm_datadist.testing.gates import shut
 from tests.support.gates import begin
+from tests.support.linking import info
 from tests.support.moves import picture, same_bytes
 from tests.support.v1 import DIRECT, POOL, desc, start_end
 from tests.support.world import fill, make_config, read
@@ -93,6 +95,25 @@ def test_v2_mode_has_no_kv_cache_manager(end: LocalEnd) -> None:
         _ = end.world.dd.kv_cache_manager
     assert wrong_mode.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert not isinstance(wrong_mode.value, NotInitialized)
+
+
+def test_the_gates_go_by_the_role_of_now_and_caches_survive_the_switch(end: LocalEnd) -> None:
+    start_end(end, "DECODER", enable_switch_role=True, **DIRECT)
+    datadist, manager = end.world.dd, end.world.dd.kv_cache_manager
+    kept = manager.allocate_cache(desc())
+    before = fill(kept._cache, 1)
+    with pytest.raises(ParamError, match="DECODER"):
+        manager.allocate_cache(desc(), [CacheKey(1, 7)])
+    datadist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": "127.0.0.1:0"})
+    assert datadist.kv_cache_manager is manager
+    published = manager.allocate_cache(desc(), [CacheKey(1, 7)])
+    manager.deallocate_cache(published)
+    manager.remove_cache_key(CacheKey(1, 7))
+    with pytest.raises(ParamError, match="PROMPT"):
+        manager.pull_cache(CacheKey(1, 7), kept)
+    assert datadist.link_clusters([info(2, 1)])[0] is LLMStatusCode.LLM_PARAM_INVALID
+    same_bytes(read(kept._cache), before)
+    assert end.do(picture).caches.live == 1
 
 
 def test_ids_count_from_one_and_a_cache_has_the_addresses_of_one_device(prompt: KvCacheManager) -> None:
