@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
-PROMPT_CACHES: dict[str, Spec] = {
+PROMPT_CACHES: Final[dict[str, Spec]] = {
     "rows": Spec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 0)),
     "narrow rows": Spec(4, 3, 16, keys=(CacheKey(1, 30),)),
@@ -29,7 +29,7 @@ PROMPT_CACHES: dict[str, Spec] = {
 }
 
 #: The decoder's, which is the end that calls.
-DECODER_CACHES: dict[str, Spec] = {
+DECODER_CACHES: Final[dict[str, Spec]] = {
     "rows": Spec(4, 3, 32, keys=(CacheKey(2, 1),)),
     "more rows": Spec(4, 5, 32),
     "narrow rows": Spec(4, 3, 16),
@@ -70,16 +70,21 @@ def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iter
         yield pair
 
 
-@pytest.fixture(scope="module", params=["inproc", "shm"])
+@pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Linked, without remote cache access; no host pool."""
-    yield from _scene(request, request.param, rca=False)
+    """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
+    transport, rca = request.param
+    yield from _scene(request, transport, rca=rca)
 
 
-@pytest.fixture(scope="module", params=["inproc", "shm"])
-def accessible_scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Linked, with remote cache access."""
-    yield from _scene(request, request.param, rca=True)
+def _scenes(*, rca: bool) -> pytest.MarkDecorator:
+    params = [pytest.param((transport, rca), id=transport) for transport in ("inproc", "shm")]
+    return pytest.mark.parametrize("scene", params, indirect=True, scope="module")
+
+
+#: Without and with remote cache access; neither has a host pool.
+PLAIN: Final = _scenes(rca=False)
+ACCESSIBLE: Final = _scenes(rca=True)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from llm_datadist import (
 )
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import LLMException, ParamError
+from tests.api.conftest import PLAIN
 from tests.support.moves import Use
 from tests.support.refusals import (
     FULL,
@@ -199,6 +200,7 @@ TABLES: Final = (
 )
 
 
+@PLAIN
 @rows(TABLES)
 def test_r01_bad_input_is_refused_and_nothing_has_happened(scene: Pair, table: Table, row: Row) -> None:
     refuse((scene.decoder, scene.prompt), table, row)
