@@ -61,7 +61,8 @@ class End:
 
     def say(self, text: str) -> None:
         """Print a line, with the role in front."""
-        print(f"{self.role}: {text}", flush=True)
+        sys.stdout.write(f"{self.role}: {text}\n")  # one write: roles share the terminal
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Leave the side channel."""

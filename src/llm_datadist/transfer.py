@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -84,6 +85,14 @@ class _Resolution:
     pin: int
 
 
+class _Copied(Enum):
+    """What became of one attempt to move the bytes."""
+
+    WHOLE = "whole"
+    REFUSED = "refused"  # before the first byte
+    CUT = "cut"  # somewhere, when its data lanes broke
+
+
 class Initiator:
     """Pulls and pushes. Runs in the caller's thread; keeps nothing but what is in the links."""
 
@@ -134,12 +143,21 @@ class Initiator:
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
+        cut: int | None = None  # the cache that may hold part of a push
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept = (name, push) in link.kept
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
+                    if cut not in (None, remote.cache_id):
+                        # Repeated elsewhere it would leave that part behind, and nobody would know.
+                        raise TransferFailed(
+                            f"{what}: the data lanes to {link.peer} broke; {name} has been bound anew meanwhile, and "
+                            f"cache {cut} there may hold a part of what was pushed",
+                            peer=name.cluster_id,
+                            phase="copy",
+                        )
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
                     with _announced(link, remote, deadline, what, push=push):
@@ -148,7 +166,9 @@ class Initiator:
                         if current:
                             same = self._same_memory(link, tensors, remote)
                             plan = make_plan(remote.geometry, remote.row, same)
-                            current = self._copy(link, plan, tensors, remote, deadline, what, push=push)
+                            copied = self._copy(link, plan, tensors, remote, deadline, what, push=push)
+                            current = copied is _Copied.WHOLE
+                            cut = remote.cache_id if push and copied is _Copied.CUT else cut
                     if current:
                         if self._verifier is not None:  # while the pin keeps what the peer is asked about
                             self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
@@ -240,19 +260,18 @@ class Initiator:
         what: str,
         *,
         push: bool,
-    ) -> bool:
-        """Move the bytes and judge them; False: they did not move, and it is worth asking again where the cache is."""
+    ) -> _Copied:
+        """Move the bytes and judge them; unless they are whole it is worth asking again where the cache is."""
         move = link.connection.write if push else link.connection.read
         try:
             move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
-        except (MemoryChanged, CacheNotFound):
-            # The owner has refused: a read before its first byte, a write perhaps after its last, so that the old cache
-            # may hold some of it. An answer of just now is worth one more look all the same: a cache that is not there
-            # any more should be named so.
-            return False
+        except MemoryChanged:
+            # The owner has refused before the first byte. Even an answer of just now is worth one more look: a cache
+            # that is not there any more should be named so.
+            return _Copied.REFUSED
         except (LinkError, TransferAborted) as error:
             if link.survives(deadline):
-                return False
+                return _Copied.CUT
             if not link.ended:
                 deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
             raise link.lost_error(what, "copy") from error
@@ -264,7 +283,7 @@ class Initiator:
                 peer=link.peer.cluster_id,
                 phase="copy",
             )
-        return True
+        return _Copied.WHOLE
 
     def _current(self, link: Link, remote: _Resolution, what: str) -> bool:
         """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
