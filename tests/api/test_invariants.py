@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+)
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked
 from tests.support.ends import ChildEnd
 from tests.support.linking import (
@@ -346,3 +355,24 @@ def _waits(world: World, peer: int) -> bool:
     """True while a call waits for an answer of that peer."""
     assert world.dd._engine is not None
     return len(world.dd._engine.links.get(peer)._waiters) > 0
+
+
+def _switch(world: World, role: LLMRole, options: dict[str, str] | None) -> None:
+    method = "switch_role"
+    getattr(world.dd, method)(role, options)
+
+
+@pytest.mark.skipif(not hasattr(LLMDataDist, "switch_role"), reason="this version has no switch_role")
+def test_i13_a_role_is_not_switched_while_there_is_a_link_whoever_made_it(pair: Pair) -> None:
+    pair.start()
+    wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
+    for end, role in ((pair.prompt, LLMRole.DECODER), (pair.decoder, LLMRole.PROMPT), (pair.prompt, LLMRole.PROMPT)):
+        with pytest.raises(LLMException) as caught:
+            end.do(_switch, role, {"llm.listenIpInfo": "127.0.0.1:0"})
+        assert caught.value.status_code is LLMStatusCode.LLM_EXIST_LINK
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+    alone(pair.prompt, pair.decoder)
+    pair.decoder.do(_switch, LLMRole.PROMPT, None)
+    pair.link()  # the prompt has not stopped to listen: nothing of the refused switch was done
+    bytes_move_both_ways(pair.prompt, pair.decoder)
