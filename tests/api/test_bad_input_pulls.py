@@ -90,6 +90,10 @@ PULL_CACHE: Final = Table(
         *bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
         *bad(UNLINKED, "77", cache_key=row_of("rows", cluster=77)),
         *bad(UNLINKED, "0", cache_key=row_of("rows", cluster=0)),
+        # what is wrong here is said before what is wrong with the link
+        *bad(RULE, "size", cache_key=row_of("rows", cluster=77), size=33),
+        *bad(RULE, "batch_index", cache_key=row_of("rows", cluster=77), batch_index=3),
+        *bad(GONE, "no cache with id", cache_key=row_of("rows", cluster=77), cache=Use("freed rows")),
         # there
         *bad(GONE, "99", cache_key=CacheKeyByIdAndIndex(1, 99)),
         *bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
@@ -175,6 +179,8 @@ PULL_BLOCKS: Final = Table(
         # the link
         *bad(RULE, "our own", src_cache_key=BlocksCacheKey(2, 0)),
         *bad(UNLINKED, "77", src_cache_key=BlocksCacheKey(77, 0)),
+        *bad(RULE, "dst_blocks[1]=6", src_cache_key=BlocksCacheKey(77, 0), dst_blocks=[0, 6]),
+        *bad(GONE, "no cache with id", src_cache_key=BlocksCacheKey(77, 0), dst_cache=Use("freed blocks")),
         # there
         *bad(GONE, "model_id=9", src_cache_key=BlocksCacheKey(1, 9)),
         *bad(RULE, "64", src_cache_key=BlocksCacheKey(1, 1)),

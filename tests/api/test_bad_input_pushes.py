@@ -72,6 +72,7 @@ PUSH_CACHE: Final = Table(
         *bad(GONE, "99", src_cache=UNKNOWN_ROWS),
         # the link
         *bad(UNLINKED, "77", dst_cache_key=row_of("rows", cluster=77)),
+        *bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
         # there
         *bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
         *bad(GONE, "0", dst_cache_key=CacheKeyByIdAndIndex(1, 0)),  # stands for request 0 of model 0
@@ -121,6 +122,7 @@ PUSH_BLOCKS: Final = Table(
         *bad(GONE, "99", src_cache=UNKNOWN_BLOCKS),
         # the link
         *bad(UNLINKED, "77", dst_cache_key=BlocksCacheKey(77, 0)),
+        *bad(RULE, "src_blocks[1]=6", dst_cache_key=BlocksCacheKey(77, 0), src_blocks=[0, 6]),
         # there
         *bad(GONE, "model_id=9", dst_cache_key=BlocksCacheKey(1, 9)),
         *bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
