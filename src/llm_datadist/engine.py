@@ -6,32 +6,40 @@ for, so a manager of an earlier ``init`` is recognised as stale (R21).
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
+from llm_datadist.cache.census import census
 from llm_datadist.caches import CacheStore
+from llm_datadist.control.communicator import Plan
 from llm_datadist.control.handshake import Identity
 from llm_datadist.control.links import LinkManager
 from llm_datadist.control.listener import bind
 from llm_datadist.control.loop import ControlLoop
-from llm_datadist.errors import StateError
+from llm_datadist.control.ranktable import RankTable
+from llm_datadist.errors import LinkError, StateError
 from llm_datadist.grants import Grants
 from llm_datadist.lane_target import LaneMender, LaneTarget
 from llm_datadist.local import LocalCopies
+from llm_datadist.locate import AddressBook, Locator
 from llm_datadist.log import logger
 from llm_datadist.memory.device import HostDevice
 from llm_datadist.metrics import Meters, Statistics
 from llm_datadist.swap import SwapEngine
 from llm_datadist.target import Target
+from llm_datadist.tasks import Tasks
 from llm_datadist.transfer import Initiator
 from llm_datadist.transport import inproc
 from llm_datadist.transport.lanes import Lanes
 from llm_datadist.verify import Verifier
 from llm_datadist.witness import Witness
+from llm_datadist.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from llm_datadist.control.link import Link
     from llm_datadist.memory.device import Device
     from llm_datadist.options import Options
+    from llm_datadist.types import LLMRole
 
 __all__ = ["Engine"]
 
@@ -54,6 +63,9 @@ class Engine:
         store: Caches and their memory.
         links: Peers.
         initiator: Pulls and pushes.
+        locator: Finds out what lies at addresses of peers.
+        tasks: Layer-wise transfers that run.
+        workers: Threads of the calls that are awaited.
         local: Copies inside the process.
         grants: What peers were allowed for a time.
         meters: Counts.
@@ -100,10 +112,18 @@ class Engine:
             self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
+            # Joined once the links are gone, which ends what they wait for.
+            self.workers = Workers()
+            undo.callback(self.workers.close)
+            self.tasks = Tasks(options.sync_kv_timeout_ms)
+            undo.callback(self.tasks.join)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
             verifier = Verifier(self._copy_pool) if options.checksum else None
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
+            self.locator = Locator(self.links)
+            undo.callback(self.tasks.stop)
+            undo.callback(self.workers.stop)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()
@@ -134,10 +154,77 @@ class Engine:
             self._lanes,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers={**self._target.handlers(), **self._witness.handlers()},
+            handlers={
+                **self._target.handlers(),
+                **self._witness.handlers(),
+                **AddressBook(self.store).handlers(),
+            },
             on_end=self._on_link_end,
             on_tick=self._on_tick,
         )
+
+    def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        """Begin to link the members of a rank table; return the communicator's id.
+
+        Raises:
+            ParamError: The table is malformed, or does not say where a member is.
+            LinkRefused: It cannot be begun.
+        """
+        table = RankTable.parse(rank_table)
+        addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
+        options = self.options
+        plan = Plan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
+        return self.links.communicators.open(plan)
+
+    def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
+        """Take another role, and listen there or no more (API §3.6).
+
+        Raises:
+            StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
+            LinkError: The new address cannot be bound; the old listener goes on.
+        """
+        self.links.settle_partings()
+        self.links.refuse_if_linked()
+        now = self.links.listen_address
+        same = now is None if listen is None else now is not None and listen in (now, self.options.listen)
+        if not same:
+            self._listen_at(listen, now)
+        self.options = replace(self.options, role=role, listen=listen)
+
+    def _listen_at(self, wanted: tuple[str, int] | None, now: tuple[str, int] | None) -> None:
+        """Bind the new address before the old one is given up, where the two can be bound at once."""
+        if wanted is None:
+            self.links.listen(None)
+            return
+        try:
+            listening = bind(wanted)
+        except LinkError as error:
+            busy = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if now is None or now[1] != wanted[1] or not busy:
+                raise
+            listening = self._bind_in_place(wanted, now)
+        try:
+            self.links.listen(listening)
+        except StateError:
+            listening.close()
+            raise
+        _warn_if_open(self.links.listen_address)
+
+    def _bind_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> socket.socket:
+        """The new address shares the port with our own old one, and one of them stands for all: first close that."""
+        self.links.listen(None)
+        try:
+            return bind(wanted)
+        except LinkError as error:
+            try:
+                self.links.listen(bind(now))
+            except LinkError as again:
+                self.options = replace(self.options, listen=None)
+                raise LinkError(
+                    f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
+                    status_code=error.status_code,
+                ) from error
+            raise
 
     def close(self) -> None:
         """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""
@@ -163,7 +250,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = self.store.cache_statistics()
+        caches, keys, pins = census(self.store.registry)
         quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools()),
@@ -176,6 +263,7 @@ class Engine:
             swap=self._swap.statistics(),
             links=self.links.statistics(),
             redials=self.links.redials(),
+            communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
         )
 

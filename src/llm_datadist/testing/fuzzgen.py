@@ -128,7 +128,16 @@ def _hello(rng: random.Random) -> list[Any]:
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
     head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
-    return [*head, token, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, None, "shm", "rdma"))]
+    transport = rng.choice((None, None, "shm", "rdma"))
+    return [*head, token, rng.randbytes(16), 4096, _exports(rng), transport, *_meeting(rng)]
+
+
+def _meeting(rng: random.Random) -> list[Any]:
+    """Sometimes a greeting is for a communicator."""
+    if rng.random() < 0.7:
+        return []
+    members = [[1, 0], [100 + rng.randrange(50), 1]][: rng.choice((0, 1, 2, 2, 2))]
+    return [[rng.choice(("link", "link", "", "x" * 128, "a\nb")), members, bytes(16), rng.randbytes(16)]]
 
 
 def _welcome(rng: random.Random) -> list[Any]:
@@ -138,7 +147,8 @@ def _welcome(rng: random.Random) -> list[Any]:
 
 
 def _met(rng: random.Random) -> list[Any]:
-    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40)]
+    present = [rng.random() < 0.5] if rng.random() < 0.3 else []
+    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40), *present]
 
 
 def _resolve(rng: random.Random) -> list[Any]:
@@ -164,6 +174,20 @@ def _verify(rng: random.Random) -> list[Any]:
     named = [rng.randrange(1, 9), rng.choice((0, 0, 0, rng.randrange(1 << 12))), _guards(rng), rng.random() < 0.3]
     which = [rng.choice((384, 384, 384, 48, 0)), rng.randrange(4), rng.randrange(1, 5), runs, rng.random() < 0.3]
     return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
+
+
+def _locate(rng: random.Random) -> list[Any]:
+    count = rng.choice((1, 2, 2, 8, 4096, 4097))
+    near = [rng.choice((0, 1, 2**12, 2**47, 2**64 - 1, rng.randrange(2**48))) for _ in range(min(count, 8))]
+    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + bytes(8 * (count - len(near))), _id(rng)]
+
+
+def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
+    """Return an answer to request ``number``, about ``count`` addresses, that could be meant."""
+    ids = struct.pack(f"<{count}Q", *(rng.randrange(9) for _ in range(count)))
+    tensors = struct.pack(f"<{count}I", *(rng.randrange(5) for _ in range(count)))
+    offsets = struct.pack(f"<{count}Q", *(rng.choice((0, 48, 2**40, 2**63, 2**64 - 1)) for _ in range(count)))
+    return ["located", number, ids, tensors, offsets]
 
 
 def geometry(rng: random.Random) -> list[Any]:
@@ -196,6 +220,8 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "goodbye": (2, lambda rng: ["goodbye", _id(rng)]),
     "farewell": (2, lambda rng: ["farewell", _id(rng)]),
     "stay": (2, lambda rng: ["stay"]),
+    "locate": (6, _locate),
+    "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
     "verify": (6, _verify),
     "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
 }
