@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.support.ends import ChildEnd, End, LocalEnd
-from tests.support.world import World, cluster_info, residue, settled
+from tests.support.world import World, baseline, cluster_info, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
+def pytest_sessionfinish() -> None:
+    """Show the collector everything again: pytest collects at its end, and fails the run for what complains then."""
+    gc.unfreeze()
+
+
+def _baseline(world: World) -> dict[str, Any]:
+    return baseline()
 
 
 def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def local_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.fixture
 def end() -> Iterator[LocalEnd]:
     """One end in this process, for what needs no peer; afterwards nothing may be left."""
-    before = residue()
+    before = baseline()
     end = LocalEnd("alone")
     yield end
     end.stop()
@@ -115,7 +120,7 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
         ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
     else:
         ends = request.getfixturevalue("children")
-    before = [end.do(_residue) for end in ends]
+    before = [end.do(_baseline) for end in ends]
     yield Pair(*ends, transport)
     # The decoder first: it is the one that linked.
     for end in reversed(ends):
