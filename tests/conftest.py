@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,6 +74,13 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
     yield ends
     for end in ends:
         end.close()
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """An empty folder for sockets, whose path is short: with a socket's name behind it, it has 108 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="sockets-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(params=TRANSPORTS)
