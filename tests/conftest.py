@@ -31,6 +31,18 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests ran between hosts: a run that skipped them looks green otherwise.
+
+    Here and not beside them: where several processes run the tests, the one that reports reads only this file.
+    """
+    counts = {
+        outcome: sum("/hosts/" in report.nodeid for report in terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error", "xfailed", "skipped")
+    }
+    terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+
+
 def _baseline(world: World) -> dict[str, Any]:
     return baseline()
 
@@ -70,7 +82,7 @@ class Pair:
 @pytest.fixture(scope="session")
 def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
     """Two child processes for the whole run; every test starts and stops its LLMDataDist in them."""
-    ends = ChildEnd("prompt"), ChildEnd("decoder")
+    ends = ChildEnd("prompt", fresh=True), ChildEnd("decoder", fresh=True)
     yield ends
     for end in ends:
         end.close()
