@@ -35,6 +35,8 @@ _ROOT = Path(__file__).parent.parent.parent
 _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16
 _ANSWER_SECONDS: Final = 60.0
+#: Among them what the library imports late.
+_FIRST: Final = ("llm_datadist.engine", "llm_datadist.cache_manager", "tests.support.linking", "tests.support.moves")
 
 
 class Forked:
@@ -108,7 +110,7 @@ class Nursery:
             return None  # some of it is read when modules are imported
         ours, theirs = socket.socketpair()
         with theirs:
-            new = sorted(self.modules - self._imported)
+            new = sorted(self.modules - self._imported - {"__main__"})
             self._imported |= self.modules
             socket.send_fds(self._ours, ["\n".join([name, *new]).encode()], [pipe.fileno(), theirs.fileno()])
         return Forked(int(self._ours.recv(64)), ours)
@@ -123,7 +125,7 @@ class Nursery:
 
 def _main(control: socket.socket) -> None:
     """Fork what is asked for, and say how each ended, until the test's side is gone."""
-    _import(["tests.support.linking", "tests.support.moves"])
+    _import(_FIRST)
     waiting: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: (pid, where to say how it ended)
     poll = select.poll()
     poll.register(control, select.POLLIN)
