@@ -26,6 +26,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Do so again after each file, for tests that look with other eyes than :func:`tests.support.world.baseline`."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """Show the collector everything again: pytest collects at its end, and fails the run for what complains then."""
     gc.unfreeze()
