@@ -5,6 +5,8 @@ An independent implementation of the LLM-DataDist interface; docs/architecture.m
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llm_datadist.config import LLMConfig, LlmConfig
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
@@ -26,6 +28,12 @@ from llm_datadist.types import (
     TransferWithCacheKeyConfig,
 )
 
+if TYPE_CHECKING:
+    from llm_datadist.kv_cache import KvCache
+    from llm_datadist.kv_cache_manager import KvCacheManager
+    from llm_datadist.tasks import CacheTask
+    from llm_datadist.tensor import Tensor, TensorDesc
+
 __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     # one end of the links
     "LLMDataDist",
@@ -36,8 +44,9 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     # caches and their keys
     "CacheDesc",
     "Cache",
-    "CacheKey",
+    "KvCache",
     "BlocksCacheKey",
+    "CacheKey",
     "CacheKeyByIdAndIndex",
     "DataType",
     "Placement",
@@ -46,6 +55,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     "Memtype",
     "RegisterMemStatus",
     # layer-wise transfer
+    "CacheTask",
     "LayerSynchronizer",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
@@ -53,4 +63,35 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     "LLMException",
     "LLMStatusCode",
     "Status",
+    # the KvCacheManager mode
+    "KvCacheManager",
+    "Tensor",
+    "TensorDesc",
 ]
+
+#: All but the last three, which the original has in a package of its own.
+v2_list = __all__[:23]
+
+#: Loaded when they are first asked for: most programs use one of the two managers, and no layer-wise task.
+_LATE = {
+    "CacheTask": "llm_datadist.tasks",
+    "KvCache": "llm_datadist.kv_cache",
+    "KvCacheManager": "llm_datadist.kv_cache_manager",
+    "Tensor": "llm_datadist.tensor",
+    "TensorDesc": "llm_datadist.tensor",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of ``_LATE``; any other one is no attribute of the package."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(_LATE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
