@@ -22,6 +22,8 @@ class CacheManager(MemoryCalls, LocalCalls, RemoteCalls):
     The calls are documented where they are written: memory (``managers/memory.py``), copies inside the process
     (``managers/local.py``), transfers (``managers/remote.py``). After ``finalize`` every method raises ``StateError``
     with ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist has been initialised again: that made a new manager.
+
+    Source: API §6.0.
     """
 
     @staticmethod
