@@ -84,6 +84,11 @@ class Suite:
             self._texts[test] = f"{test}\n" + "\n".join(self._reach(path, function.partition(".")[0], set()))
         return re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", self._texts[test]) is not None
 
+    def mentioning(self, name: str) -> list[str]:
+        """Return the tests that mention ``name``, those first that have it in their own name."""
+        found = [test for test in self.names if self.mentions(test, name)]
+        return sorted(found, key=lambda test: name not in test.rpartition("::")[2])
+
     def _reach(self, path: str, name: str, seen: set[tuple[str, str]]) -> list[str]:
         """Return the text of a definition and of every definition in tests/ that it names."""
         module = self._modules.get(path)

@@ -174,12 +174,14 @@ def _tests(row: Row) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the page and say what is missing."""
+    """Write the page, say what is missing, and which tests could fill it."""
     tests = Suite(ROOT)
     sections = load(ENTRIES.read_text(), tests)
     PAGE.write_text(render(sections))
     for line in [*gaps(sections), *mistakes(sections, tests)]:
         print(line)
+    for row in (row for section in sections for row in section.rows if row.mention and not row.tests):
+        print(f"{row.entry} is mentioned by {', '.join(tests.mentioning(row.mention)[:5]) or 'no test'}")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,12 @@ def test_code_2_status_maps_unnamed_codes_to_failed(native_only: int) -> None:
     assert code_2_status(native_only) is LLMStatusCode.LLM_FAILED
 
 
+@pytest.mark.parametrize("value", ["0", None, 0.5, [], LLMStatusCode])
+def test_code_2_status_of_what_is_no_number_is_failed(value: object) -> None:
+    assert code_2_status(value) is LLMStatusCode.LLM_FAILED  # type: ignore[arg-type]
+    assert not Status(value).is_ok()  # type: ignore[arg-type]
+
+
 def test_status_says_whether_it_is_ok() -> None:
     assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()
     assert not Status(LLMStatusCode.LLM_TIMEOUT).is_ok()
