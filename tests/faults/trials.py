@@ -201,9 +201,8 @@ class Trials:
             if ended.outcome != "success":
                 yield f"nothing happened to its source, and it ended with {ended.outcome}: {ended.text}"
             return
-        # Over lanes a reader may have got all that it still lacked from its own socket, and a push that finds its key
-        # bound anew may go to the new cache, all of it.
-        if ended.outcome == "success" and not (by_lanes and (self.reading or way == "rebind")):
+        # Over lanes a reader may have got all that it still lacked from its own socket.
+        if ended.outcome == "success" and not (by_lanes and self.reading):
             yield "it was inside the copy when its memory was taken back, and succeeded"
         if self.reading:
             if taken.reused != (way != "remove"):

@@ -170,6 +170,14 @@ def test_every_class_survives_pickle_and_copy(kind: type[LLMException]) -> None:
         assert (again.status_code, again.peer, again.phase) == (LLMStatusCode.LLM_LINK_BUSY, 2**64 - 1, "copy")
 
 
+def test_a_restated_exception_carries_the_other_status_and_all_else() -> None:
+    error = DeadlineExceeded("late", phase="copy", budget_ms=5.0, peer=7)
+    error.restate(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+    assert error.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    assert (str(error), error.phase, error.budget_ms, error.peer) == ("late", "copy", 5.0, 7)
+    assert DeadlineExceeded("late").status_code is LLMStatusCode.LLM_TIMEOUT
+
+
 def test_own_fields_survive_pickle() -> None:
     memory = OutOfMemory("full", pool="device", requested=3, free=2, largest_hole=1, quarantined=4)
     again = pickle.loads(pickle.dumps(memory))

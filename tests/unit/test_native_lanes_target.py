@@ -11,7 +11,7 @@ import pytest
 
 from llm_datadist.memory import GuardTable
 from llm_datadist.native import Ending, LaneEngine, LaneLost, ReadAsked, Served, WriteAsked, plan_row
-from llm_datadist.native.lanes import ABORTED, CHANGED, LOST, MISFIT
+from llm_datadist.native.lanes import ABORTED, CHANGED, LOST, MISFIT, TORN
 
 from . import twin
 from .lane_ends import (
@@ -152,8 +152,8 @@ def test_a_write_whose_guard_changes_on_its_way_is_not_good(engine: LaneEngine, 
         wait_for(lambda: memory[0] == 9)
         guards.advance(guard.slot)
         wire.sock.sendall(bytes([9]) * (BIG - 1))
-        assert wire.result()[:2] == (5, CHANGED)
-        assert next_event(engine, Served) == Served(wire.lane, 5, CHANGED, 0)
+        assert wire.result()[:2] == (5, TORN)
+        assert next_event(engine, Served) == Served(wire.lane, 5, TORN, 0)
 
 
 def write_is_good(engine: LaneEngine, wire: Wire, id: int) -> None:
@@ -289,9 +289,9 @@ def test_quiesce_takes_memory_from_under_a_running_write(engine: LaneEngine) -> 
         wait_for(lambda: memory[1] == 9)
         engine.quiesce(4)
         wire.sock.sendall(bytes([9]) * (BIG - 2))
-        assert wire.result()[:2] == (5, ABORTED)
+        assert wire.result()[:2] == (5, TORN)
         assert not memory[2:].any()
-        assert next_event(engine, Served) == Served(wire.lane, 5, ABORTED, 0)
+        assert next_event(engine, Served) == Served(wire.lane, 5, TORN, 0)
         write_is_good(engine, wire, 6)
 
 

@@ -141,7 +141,7 @@ public:
         sender_.quiesce(tag);
         if (!accepted_ || accepted_->grant.tag != tag) return;
         detach(*accepted_->grant.payload);
-        accepted_->status = aborted;
+        accepted_->status = torn;
     }
 
     // Fails everything that is on the lane.
@@ -228,7 +228,7 @@ private:
         if (accepted_) {
             Accepted accepted = std::move(*accepted_);
             accepted_.reset();
-            if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = changed;
+            if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = torn;
             answer_write(accepted.grant.id, accepted.status, accepted.status == good ? incoming_.payload_bytes : 0);
         }
         receiver_.expect_header();

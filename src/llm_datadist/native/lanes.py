@@ -22,6 +22,7 @@ __all__ = [
     "CHANGED",
     "LOST",
     "MISFIT",
+    "TORN",
     "Ending",
     "LaneEngine",
     "LaneEvent",
@@ -34,14 +35,16 @@ __all__ = [
 ]
 
 CHANGED: Final = 1
-"""Status of a job whose target's guard changed: the bytes are not to be used."""
+"""Status of a job whose target's guard had changed: what was read is not to be used, of a write nothing is there."""
 ABORTED: Final = 2
-"""Status of a job whose target took the memory back by :meth:`LaneEngine.quiesce`."""
+"""Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
 
 LOST: Final = 3
 """Status of a granted job whose lane ended."""
 MISFIT: Final = 4
 """Status of a write whose payload is not of the size of what was granted."""
+TORN: Final = 5
+"""Status of a write whose guard changed, or whose memory was taken back, after it was granted: part may be there."""
 
 _NEVER: Final = 2**63 - 1
 
@@ -61,8 +64,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         ending: How it ended.
-        code: What the target said, where it did: its own code, :data:`CHANGED` or :data:`ABORTED`. :data:`LOST` where
-            giving the job up cost its lane. Else 0.
+        code: What the target said, where it did: its own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`.
+            :data:`LOST` where giving the job up cost its lane. Else 0.
         nbytes: Bytes that moved at this end.
         text: Why, in one line.
     """
@@ -108,7 +111,7 @@ class Served:
     """A granted request has ended; each grant is followed by exactly one of these.
 
     Attributes:
-        status: 0 for good, else :data:`CHANGED`, :data:`ABORTED`, :data:`LOST` or :data:`MISFIT`.
+        status: 0 for good, else :data:`CHANGED`, :data:`ABORTED`, :data:`LOST`, :data:`MISFIT` or :data:`TORN`.
         nbytes: Bytes that moved for it, 0 unless good.
     """
 

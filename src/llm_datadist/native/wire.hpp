@@ -32,10 +32,11 @@ enum class Kind : std::uint8_t { read = 1, data = 2, write = 3, result = 4 };
 // How a job ended for the memory of its target: the trailer of DATA, and codes of RESULT below any of the layer above.
 enum Status : std::uint32_t {
     good = 0,
-    changed = 1,  // a guard did not show what it had to: the bytes are not to be used
+    changed = 1,  // a guard did not show what it had to: the bytes of DATA are not to be used, of a WRITE none is in
     aborted = 2,  // the owner took its memory back
     lost = 3,     // the lane ended; never on the wire
     misfit = 4,   // the granted memory is not of the payload's size
+    torn = 5,     // changed or aborted after a WRITE was let in: some of its bytes may be in the memory
 };
 
 constexpr std::uint32_t lane_magic = 0x31444c44;  // "DLD1"
@@ -129,6 +130,7 @@ inline const char* text_of(Status status) {
         case good: return "";
         case changed: return "the memory was freed, bound again or unregistered: its guard has changed";
         case aborted: return "the owner of the memory took it back during the transfer";
+        case torn: return "the memory was freed, bound again or unregistered during the transfer: part of it is written";
         case misfit: return "the memory at the target is of another size than the payload";
         case lost: break;
     }

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.errors import (
     CacheMismatch,
-    CacheNotFound,
     LinkError,
     LLMException,
     LLMStatusCode,
@@ -24,7 +23,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 from llm_datadist.native import Ending, Outcome, check_plan
-from llm_datadist.native.lanes import CHANGED, LOST
+from llm_datadist.native.lanes import CHANGED, LOST, TORN
 from llm_datadist.transport.base import PRIVATE, Capabilities, Connection, MemoryChanged, Transfer, Window
 from llm_datadist.transport.exports import ADDRESS_SPACE
 from llm_datadist.transport.lanerequest import MAX_RUNS, encode_request
@@ -196,19 +195,18 @@ class TcpConnection(Connection):
                 done += self._give_up(started)
                 raise deadline.error(f"{what} ({done} of {total} bytes done)", "copy")
             if outcome.ending is not Ending.GOOD:
-                changed = outcome.ending is Ending.REFUSED and outcome.code == CHANGED
-                untouched = changed and done == 0 and self._all_refused(started, deadline)
+                untouched = done == 0 and _untouched(outcome) and self._all_untouched(started, deadline)
                 raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=untouched)
 
-    def _all_refused(self, started: list[_Part], deadline: Deadline) -> bool:
+    def _all_untouched(self, started: list[_Part], deadline: Deadline) -> bool:
         """Return True when every other part was refused too: on another lane one may have been in time."""
-        refused = True
+        untouched = True
         while started:
             part = started.pop(0)
             outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
             self._ended(part, outcome)
-            refused &= outcome.ending is Ending.REFUSED
-        return refused
+            untouched &= _untouched(outcome)
+        return untouched
 
     def _give_up(self, started: list[_Part]) -> int:
         """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
@@ -247,7 +245,7 @@ class TcpConnection(Connection):
         if outcome.ending is Ending.TRAILER:
             return TransferFailed(f"{what}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
-            return MemoryChanged(f"{what}: {outcome.text}", phase="copy") if untouched else _refusal(outcome, what)
+            return _refusal(outcome, what, untouched=untouched)
         # Whether the peer is lost, or only the lane, is for those to find out who know the link.
         return PeerLost(f"{what}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
@@ -255,12 +253,18 @@ class TcpConnection(Connection):
         self._lanes.shut(self._group)
 
 
-def _refusal(outcome: Outcome, what: str) -> LLMException:
+def _untouched(outcome: Outcome) -> bool:
+    """Return True for a refusal that came before the first byte."""
+    return outcome.ending is Ending.REFUSED and outcome.code != TORN
+
+
+def _refusal(outcome: Outcome, what: str, *, untouched: bool) -> LLMException:
     """Return the target's refusal as the exception a caller expects."""
     code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
-    kinds: dict[LLMStatusCode, type[LLMException]] = {
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
-        LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
-    }
     text = " ".join(f"{what}: the peer refused: {outcome.text}".splitlines())
-    return kinds.get(code, TransferFailed)(text, status_code=code, phase="copy")
+    if not untouched:
+        return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
+    if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        return MemoryChanged(text, phase="copy")
+    kind = CacheMismatch if code is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
+    return kind(text, status_code=code, phase="copy")

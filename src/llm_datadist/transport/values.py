@@ -65,7 +65,7 @@ class RemoteTensors(Tensors):
 class MemoryChanged(TransferFailed):
     """The owner says that the memory is not what was resolved any more.
 
-    Nothing was read. Of a write the owner says the same before the first byte and after the last.
+    It said so before the first byte: nothing was moved.
     """
 
 

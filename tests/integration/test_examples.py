@@ -1,0 +1,131 @@
+"""The examples as their user runs them: one command each, the bytes checked by the example, the exit status."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from tests.support.source import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLES: Final = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("_"))
+
+#: Part of what each prints, beside the last line; an example that is not here has to end well all the same.
+PRINTED: Final = {
+    "pull_blocks": (
+        r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",
+        r"decoder: swapped them out to host memory, and in again to blocks \[2, 3\]",
+    ),
+    "pull_cache": (
+        "decoder: pulled requests 0 and 1 into rows 0 and 1",
+        "decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST",
+        "prompt: 0 bytes of caches are left",
+    ),
+    "pull_from_cache_to_blocks": (r"decoder: pulled a row of 2\.5 blocks into blocks \[3, 0, 4\]; .*",),
+    "push_blocks": (
+        r"decoder: pushed blocks \[0, 1\] to \[0, 2\]",
+        "prompt: blocks 0 and 2 hold the decoder's zeros, block 1 is as it was",
+    ),
+    "push_cache": (
+        "decoder: pushed row 0 to row 1 of cache 1",
+        "prompt: row 1 holds what the decoder pushed, rows 0 and 2 are as they were",
+    ),
+    "v1_prompt_decoder": (
+        r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
+        r"decoder: copied block 2 to \[0, 1\], swapped \[2, 3\] out to host memory and in again to \[8, 9\]",
+        "decoder: pulled request 7 into row 0, copied it to row 1 of another cache",
+        "prompt: 0 bytes of rows are left",
+    ),
+    "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
+}
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+
+
+def _run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=_environment(), check=False)
+
+
+def _ids(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=_ids)
+def test_every_example_ends_well_and_says_what_it_did(script: Path) -> None:
+    done = _run(script)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    *lines, last = done.stdout.splitlines()
+    assert last == f"{script.stem}: OK"
+    missing = [text for text in PRINTED.get(script.stem, ()) if not any(re.fullmatch(text, line) for line in lines)]
+    assert missing == [], done.stdout
+    assert 0 < len(lines) <= 12, "a few lines"
+
+
+def test_the_page_lists_every_example_and_no_other() -> None:
+    listed = re.findall(r"^\| `python examples/(\w+)\.py", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [script.stem for script in EXAMPLES]
+    assert PRINTED.keys() <= {script.stem for script in EXAMPLES}
+
+
+def test_the_roles_start_one_by_one_as_on_two_machines() -> None:
+    with socket.socket() as picked:
+        picked.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{picked.getsockname()[1]}"
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/push_blocks.py"), "--meet", meet, "--role"]
+    # The decoder first: it has to wait for the prompt.
+    ends = [
+        subprocess.Popen([*command, role], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment())
+        for role in ("decoder", "prompt")
+    ]
+    try:
+        said = [end.communicate(timeout=60) for end in ends]
+    finally:
+        for end in ends:
+            end.kill()
+            end.communicate()
+    assert [(end.returncode, error) for end, (_, error) in zip(ends, said, strict=True)] == [(0, b""), (0, b"")]
+    assert said[0][0].startswith(b"decoder: pushed")
+    assert said[1][0].startswith(b"prompt: blocks 0 and 2")
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("raise SystemExit('nothing came')", "nothing came"),
+        ("same('block 3', [1, 2, 3], [1, 2, 4])", "block 3: wrong bytes arrived"),
+        ("import os; os.kill(os.getpid(), 9)", ""),
+    ],
+)
+def test_a_role_that_fails_fails_the_example_and_ends_the_others(tmp_path: Path, body: str, complaint: str) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "from _common import run_roles, same\n"
+        "def waits(end):\n"
+        "    end.exchange()\n"
+        "def fails(end):\n"
+        f"    {body}\n"
+        "run_roles(__file__, {'waits': waits, 'fails': fails})\n"
+    )
+    done = _run(script)
+    assert done.returncode == 1
+    assert re.search(r"^wrong: FAILED: (waits|fails) ended with -?\d+$", done.stdout, re.MULTILINE), done.stdout
+    assert complaint in done.stderr
+
+
+def test_a_role_needs_to_know_where_to_meet() -> None:
+    done = _run(EXAMPLES[0], "--role", "prompt")
+    assert done.returncode == 2
+    assert "--role needs --meet" in done.stderr
