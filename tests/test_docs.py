@@ -37,7 +37,7 @@ _MEMBER: Final = re.compile(r"^([A-Z]\w*)\.(\w+)$")
 _CLASS: Final = re.compile(r"^[A-Z]\w*[a-z]\w*$")
 _SNAKE: Final = re.compile(r"^[a-z][a-z0-9]*(?:_[a-z0-9]+)+$")
 #: What the pages say does not exist yet.
-_NOT_YET: Final = {"KvCacheManager", "query_register_mem_status", "switch_role", "transfer_cache_async"}
+_NOT_YET: Final = {"KvCacheManager", "transfer_cache_async"}
 
 
 @cache
@@ -309,8 +309,6 @@ def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused()
     for_later = {
         options.GLOBAL_RESOURCE,
         options.BUF_POOL,
-        options.LINK_TOTAL_TIME,
-        options.LINK_RETRY_COUNT,
         options.SWITCH_ROLE,
         options.MEM_UTILIZATION,
     }

@@ -110,6 +110,10 @@ DATADIST: Final = {
     "link_clusters": "(self, clusters, timeout=3000)",
     "unlink_clusters": "(self, clusters, timeout=3000, force=False)",
     "check_link_status": "(self, remote_cluster_id)",
+    "link": "(self, comm_name, cluster_rank_info, rank_table)",
+    "unlink": "(self, comm_id)",
+    "query_register_mem_status": "(self, comm_id)",
+    "switch_role": "(self, role, switch_options=None)",
 }
 DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "kv_cache_manager"}
 
@@ -117,6 +121,7 @@ DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "kv_cache_manager"}
 DATADIST_EXTENSIONS: Final = {
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
+    "explain_communicator": "(self, comm_id)",
     "check_integrity": "(self)",
     "link_clusters_async": DATADIST["link_clusters"],
     "unlink_clusters_async": DATADIST["unlink_clusters"],

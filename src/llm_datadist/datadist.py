@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 from llm_datadist.checks import check_type, check_uint64
 from llm_datadist.errors import LLMException
 from llm_datadist.instance.asynchronous import AwaitedLinks
+from llm_datadist.instance.communicators import CommunicatorLinks
 from llm_datadist.instance.managers import Managed
 from llm_datadist.instance.observe import Observed
+from llm_datadist.instance.roles import Switching
 from llm_datadist.instance.v1links import V1Links
 from llm_datadist.log import logger
 from llm_datadist.options import Options
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["LLMDataDist"]
 
 
-class LLMDataDist(Managed, AwaitedLinks, V1Links, Observed):
+class LLMDataDist(Managed, AwaitedLinks, V1Links, CommunicatorLinks, Switching, Observed):
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    The calls that link are documented in ``instance/clusters.py`` and ``instance/v1links.py``, the managers of caches
-    in ``instance/managers.py``, the extensions that tell what is going on in ``instance/observe.py``. Objects are
+    The calls that link are documented in ``instance/clusters.py``, ``instance/v1links.py`` and, for rank tables,
+    ``instance/communicators.py``, ``switch_role`` in ``instance/roles.py``, the managers of caches in
+    ``instance/managers.py``, the extensions that tell what is going on in ``instance/observe.py``. Objects are
     independent; several may live in one process (R20). Any thread may call any method, except that ``finalize`` must
     be alone (API §11).
 

@@ -6,20 +6,24 @@ for, so a manager of an earlier ``init`` is recognised as stale (R21).
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
 from llm_datadist.cache.census import census
 from llm_datadist.caches import CacheStore
+from llm_datadist.control.communicator import Plan
 from llm_datadist.control.handshake import Identity
 from llm_datadist.control.links import LinkManager
 from llm_datadist.control.listener import bind
 from llm_datadist.control.loop import ControlLoop
-from llm_datadist.errors import StateError
+from llm_datadist.control.ranktable import RankTable
+from llm_datadist.errors import LinkError, StateError
 from llm_datadist.grants import Grants
 from llm_datadist.lane_target import LaneMender, LaneTarget
 from llm_datadist.local import LocalCopies
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from llm_datadist.control.link import Link
     from llm_datadist.memory.device import Device
     from llm_datadist.options import Options
+    from llm_datadist.types import LLMRole
 
 __all__ = ["Engine"]
 
@@ -158,6 +163,69 @@ class Engine:
             on_tick=self._on_tick,
         )
 
+    def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        """Begin to link the members of a rank table; return the communicator's id.
+
+        Raises:
+            ParamError: The table is malformed, or does not say where a member is.
+            LinkRefused: It cannot be begun.
+        """
+        table = RankTable.parse(rank_table)
+        addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
+        options = self.options
+        plan = Plan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
+        return self.links.communicators.open(plan)
+
+    def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
+        """Take another role, and listen there or no more (API §3.6).
+
+        Raises:
+            StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
+            LinkError: The new address cannot be bound; the old listener goes on.
+        """
+        self.links.settle_partings()
+        self.links.refuse_if_linked()
+        now = self.links.listen_address
+        same = now is None if listen is None else now is not None and listen in (now, self.options.listen)
+        if not same:
+            self._listen_at(listen, now)
+        self.options = replace(self.options, role=role, listen=listen)
+
+    def _listen_at(self, wanted: tuple[str, int] | None, now: tuple[str, int] | None) -> None:
+        """Bind the new address before the old one is given up, where the two can be bound at once."""
+        if wanted is None:
+            self.links.listen(None)
+            return
+        try:
+            listening = bind(wanted)
+        except LinkError as error:
+            busy = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if now is None or now[1] != wanted[1] or not busy:
+                raise
+            listening = self._bind_in_place(wanted, now)
+        try:
+            self.links.listen(listening)
+        except StateError:
+            listening.close()
+            raise
+        _warn_if_open(self.links.listen_address)
+
+    def _bind_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> socket.socket:
+        """The new address shares the port with our own old one, and one of them stands for all: first close that."""
+        self.links.listen(None)
+        try:
+            return bind(wanted)
+        except LinkError as error:
+            try:
+                self.links.listen(bind(now))
+            except LinkError as again:
+                self.options = replace(self.options, listen=None)
+                raise LinkError(
+                    f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
+                    status_code=error.status_code,
+                ) from error
+            raise
+
     def close(self) -> None:
         """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""
         if not self.alive:
@@ -195,6 +263,7 @@ class Engine:
             swap=self._swap.statistics(),
             links=self.links.statistics(),
             redials=self.links.redials(),
+            communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
         )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheStatistics",
+    "CommunicatorStatistics",
     "KeyStatistics",
     "LinkStatistics",
     "Meters",
@@ -105,6 +106,27 @@ class RedialStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class CommunicatorStatistics:
+    """One ``link()``: how far it has come. Also what ``explain_communicator()`` returns.
+
+    Attributes:
+        comm_id: What ``link()`` returned.
+        name: The communicator's name.
+        status: ``PREPARING``, ``OK`` or ``FAILED``.
+        reason: Why it failed; while it is preparing, the last thing that stood in the way.
+        members: Cluster ids of all members, this end's own too, in the order of their ranks.
+        waiting_for: Cluster ids of the members that have not joined.
+    """
+
+    comm_id: int
+    name: str
+    status: str
+    reason: str
+    members: tuple[int, ...]
+    waiting_for: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
 
@@ -119,6 +141,7 @@ class Statistics:
         swap: The engine of swap_blocks.
         links: Every link.
         redials: Links that were lost and are being dialled again.
+        communicators: What ``link()`` made and ``unlink()`` has not given up.
         operations: Totals per operation.
     """
 
@@ -132,6 +155,7 @@ class Statistics:
     swap: SwapStatistics
     links: tuple[LinkStatistics, ...]
     redials: tuple[RedialStatistics, ...]
+    communicators: tuple[CommunicatorStatistics, ...]
     operations: tuple[OperationStatistics, ...]
 
 

@@ -20,6 +20,7 @@ from llm_datadist.control.messages import (
     Beat,
     Guarded,
     Hello,
+    Meeting,
     Message,
     Resolved,
     decode,
@@ -29,8 +30,8 @@ from llm_datadist.control.messages import (
 from llm_datadist.errors import ProtocolError
 from llm_datadist.transport import RegionDescriptor
 
-#: Everything that may be a frame: Guarded only travels inside a Resolved.
-KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded}, key=lambda kind: kind.__name__)
+#: Everything that may be a frame: Guarded only travels inside a Resolved, Meeting inside a Hello.
+KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded, Meeting}, key=lambda kind: kind.__name__)
 
 _U64 = st.integers(0, 2**64 - 1)
 _ID = st.integers(0, 2**63 - 1)
@@ -77,6 +78,15 @@ _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
     "regions": st.binary(max_size=64),
     "offsets": st.binary(max_size=64),
     "guards": st.lists(st.builds(Guarded, _ID, _U64), max_size=4),
+    "meeting": st.none()
+    | st.builds(
+        Meeting,
+        _TEXT.filter(bool),
+        st.lists(st.tuples(_U64, st.integers(0, 2**32 - 1)), max_size=4),
+        _FIXED,
+        _FIXED,
+    ),
+    "present": st.booleans(),
 }
 
 
@@ -245,4 +255,5 @@ def test_a_hello_holds_nothing_that_is_not_announced() -> None:
         "cookie_address",
         "exports",
         "transport",
+        "meeting",
     )

@@ -41,7 +41,7 @@ from llm_datadist.transport.connect import LANES_PER_LINK, Claim, LaneDialer, Op
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist.control.messages import Message
+    from llm_datadist.control.messages import Meeting, Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.errors import LinkError
     from llm_datadist.transport import Choice, PeerMemory
@@ -114,7 +114,7 @@ class _Wire:
             # The timeout set above has no number; ETIMEDOUT is the network's own verdict.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise self._deadline.error(self._what, phase) from error
-            raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}") from error
+            raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}", phase=phase) from error
 
 
 class Dial:
@@ -124,12 +124,14 @@ class Dial:
 
     Args:
         again: The incarnation that must answer, when a lost link is dialled again.
+        meeting: The communicator that this is for, and that must be known there; None: ``link_clusters`` asks.
 
     Attributes:
         peer: Who answered.
         connection: The data connection, open.
         choice: Its transport, and why.
         address: Where it dials.
+        by_table: True when it is for a communicator.
     """
 
     peer: Peer
@@ -145,10 +147,13 @@ class Dial:
         deadline: Deadline,
         *,
         again: bytes | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
         self.address = address
+        self.by_table = meeting is not None
         self._again = again
+        self._meeting = meeting
         self._identity = identity
         self._exports = exports
         self._lanes = lanes
@@ -194,9 +199,12 @@ class Dial:
             self.connection = opening.open(self._lanes, group, writable=self._exports.writable, redial=dialer.dial)
             self.choice = opening.choice
 
-    def settle(self, sequence: int) -> int:
-        """Steps 4 to 6: tell the choice and this end's number, return the target's."""
-        self._wire.send(frame(Met(self.choice.name, self.choice.reason[:4000], sequence)))
+    def settle(self, sequence: int, *, present: bool = False) -> int:
+        """Steps 4 to 6: tell the choice and this end's number, return the target's.
+
+        ``present``: the link with that number is to be used, not this one.
+        """
+        self._wire.send(frame(Met(self.choice.name, self.choice.reason[:4000], sequence, present)))
         return self._wire.receive(Linked).sequence
 
     def take(self) -> tuple[socket.socket, bytes]:
@@ -229,6 +237,7 @@ class Dial:
             cookie_address=self._exports.guards.segment.address,
             exports=self._exports.descriptors(),
             transport=mine.transport,
+            meeting=self._meeting,
         )
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:

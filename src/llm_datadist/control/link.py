@@ -46,6 +46,8 @@ class Link:
         address: Where this end dialled it; None at the other end.
         redialled: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
             may still claim it.
+        by_table: True when communicators of both ends made it, and ``link_clusters`` of neither.
+        open: False while no communicator that it was made for is OK: operations of this end may not use it yet.
         last_heard: When something came from the peer, on the monotonic clock.
         last_pong: Number of the last :meth:`ping` that was answered.
         located: Caches of this end that the peer knows by address, and may write; belongs to the transfer layer.
@@ -64,6 +66,8 @@ class Link:
         self.peer_sequence = peer_sequence
         self.address: tuple[str, int] | None = None
         self.redialled = False
+        self.by_table = False
+        self.open = True
         self.kept: dict[Any, Any] = {}
         self.located: set[int] = set()
         self.channel: Channel | None = None
@@ -115,13 +119,13 @@ class Link:
         """Count this link as the one that ``link_clusters`` asked for, which began when ``since`` was the newest one.
 
         Raises:
-            AlreadyLinked: It was not made meanwhile, nor by a redial that nobody has claimed, nor are both ends to
-                link (``mutual``).
+            AlreadyLinked: It was not made meanwhile, nor by a redial that nobody has claimed, nor for a communicator
+                that is not ready, nor are both ends to link (``mutual``).
         """
         made_meanwhile = self.sequence > since and not self.dialled
-        if self.asked_for or not (made_meanwhile or mutual or self.redialled):
+        if self.asked_for or not (made_meanwhile or mutual or self.redialled or not self.open):
             raise self.already()
-        self.asked_for = True
+        self.asked_for = self.open = True
 
     def already(self) -> AlreadyLinked:
         """Build the error for a call that asks for a second link."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.beats import Beats
 from llm_datadist.control.channel import Channel
-from llm_datadist.control.handshake import Dial
+from llm_datadist.control.communicators import Communicators
+from llm_datadist.control.dialling import Dialling
 from llm_datadist.control.link import Link, Peer
 from llm_datadist.control.listener import Listener
 from llm_datadist.control.machine import LinkState
@@ -28,13 +29,7 @@ from llm_datadist.control.parting import give_up, on_goodbye, reply
 from llm_datadist.control.redial import Redialler
 from llm_datadist.control.rivals import Rivals
 from llm_datadist.control.table import LinkTable
-from llm_datadist.errors import (
-    DeadlineExceeded,
-    LinkRefused,
-    LLMStatusCode,
-    NotLinked,
-    ProtocolError,
-)
+from llm_datadist.errors import LinkRefused, LLMStatusCode, NotLinked, ProtocolError, StateError
 from llm_datadist.log import logger
 from llm_datadist.transport.samehost import SameHostListener
 
@@ -43,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from llm_datadist.control.handshake import Identity
+    from llm_datadist.control.listener import Door
     from llm_datadist.control.loop import ControlLoop
-    from llm_datadist.control.redial import Redial
     from llm_datadist.deadline import Deadline
     from llm_datadist.metrics import LinkStatistics, RedialStatistics
     from llm_datadist.transport import Choice
@@ -54,11 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkManager"]
 
-#: When both ends dialled at once, the one that gave way looks that often for the other's link.
-_CROSSING_POLL_SECONDS: Final = 0.05
+#: Whoever has said goodbye, and was answered, closes next.
+_PARTING_SECONDS: Final = 1.0
 
 
-class LinkManager:
+class LinkManager(Dialling):
     """Owns the listener, the same-host rendezvous and all links.
 
     Callers' threads link, unlink and look links up; the control thread accepts, dispatches, beats and breaks. Links
@@ -69,6 +64,9 @@ class LinkManager:
         on_end: Called once for every link that ended, after its last message was dispatched.
         on_tick: Called every beat.
         peer_timeout: Seconds of silence after which a peer counts as dead.
+
+    Attributes:
+        communicators: The links that rank tables ask for.
     """
 
     def __init__(
@@ -103,6 +101,7 @@ class LinkManager:
         self._rivals = Rivals(self._table, self._end)
         self._redialler = Redialler(self._dial_again, lambda cluster_id: self._usable(cluster_id) is not None)
         self._beats = Beats(control, self._table.all, self._end, on_tick, peer_timeout)
+        self.communicators = Communicators(self, control, identity.cluster_id)
 
     # --- start and stop: init and finalize -------------------------------------------------------------------------
 
@@ -114,13 +113,18 @@ class LinkManager:
     def _start(self, listening: socket.socket | None) -> None:
         self._rendezvous.start(self._control.loop)
         if listening is not None:
-            self._listener = Listener(
-                self._control, listening, self._identity, self._exports, self._rendezvous, self._lanes, self
-            )
+            self._listener = self.listener_for(None, listening)
         self._beats.start()
+
+    def listener_for(self, door: Door | None, listening: socket.socket) -> Listener:
+        """Return a listener on a bound socket, which its owner closes. On the control thread."""
+        return Listener(
+            self._control, listening, self._identity, self._exports, self._rendezvous, self._lanes, self, door
+        )
 
     def stop(self, reason: str) -> None:
         """End every link without a word to the peers (API §3.2), then the listener and the rendezvous."""
+        self.communicators.stop()
         self._redialler.stop()
         for link in self._table.close():
             link.begin_unlink()
@@ -141,6 +145,7 @@ class LinkManager:
         """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
         self._rendezvous.close()
         self._redialler.abandon()
+        self.communicators.abandon()
         if self._listener is not None:
             self._listener.abandon()
         for link in self._table.snapshot():
@@ -152,6 +157,35 @@ class LinkManager:
         """Where this process listens, with the port that was picked; None when it does not."""
         return self._listener.address if self._listener is not None else None
 
+    def listen(self, listening: socket.socket | None) -> None:
+        """Take another listening socket in the place of the one there is; None: listen no more.
+
+        Raises:
+            StateError: There is a link, or one is on its way (``LLM_EXIST_LINK``): nothing has changed, and the socket
+                is still the caller's.
+        """
+        self._control.call(self._listen, listening)
+
+    def _listen(self, listening: socket.socket | None) -> None:
+        self.refuse_if_linked()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None if listening is None else self.listener_for(None, listening)
+
+    def settle_partings(self) -> None:
+        """Wait a moment for the ends of links whose peer has said goodbye: they are on their way. A caller's thread."""
+        self._table.wait(lambda: not any(link.parted for link in self._table.snapshot()), _PARTING_SECONDS)
+
+    def refuse_if_linked(self) -> None:
+        """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
+        there = [f"the link to {link.peer}" for link in self.all() if not link.ended]
+        there += self.communicators.preparing()
+        if there:
+            raise StateError(
+                f"{', '.join(there[:3])}{' and others' if len(there) > 3 else ''} must be unlinked first",
+                status_code=LLMStatusCode.LLM_EXIST_LINK,
+            )
+
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def get(self, cluster_id: int) -> Link:
@@ -161,14 +195,19 @@ class LinkManager:
             NotLinked: There is none.
         """
         link = self._usable(cluster_id)
-        if link is None:
-            story = self._redialler.story(cluster_id) or "; link_clusters makes the link, from either side"
+        if link is None or not link.open:
+            story = self._redialler.story(cluster_id) or self.communicators.story(cluster_id)
+            story = story or "; link_clusters makes the link, from either side"
             raise NotLinked(f"cluster {cluster_id} is not linked{story}", peer=cluster_id)
         return link
 
     def _usable(self, cluster_id: int | None) -> Link | None:
         link = None if cluster_id is None else self._table.get(cluster_id)
         return link if link is not None and link.usable else None
+
+    def peek(self, cluster_id: int) -> Link | None:
+        """Return the link to a cluster, in whichever state; None without one. Takes no lock."""
+        return self._table.get(cluster_id)
 
     def all(self) -> list[Link]:
         """Return every link."""
@@ -185,106 +224,11 @@ class LinkManager:
     def check_integrity(self) -> None:
         """Raise AssertionError when the links contradict themselves or the table."""
         self._table.check_integrity()
+        self.communicators.check_integrity()
         for link in self.all():
             link.check_integrity()
 
-    # --- linking: a caller's thread --------------------------------------------------------------------------------
-
-    def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
-        """Link to the listener at ``address``; ``wanted`` None learns its cluster id (R28).
-
-        When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
-        a loss that a redial has already mended.
-
-        Args:
-            mutual: Both ends link explicitly (transfer backend hixl): a link that the peer made is no obstacle to
-                this end's first call.
-
-        Raises:
-            AlreadyLinked: There is a live link to that cluster.
-            DeadlineExceeded: Not done in time.
-            LinkRefused: Unreachable or refused, with the reason.
-        """
-        since = self._table.now()
-        silent = self._usable(wanted)
-        if silent is not None and self._rivals.answers(silent, deadline):
-            silent.claim(since, mutual=mutual)
-            return
-        try:
-            present = self._dial_until_linked(wanted, address, deadline, since)
-        except (DeadlineExceeded, LinkRefused):
-            if silent is not None and silent.usable:
-                raise silent.already() from None  # whoever cannot be reached twice is still linked
-            raise
-        if present is not None:
-            present.claim(since, mutual=mutual)
-
-    def _dial_until_linked(
-        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
-    ) -> Link | None:
-        """Make a link; return the one that there is already, when it was there first and its peer knows it."""
-        while True:
-            try:
-                present = self._dial(wanted, address, deadline)
-            except LinkRefused as error:
-                if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-                    raise
-                # Both ends dialled at once, and this one gives way: has the other come through? Else try again.
-                if not self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS):
-                    deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
-                continue
-            if present is None or self._rivals.answers(present, deadline):
-                return present
-            # The process lives, it has just answered, but it knows nothing of this link any more.
-            self._rivals.lose(present, "its peer answers new dials only", deadline)
-
-    def _is_new(self, cluster_id: int | None, since: int) -> bool:
-        link = self._usable(cluster_id)
-        return link is not None and link.sequence > since
-
-    def _dial(
-        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, again: Redial | None = None
-    ) -> Link | None:
-        """Make one link; return the one that there is already, when it was there first."""
-        incarnation = None if again is None else again.peer.incarnation
-        with Dial(address, self._identity, self._exports, self._lanes, deadline, again=incarnation) as dial:
-            if again is not None:
-                again.begin(dial)
-            dial.greet(wanted)
-            self._rivals.replace(dial.peer, deadline)
-            number = self._table.commit(dial.peer, deadline)
-            if isinstance(number, Link):
-                return number
-            try:
-                self._install_dialled(dial, number, dial.settle(number), again)
-            finally:
-                self._table.withdraw(dial.peer)
-        return None
-
-    def _dial_again(self, again: Redial, deadline: Deadline) -> None:
-        """One attempt of the redialler, on its thread."""
-        self._dial(None, again.address, deadline, again)
-        link = self._table.get(again.peer.cluster_id)
-        if again.cancelled and link is not None and link.redialled:
-            self._end(link, "unlinked", lost=False)
-
-    def _install_dialled(self, dial: Dial, number: int, peer_number: int, again: Redial | None) -> None:
-        link = Link(dial.peer, dial.connection, dial.choice, dialled=True, sequence=number, peer_sequence=peer_number)
-        link.address, link.redialled = dial.address, again is not None
-        link.asked_for = again is None
-        sock, leftover = dial.take()
-        link.ready(channel := self._channel(link, sock))
-        try:
-            old = self._table.install(link)
-        except LinkRefused:
-            link.end("finalized", lost=False)
-            raise
-        link.connection.begin(link)
-        channel.begin(leftover)
-        self._redialler.linked(link.peer.cluster_id)
-        if old is not None:
-            self._end(old, "replaced by a newer link", lost=True)
-        logger.info("linked to %s over %s: %s", link.peer, link.choice.name, link.choice.reason)
+    # --- both ways of becoming linked ------------------------------------------------------------------------------
 
     def _channel(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
         return Channel(
@@ -309,6 +253,8 @@ class LinkManager:
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
         link = Link(peer, connection, choice, dialled=False, sequence=0, peer_sequence=met.sequence)
         link.redialled = hello.redials
+        link.by_table = hello.meeting is not None
+        link.open = not link.by_table
         old = self._table.admit(link)
         # Usable here before the initiator hears of it, and it hears of it before anything else.
         channel = self._channel(link, sock, Linked(link.sequence))
@@ -320,6 +266,21 @@ class LinkManager:
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
+        try:
+            self.communicators.joined(hello)
+        except LinkRefused as error:
+            self._end(link, str(error), lost=False)
+
+    def recognise(self, hello: Hello) -> int:
+        """A communicator of the peer is to use the link that there is; return this end's number of it."""
+        link = self._usable(hello.cluster_id)
+        if link is None or link.peer.incarnation != hello.incarnation:
+            raise LinkRefused(
+                f"cluster {self._identity.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        self.communicators.joined(hello)
+        return link.sequence
 
     # --- unlinking: a caller's thread ------------------------------------------------------------------------------
 
@@ -346,6 +307,10 @@ class LinkManager:
                 self._end(back, "unlinked", lost=False)
         finally:
             self._redialler.cancel(cluster_id, deadline)  # what the loss of the link began meanwhile
+
+    def drop(self, link: Link, reason: str) -> None:
+        """End a link at once: operations that run on it fail. Any thread; the peer sees it end."""
+        self._end(link, reason, lost=False)
 
     # --- the control thread ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from llm_datadist.control.messages import (
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
     Hello,
+    Linked,
     Met,
     Refused,
     Welcome,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from llm_datadist.transport.lanes import LaneGroup, Lanes
     from llm_datadist.transport.samehost import PeerMemory, SameHostListener
 
-__all__ = ["Host", "Listener", "bind"]
+__all__ = ["Door", "Host", "Listener", "bind", "listening_socket"]
 
 _BACKLOG: Final = 128
 #: Strangers in the middle of a handshake; beyond, one makes room: the oldest of those who have not said who they are,
@@ -58,6 +59,33 @@ class Host(Protocol):
     ) -> None:
         """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
 
+    def recognise(self, hello: Hello) -> int:
+        """A communicator is to use the link that there is; return its number. Raises LinkError if there is none."""
+
+
+class Door(Protocol):
+    """Who is let in at a listener that is not open to everybody. All on the control thread."""
+
+    def check(self, hello: Hello) -> None:
+        """Raise LinkError unless this listener is there for that peer."""
+
+    def refused(self, hello: Hello, error: LLMException) -> None:
+        """A peer that said hello did not become a link."""
+
+
+def listening_socket(address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket; port 0 picks a free one. Raises OSError."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
 
 def bind(address: tuple[str, int]) -> socket.socket:
     """Return a listening socket; port 0 picks a free one.
@@ -65,19 +93,13 @@ def bind(address: tuple[str, int]) -> socket.socket:
     Raises:
         LinkError: The address cannot be bound (``LLM_FAILED``, API §3.1): the text names it.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
+        return listening_socket(address)
     except OSError as error:
-        sock.close()
         raise LinkError(
             f"listenIpInfo={address[0]}:{address[1]}: cannot listen there: {error.strerror or error}",
             status_code=LLMStatusCode.LLM_FAILED,
         ) from error
-    return sock
 
 
 class _Stream:
@@ -116,7 +138,10 @@ class _Stream:
 
 
 class Listener:
-    """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only."""
+    """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only.
+
+    With a ``door`` it is there for one communicator and lets nobody else in; without one it lets no communicator in.
+    """
 
     def __init__(
         self,
@@ -127,6 +152,7 @@ class Listener:
         rendezvous: SameHostListener,
         lanes: Lanes,
         host: Host,
+        door: Door | None = None,
     ) -> None:
         self._control = control
         self._sock = sock
@@ -135,6 +161,7 @@ class Listener:
         self._rendezvous = rendezvous
         self._lanes = lanes
         self._host = host
+        self._door = door
         #: The oldest first, as below.
         self._greetings: dict[socket.socket, None] = {}
         #: Those of them that have not said who they are.
@@ -214,13 +241,33 @@ class Listener:
             self._check(hello)
             await self._host.admit(hello)
             met, memory = await self._meet(stream, hello, group)
+            if met.present:
+                await self._recognise(stream, hello, memory, group)
+                return False
             self._settle(sock, stream, hello, met, memory, group)
         except BaseException as error:
             self._lanes.shut(group)
             if isinstance(error, LLMException):
-                await stream.send(Refused(int(error.status_code), str(error)[:4000]))
+                await self._refuse(stream, hello, error)
             raise
         return True
+
+    async def _refuse(self, stream: _Stream, hello: Hello, error: LLMException) -> None:
+        try:
+            await stream.send(Refused(int(error.status_code), str(error)[:4000]))
+        finally:
+            # Last, because it may close this listener, and every connection here with it.
+            if self._door is not None:
+                self._door.refused(hello, error)
+
+    async def _recognise(
+        self, stream: _Stream, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
+    ) -> None:
+        """The two ends are linked already: nothing of this handshake is kept."""
+        if memory is not None and not isinstance(memory, LinkError):
+            memory.close()
+        self._lanes.shut(group)
+        await stream.send(Linked(self._host.recognise(hello)))
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
@@ -239,6 +286,10 @@ class Listener:
                 f"remote_cluster_id={hello.wanted}: the listener at {self.address[0]}:{self.address[1]} is cluster "
                 f"{mine.cluster_id}"
             )
+        if self._door is not None:
+            self._door.check(hello)
+        elif hello.meeting is not None:
+            raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if hello.remote_accessible != mine.remote_accessible:
             raise LinkRefused(
                 f"llm.EnableRemoteCacheAccessible differs: {int(hello.remote_accessible)} at cluster "

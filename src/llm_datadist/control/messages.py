@@ -20,6 +20,8 @@ __all__ = [
     "FRAME_HEADER",
     "FRAME_LIMIT",
     "MAX_LOCATE",
+    "MAX_MEMBERS",
+    "MAX_NAME",
     "MAX_VERIFY_RUNS",
     "PREAMBLE_BYTES",
     "PROTOCOL_VERSION",
@@ -33,6 +35,7 @@ __all__ = [
     "Linked",
     "Locate",
     "Located",
+    "Meeting",
     "Message",
     "Met",
     "Ping",
@@ -63,17 +66,35 @@ MAX_VERIFY_RUNS: Final = 1 << 14
 #: Addresses of one :class:`Locate`: two per layer, so that one message does for any model.
 MAX_LOCATE: Final = 1 << 12
 
+#: What a communicator may have (API §3.5): characters of its name, members.
+MAX_NAME: Final = 127
+MAX_MEMBERS: Final = 4
+
 #: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything on the control connection."""
+
+
+class Meeting(Message, frozen=True, array_like=True):
+    """Which communicator a :class:`Hello` is for: both ends called ``link()`` with this name, these ranks, this table.
+
+    ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` tells one ``link()`` of the
+    initiator from the next one with the same arguments.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    members: Annotated[list[tuple[U64, U32]], msgspec.Meta(max_length=MAX_MEMBERS)]
+    table: Identity16
+    token: Identity16
 
 
 class Hello(Message, frozen=True, array_like=True, tag="hello"):
@@ -83,7 +104,8 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     this link now: the initiator has lost it and wants it back. ``token`` opens the same-host
     rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
     what cma must find at ``cookie_address`` of our address space. ``exports`` are what we export, for a
-    transport that maps nothing. ``transport`` is the one that this end's ``llm.Transport`` asks for, if any.
+    transport that maps nothing. ``transport`` is the one that this end's ``llm.Transport`` asks for, if any. With
+    ``meeting`` it is ``link()`` that asks, and only the same communicator of the target will do.
     """
 
     version: int
@@ -99,6 +121,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     cookie_address: U64
     exports: Regions
     transport: Name | None
+    meeting: Meeting | None = None
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
@@ -132,11 +155,13 @@ class Met(Message, frozen=True, array_like=True, tag="met"):
     """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
 
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
+    ``present``: the initiator has a link to this incarnation already, which its communicator is to use.
     """
 
     transport: Text
     reason: Text
     sequence: Id
+    present: bool = False
 
 
 class Linked(Message, frozen=True, array_like=True, tag="linked"):

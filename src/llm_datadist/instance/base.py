@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from llm_datadist.errors import NotInitialized
 
 if TYPE_CHECKING:
+    import threading
+
     from llm_datadist.engine import Engine
     from llm_datadist.types import LLMRole
 
@@ -19,6 +21,8 @@ class EngineOwner:
     _role: LLMRole
     _cluster_id: int
     _engine: Engine | None
+    #: Held while the engine is made, taken down, or takes another role.
+    _lifecycle: threading.Lock
 
     def _require_engine(self, what: str) -> Engine:
         engine = self._engine

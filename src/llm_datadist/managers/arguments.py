@@ -88,9 +88,16 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
     check_rule(end <= INVALID_ID, f"addrs: {max(addrs)} + {geometry.tensor_bytes} bytes is beyond the address space")
 
 
-def accessible(remote_accessible: object) -> bool:
-    """None means True, for both placements (R16)."""
-    return True if remote_accessible is None else check_type("remote_accessible", remote_accessible, bool)
+def accessible(remote_accessible: object, *, linked: bool) -> bool:
+    """Check ``remote_accessible``: None means True (R16). ``linked``: ``link()`` was called (API §6.6)."""
+    if remote_accessible is None:
+        return True
+    value = check_type("remote_accessible", remote_accessible, bool)
+    check_rule(
+        not (value and linked),
+        "remote_accessible: True is for memory registered before link(); leave it out, which means the same here",
+    )
+    return value
 
 
 def check_mem_infos(mem_infos: object) -> None:

@@ -150,11 +150,13 @@ class MemoryCalls(EngineUser):
             cache_desc: Geometry of each tensor.
             addrs: ``num_tensors`` non-zero addresses. They may lie inside a pool of this library.
             cache_keys: At most ``shape[0]`` keys.
-            remote_accessible: None means True; False refuses peers access to this cache and nothing else (R16).
+            remote_accessible: None means True; False refuses peers access to this cache and nothing else (R16). True
+                itself may be said before ``link()`` only, as documented; leave it out after that.
 
         Raises:
             TypeError: Wrong types; ``addrs`` must be a list.
-            ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows.
+            ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows;
+                ``remote_accessible=True`` after ``link()``.
 
         Source: API §6.6.
         """
@@ -162,7 +164,7 @@ class MemoryCalls(EngineUser):
         check_type("cache_desc", cache_desc, CacheDesc)
         addresses = arguments.addresses(addrs)
         check_list("cache_keys", cache_keys, CacheKey, tuple_ok=True)
-        accessible = arguments.accessible(remote_accessible)
+        accessible = arguments.accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, CacheKind.CACHE)
         arguments.check_addresses(addresses, geometry)
         arguments.check_key_count(cache_keys, geometry.rows)
@@ -182,7 +184,8 @@ class MemoryCalls(EngineUser):
 
         Raises:
             TypeError: Wrong types; ``addrs`` must be a list.
-            ParamError: Impossible shape, wrong number of addresses, a zero address.
+            ParamError: Impossible shape, wrong number of addresses, a zero address; ``remote_accessible=True`` after
+                ``link()``.
 
         Source: API §6.6.
         """
@@ -190,7 +193,7 @@ class MemoryCalls(EngineUser):
         check_type("cache_desc", cache_desc, CacheDesc)
         addresses = arguments.addresses(addrs)
         keys = arguments.blocks_keys(blocks_cache_key)
-        accessible = arguments.accessible(remote_accessible)
+        accessible = arguments.accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
         arguments.check_addresses(addresses, geometry)
         with engine.meters.span("register_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):

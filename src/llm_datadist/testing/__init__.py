@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from llm_datadist.testing.conformance import TransportConformance
     from llm_datadist.testing.gates import Gate, shut
+    from llm_datadist.testing.loopback import Loopback, loopback_links
     from llm_datadist.testing.midcopy import PageTrap
     from llm_datadist.testing.peers import LocalPeer, Peer, PeerProcess
     from llm_datadist.testing.relay import Relay
@@ -22,12 +23,14 @@ __all__ = [
     "Fault",
     "Gate",
     "LocalPeer",
+    "Loopback",
     "PageTrap",
     "Peer",
     "PeerProcess",
     "Relay",
     "StagedDevice",
     "TransportConformance",
+    "loopback_links",
     "shut",
     "stall",
 ]
@@ -36,12 +39,14 @@ _MODULES: Final = {
     "Fault": "streams",
     "Gate": "gates",
     "LocalPeer": "peers",
+    "Loopback": "loopback",
     "Peer": "peers",
     "PeerProcess": "peers",
     "PageTrap": "midcopy",
     "Relay": "relay",
     "StagedDevice": "staged_device",
     "TransportConformance": "conformance",
+    "loopback_links": "loopback",
     "shut": "gates",
     "stall": "stalls",
 }

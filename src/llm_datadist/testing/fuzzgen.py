@@ -128,7 +128,16 @@ def _hello(rng: random.Random) -> list[Any]:
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
     head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
-    return [*head, token, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, None, "shm", "rdma"))]
+    transport = rng.choice((None, None, "shm", "rdma"))
+    return [*head, token, rng.randbytes(16), 4096, _exports(rng), transport, *_meeting(rng)]
+
+
+def _meeting(rng: random.Random) -> list[Any]:
+    """Sometimes a greeting is for a communicator."""
+    if rng.random() < 0.7:
+        return []
+    members = [[1, 0], [100 + rng.randrange(50), 1]][: rng.choice((0, 1, 2, 2, 2))]
+    return [[rng.choice(("link", "link", "", "x" * 128, "a\nb")), members, bytes(16), rng.randbytes(16)]]
 
 
 def _welcome(rng: random.Random) -> list[Any]:
@@ -138,7 +147,8 @@ def _welcome(rng: random.Random) -> list[Any]:
 
 
 def _met(rng: random.Random) -> list[Any]:
-    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40)]
+    present = [rng.random() < 0.5] if rng.random() < 0.3 else []
+    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40), *present]
 
 
 def _resolve(rng: random.Random) -> list[Any]:

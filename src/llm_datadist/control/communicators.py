@@ -1,0 +1,368 @@
+"""Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (API §3.5, BEHAVIOUR §2.3).
+
+Nothing here speaks a protocol of its own. Of two members the one with the lower cluster id opens a listener for as
+long as the preparation takes, the other one dials it; both use the handshake of every link, in which the ``Hello``
+names the communicator. What results is an ordinary link.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.control.approach import Approach, Approaches
+from llm_datadist.control.communicator import Communicator, Plan
+from llm_datadist.control.door import CommunicatorDoor
+from llm_datadist.control.listener import listening_socket
+from llm_datadist.control.ranktable import PORTS_VARIABLE, ports
+from llm_datadist.deadline import Deadline
+from llm_datadist.enums import RegisterMemStatus
+from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMException, LLMStatusCode, NotLinked, StateError
+from llm_datadist.log import logger
+
+if TYPE_CHECKING:
+    import socket
+
+    from llm_datadist.control.link import Link
+    from llm_datadist.control.links import LinkManager
+    from llm_datadist.control.loop import ControlLoop
+    from llm_datadist.control.messages import Hello, Meeting
+    from llm_datadist.metrics import CommunicatorStatistics
+
+__all__ = ["Communicators"]
+
+#: Who accepts and says nothing (a stranger at a port of ours, a stopped process) costs one attempt so long.
+_LONGEST_ATTEMPT_MS: Final = 5000
+_SHORTEST_ATTEMPT_MS: Final = 100
+_INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
+
+
+class Communicators:
+    """All communicators of one LLMDataDist.
+
+    Callers' threads open and close them, the threads of :class:`Approaches` dial, the control thread accepts, and ends
+    what took too long. The lock guards the table and every communicator; nothing blocks under it.
+
+    Attributes:
+        called: True once a ``link()`` succeeded (API §6.6).
+    """
+
+    def __init__(self, links: LinkManager, control: ControlLoop, own: int) -> None:
+        self.called = False
+        self._links = links
+        self._control = control
+        self._own = own
+        self._lock = threading.Lock()
+        self._all: dict[int, Communicator] = {}
+        self._last_id = 0
+        self._stopped = False
+        self._approaches = Approaches(self._attempt)
+
+    # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
+
+    def open(self, plan: Plan) -> int:
+        """Begin to prepare a communicator; return its id at once.
+
+        Raises:
+            ParamError: The environment names no range of ports.
+            LinkRefused: None of its ports is free here, the system refuses a thread, or this end is being finalised.
+        """
+        deadline = Deadline.after_ms(plan.seconds * 1000)
+        approaches = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
+        sock = self._bind(plan) if any(peer > self._own for peer in plan.ranks) else None
+        communicator = self._enter(plan, deadline, sock)
+        try:
+            self._control.call(self._start, communicator)
+            for peer, candidates in approaches.items():
+                self._approaches.add(Approach(communicator, peer, plan.addresses[peer], candidates))
+        except LLMException:
+            self._forget(communicator)
+            raise
+        self.called = True
+        logger.info("%s is being prepared: %s", communicator, plan.ranks)
+        return communicator.comm_id
+
+    def _bind(self, plan: Plan) -> socket.socket:
+        """Listen at the first port that is free, at the table's address if it is one of this host."""
+        host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
+        reasons = []
+        for port in candidates:
+            try:
+                return _listen(host, port)
+            except OSError as error:
+                reasons.append(f"{port}: {error.strerror or error}")
+        raise LinkRefused(
+            f"link {plan.name!r}: cannot listen at {host} on any of its ports ({', '.join(reasons)}); "
+            f"{PORTS_VARIABLE} moves them, for all members"
+        )
+
+    def _enter(self, plan: Plan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
+        with self._lock:
+            if not self._stopped:
+                self._last_id += 1
+                # A client may compare what link() returns with a status (CLIENTS §1).
+                while self._last_id in LLMStatusCode.__members__.values():
+                    self._last_id += 1
+                communicator = Communicator(self._last_id, self._own, plan, deadline)
+                communicator.sock = sock
+                self._all[communicator.comm_id] = communicator
+                return communicator
+        if sock is not None:
+            sock.close()
+        raise LinkRefused(f"link {plan.name!r}: this end is being finalised")
+
+    def _forget(self, communicator: Communicator) -> None:
+        """It could not be begun: leave nothing of it."""
+        with self._lock:
+            self._all.pop(communicator.comm_id, None)
+            communicator.fail("not begun")
+        self._approaches.cancel(communicator)
+        with suppress(StateError):  # the control thread has stopped, and has taken nothing
+            self._control.call(self._shut, communicator)
+        if communicator.sock is not None:
+            communicator.sock.close()
+
+    def _get(self, comm_id: int) -> Communicator:
+        """Under the lock."""
+        communicator = self._all.get(comm_id)
+        if communicator is None:
+            raise NotLinked(f"communicator {comm_id} does not exist: it was unlinked, or link() never returned that id")
+        return communicator
+
+    def status(self, comm_id: int) -> RegisterMemStatus:
+        """Return how far a communicator has come. Raises NotLinked for an unknown id."""
+        with self._lock:
+            return self._get(comm_id).status
+
+    def explain(self, comm_id: int) -> CommunicatorStatistics:
+        """Return everything that is known about a communicator. Raises NotLinked for an unknown id."""
+        with self._lock:
+            return self._get(comm_id).statistics()
+
+    def close(self, comm_id: int, deadline: Deadline) -> None:
+        """Give a communicator up, also while it is being prepared, and every link that was made for it alone.
+
+        Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
+
+        Raises:
+            NotLinked: There is none with that id.
+        """
+        with self._lock:
+            communicator = self._get(comm_id)
+            del self._all[comm_id]
+            communicator.fail("unlinked")
+        self._approaches.cancel(communicator)
+        self._control.call(self._shut, communicator)
+        self._approaches.wait(communicator, deadline)
+        for peer in communicator.others:
+            if self._spare(peer) is not None:
+                self._links.unlink(peer, deadline, force=True)
+        logger.info("%s unlinked", communicator)
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> tuple[CommunicatorStatistics, ...]:
+        """Return one value per communicator."""
+        with self._lock:
+            return tuple(each.statistics() for each in self._all.values())
+
+    def preparing(self) -> list[str]:
+        """Return the communicators that are not decided yet."""
+        with self._lock:
+            return [str(each) for each in self._all.values() if each.preparing]
+
+    def story(self, cluster_id: int) -> str:
+        """Return what is known about a cluster that cannot be used, as the end of an error text."""
+        with self._lock:
+            about = [each for each in self._all.values() if cluster_id in each.others]
+            if not about:
+                return ""
+            newest = about[-1]
+            reason = f": {newest.reason}" if newest.reason else ""
+            return f"; {newest} is {newest.status.name}{reason}"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a communicator contradicts itself."""
+        with self._lock:
+            for each in self._all.values():
+                if (not each.waiting) != (each.status is RegisterMemStatus.OK):
+                    raise AssertionError(f"{each!r}")
+
+    # --- members are met: any thread -------------------------------------------------------------------------------
+
+    def met(self, communicator: Communicator, cluster_id: int, meeting: Meeting | None = None) -> bool:
+        """A member is linked; by its greeting, where it dialled. False: nobody wants it any more."""
+        with self._lock:
+            if not communicator.preparing:
+                return False
+            communicator.meet(cluster_id, meeting)
+            done = not communicator.preparing
+            for peer in communicator.others:
+                self._open_link(peer)
+        if done:
+            self._control.post(self._shut, communicator)
+            logger.info("%s is ready after %.0f ms", communicator, communicator.deadline.elapsed_ms())
+        return True
+
+    def _open_link(self, peer: int) -> None:
+        """Under the lock: may operations use the link to this member by now?"""
+        link = self._links.peek(peer)
+        if link is not None and link.by_table and not link.asked_for:
+            link.open = any(not each.preparing and each.names(peer) for each in self._all.values())
+
+    def _spare(self, peer: int) -> Link | None:
+        """Return the link to this member if it was made for communicators, and none holds it any more."""
+        with self._lock:
+            if any(each.names(peer) for each in self._all.values()):
+                return None
+        link = self._links.peek(peer)
+        return link if link is not None and link.by_table and not link.asked_for else None
+
+    def _drop_spare(self, peer: int, reason: str) -> None:
+        link = self._spare(peer)
+        if link is not None:
+            self._links.drop(link, reason)
+
+    def _fail(self, communicator: Communicator, reason: str) -> None:
+        """It is not to be: FAILED for good, and the links made for it end. Any thread; the first outcome counts."""
+        with self._lock:
+            if not communicator.preparing:
+                return
+            communicator.fail(reason)
+        logger.warning("%s FAILED: %s", communicator, reason)
+        self._approaches.cancel(communicator)
+        self._control.call(self._shut, communicator)
+        for peer in communicator.others:
+            self._drop_spare(peer, f"{communicator} failed: {reason}")
+
+    def note(self, communicator: Communicator, reason: str) -> None:
+        """Keep what was heard last: it is told if nothing comes of it."""
+        with self._lock:
+            if communicator.preparing:
+                communicator.reason = reason
+
+    # --- the control thread ----------------------------------------------------------------------------------------
+
+    def _start(self, communicator: Communicator) -> None:
+        communicator.timer = self._control.loop.call_later(
+            communicator.deadline.remaining(), self._expire, communicator
+        )
+        if communicator.sock is not None:
+            door = CommunicatorDoor(communicator, self._lock, self.note, self._fail)
+            communicator.listener = self._links.listener_for(door, communicator.sock)
+            communicator.sock = None
+
+    def _shut(self, communicator: Communicator) -> None:
+        """Nobody is expected any more."""
+        timer, communicator.timer = communicator.timer, None
+        listener, communicator.listener = communicator.listener, None
+        if timer is not None:
+            timer.cancel()
+        if listener is not None:
+            listener.close()
+
+    def _expire(self, communicator: Communicator) -> None:
+        with self._lock:
+            missing = ", ".join(f"cluster {peer}" for peer in sorted(communicator.waiting))
+            heard = f"; heard last: {communicator.reason}" if communicator.reason else ""
+        self._fail(
+            communicator,
+            f"{missing} did not join within {communicator.plan.seconds} s (llm.LinkTotalTime); every member has to "
+            f"call link() with the same name, ranks and table{heard}",
+        )
+
+    def joined(self, hello: Hello) -> None:
+        """A member that dialled is linked, or is to use the link that there is.
+
+        Raises:
+            LinkRefused: No communicator waits for it any more.
+        """
+        meeting = hello.meeting
+        if meeting is None:
+            return
+        with self._lock:
+            waiting = [each for each in self._all.values() if each.preparing and each.is_for(meeting, hello.cluster_id)]
+            waiting = [each for each in waiting if each.admits(meeting, hello.cluster_id)]
+        # Two communicators of the same name, members and table are alike: the one that was not met yet is meant.
+        for communicator in sorted(waiting, key=lambda each: hello.cluster_id not in each.waiting):
+            if self.met(communicator, hello.cluster_id, meeting):
+                return
+        raise LinkRefused(
+            f"the communicator was given up at cluster {self._own} meanwhile",
+            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+        )
+
+    # --- dialling: the threads of Approaches -----------------------------------------------------------------------
+
+    def _attempt(self, approach: Approach) -> bool:
+        """Try every port once; return True when it has to be tried again."""
+        communicator = approach.communicator
+        for _ in approach.ports:
+            if approach.cancelled or communicator.deadline.expired():
+                break
+            try:
+                self._links.meet(approach, self._attempt_deadline(communicator))
+            except DeadlineExceeded as error:
+                self.note(communicator, str(error))
+                approach.next_port()
+                break  # it has taken its time: others wait for this thread
+            except LLMException as error:
+                if self._is_final(communicator, error):
+                    return False
+                approach.next_port()
+            else:
+                self._arrived(communicator, approach.cluster_id)
+                return False
+        return True
+
+    def _attempt_deadline(self, communicator: Communicator) -> Deadline:
+        share = communicator.plan.seconds * 1000 // communicator.plan.attempts
+        longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
+        return Deadline.after_ms(min(longest, communicator.deadline.remaining_ms()))
+
+    def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
+        """Deal with an attempt that came to nothing; return True when another one would too."""
+        if error.status_code is _INVALID:
+            self._fail(communicator, str(error))
+            return True
+        # That nobody listens at a port, or somebody else does, is what looking for a member is like.
+        if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+            self.note(communicator, str(error))
+        return False
+
+    def _arrived(self, communicator: Communicator, peer: int) -> None:
+        if not self.met(communicator, peer):
+            self._drop_spare(peer, f"{communicator} was given up meanwhile")
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Prepare nothing any more; join the threads and close the listeners. Not from one of those threads."""
+        with self._lock:
+            self._stopped = True
+            dropped = list(self._all.values())
+            self._all.clear()
+            for communicator in dropped:
+                communicator.fail("finalized")
+        self._approaches.stop()
+        for communicator in dropped:
+            self._control.call(self._shut, communicator)
+
+    def abandon(self) -> None:
+        """In a forked child, without any lock: close the child's copies of the sockets."""
+        self._approaches.abandon()
+        for communicator in list(self._all.values()):
+            if communicator.listener is not None:
+                communicator.listener.abandon()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listening_socket((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    # The table names an address that other hosts know this one by, behind translation: any will do.
+    return listening_socket(("0.0.0.0", port))

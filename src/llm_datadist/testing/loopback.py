@@ -1,0 +1,128 @@
+"""Loopback: a client's unit test links to itself.
+
+    with loopback_links() as peers:
+        comm_id = datadist.link("link", {1: 0, 2: 1}, '{"server_list": []}')
+        assert datadist.query_register_mem_status(comm_id) == RegisterMemStatus.OK
+        peers[2].cache_manager.register_blocks_cache(...)
+
+Inside, ``link()`` of any LLMDataDist of this process does not read its rank table: the other members are made here, as
+LLMDataDist objects of this process, and have joined when ``link()`` returns. Nothing is emulated. The members link
+over the loopback network, their transport is the best there is inside one process, and the bytes are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.datadist import LLMDataDist
+from llm_datadist.deadline import Deadline
+from llm_datadist.enums import LLMRole, RegisterMemStatus
+from llm_datadist.instance.communicators import stand_ins
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from llm_datadist.instance.communicators import CommunicatorLinks
+
+__all__ = ["Loopback", "loopback_links"]
+
+_JOIN_MS: Final = 10_000
+
+
+@contextmanager
+def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
+    """Let every ``link()`` of this process meet members that are made for it; they are finalized at the end.
+
+    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and then
+    nobody waits for it.
+
+    Args:
+        options: Options of the members that are made, besides those that have to agree with the caller's; for example
+            ``llm.MemPoolConfig``.
+
+    Yields:
+        The members, by cluster id.
+    """
+    members = Loopback(options or {})
+    stand_ins.append(members)
+    try:
+        yield members
+    finally:
+        stand_ins.remove(members)
+        members.close()
+
+
+class Loopback:
+    """The members that :func:`loopback_links` made: ``peers[cluster_id]`` is an LLMDataDist. For one test's thread.
+
+    Attributes:
+        members: All of them, by cluster id.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.members: dict[int, LLMDataDist] = {}
+        self._options = options
+
+    def __getitem__(self, cluster_id: int) -> LLMDataDist:
+        """Return one member. Raises KeyError where no ``link()`` has named it yet."""
+        return self.members[cluster_id]
+
+    def table(self, caller: CommunicatorLinks, comm_name: str, ranks: dict[int, int]) -> str | None:
+        """See ``instance/communicators.py:StandIns``."""
+        if caller in self.members.values():
+            return None
+        for cluster_id in ranks:
+            if cluster_id not in self.members and not _lives(cluster_id):
+                self.members[cluster_id] = self._make(cluster_id, caller)
+        return _table(ranks)
+
+    def linked(self, caller: CommunicatorLinks, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
+        """See ``instance/communicators.py:StandIns``."""
+        made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
+        ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
+        if len(made) + 1 < len(ranks):
+            return
+        ends: list[tuple[CommunicatorLinks, int]] = [(caller, comm_id), *ids]
+        preparing = RegisterMemStatus.PREPARING
+        Deadline.after_ms(_JOIN_MS).poll(
+            lambda: all(end.query_register_mem_status(number) is not preparing for end, number in ends)
+        )
+
+    def close(self) -> None:
+        """Finalize every member. Idempotent."""
+        for member in self.members.values():
+            member.finalize()
+
+    def _make(self, cluster_id: int, caller: CommunicatorLinks) -> LLMDataDist:
+        theirs = caller._require_engine("link").options
+        latest = LLMDataDist.llm_engine_instance
+        member = LLMDataDist(LLMRole.MIX, cluster_id)
+        member.init(
+            {
+                "ge.exec.deviceId": "0",
+                "llm.EnableCacheManager": "1",
+                "llm.EnableRemoteCacheAccessible": str(int(theirs.remote_accessible)),
+                "llm.SyncKvCacheWaitTime": str(theirs.sync_kv_timeout_ms),
+                "llm.LinkTotalTime": str(theirs.link_total_time),
+                **self._options,
+            }
+        )
+        # A client that reads it means its own.
+        LLMDataDist.llm_engine_instance = latest
+        return member
+
+
+def _lives(cluster_id: int) -> bool:
+    return any(each.cluster_id == cluster_id for each in list(LLMDataDist._live))
+
+
+def _table(ranks: dict[int, int]) -> str:
+    """Return a table of this process: it has a loopback address of its own, so that no other test run is met there."""
+    address = ".".join(str(byte) for byte in (127, *os.getpid().to_bytes(3, "big")))
+    devices = [{"device_id": "0", "rank_id": str(rank)} for rank in ranks.values()]
+    return json.dumps(
+        {"version": "1.0", "server_list": [{"server_id": address, "host_ip": address, "device": devices}]}
+    )

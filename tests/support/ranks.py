@@ -1,0 +1,141 @@
+"""What the tests of rank tables share: tables of this test run, joining, and waiting for what comes of it.
+
+Several test runs may go on at once on one host: names and addresses hold this run's process id, so that none meets
+another one's members.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, LLMStatusCode, RegisterMemStatus
+from llm_datadist.errors import NotLinked
+from tests.support.moves import Use, call, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llm_datadist.metrics import CommunicatorStatistics
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.world import World
+
+__all__ = [
+    "FAILED",
+    "OK",
+    "PREPARING",
+    "SECONDS",
+    "drop",
+    "explained",
+    "finalize_and_init",
+    "host",
+    "join",
+    "join_all",
+    "joined",
+    "new_name",
+    "not_linked",
+    "settle",
+    "start_two",
+    "status",
+    "table",
+]
+
+OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
+_numbers = itertools.count(1)
+
+
+#: What no test waits for.
+SECONDS: Final = {"link_total_time": 60}
+
+
+def start_two(pair: Pair, **settings: Any) -> tuple[End, End]:
+    """Start two ends that do not listen: rank tables need no listen_ip_info."""
+    extra = {"llm.Transport": pair.transport} | settings.pop("extra", {})
+    pair.prompt.start("PROMPT", 1, extra=extra, **(SECONDS | settings))
+    pair.decoder.start("DECODER", 2, extra=extra, **(SECONDS | settings))
+    return pair.prompt, pair.decoder
+
+
+def not_linked(end: End, peer: int) -> str:
+    """Pulling from the peer into "kv" is NOT_YET_LINK; return the text."""
+    with pytest.raises(NotLinked) as caught:
+        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
+    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def finalize_and_init(world: World, options: dict[str, str]) -> None:
+    """The same object lives again."""
+    world.dd.finalize()
+    world.dd.init(options)
+
+
+def new_name() -> str:
+    """Return a communicator's name that nobody else has."""
+    return f"test {os.getpid()} {next(_numbers)}"
+
+
+def host(number: int) -> str:
+    """Return the address of "host" 0 to 3 of this run: all of them are this one."""
+    first, second, third = os.getpid().to_bytes(3, "big")
+    return f"127.{number * 64 + first}.{second}.{third}"
+
+
+def table(*hosts: str, **fields: Any) -> str:
+    """Return a rank table: one server per entry, rank 0 on the first."""
+    servers = [
+        {
+            "server_id": address,
+            "device": [{"device_id": "0", "device_ip": f"192.0.2.{rank + 1}", "rank_id": str(rank)}],
+            "host_ip": address,
+        }
+        for rank, address in enumerate(hosts)
+    ]
+    head = {"version": "1.0", "status": "completed", "server_count": str(len(servers))}
+    return json.dumps(head | {"server_list": servers} | fields)
+
+
+def join(world: World, name: str, ranks: dict[int, int], rank_table: str) -> int:
+    """Call ``link()`` there."""
+    return world.dd.link(name, ranks, rank_table)
+
+
+def drop(world: World, comm_id: int) -> None:
+    """Call ``unlink()`` there."""
+    world.dd.unlink(comm_id)
+
+
+def status(world: World, comm_id: int) -> RegisterMemStatus:
+    return world.dd.query_register_mem_status(comm_id)
+
+
+def explained(world: World, comm_id: int) -> CommunicatorStatistics:
+    return world.dd.explain_communicator(comm_id)
+
+
+def join_all(ends: Iterable[End], name: str | None = None, rank_table: str | None = None) -> list[int]:
+    """Let every end call ``link()``, in this order; ranks follow the cluster ids. Return the communicators' ids."""
+    ends = list(ends)
+    ranks = {cluster_id: rank for rank, cluster_id in enumerate(sorted(end.cluster_id for end in ends))}
+    name, rank_table = name or new_name(), rank_table or table(*(host(0) for _ in ends))
+    return [end.do(join, name, ranks, rank_table) for end in ends]
+
+
+def settle(ends: Iterable[End], comm_ids: Sequence[int], seconds: float = 20.0) -> list[RegisterMemStatus]:
+    """Wait until every end's communicator is decided; return how."""
+    pairs = list(zip(ends, comm_ids, strict=True))
+    wait_until(lambda: PREPARING not in [end.do(status, comm_id) for end, comm_id in pairs], seconds)
+    return [end.do(status, comm_id) for end, comm_id in pairs]
+
+
+def joined(*ends: End) -> list[int]:
+    """Join all of them, and see them become OK."""
+    comm_ids = join_all(ends)
+    assert settle(ends, comm_ids) == [OK] * len(ends), [e.do(explained, c) for e, c in zip(ends, comm_ids, strict=True)]
+    return comm_ids

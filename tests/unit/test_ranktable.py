@@ -1,0 +1,69 @@
+"""Rank tables: which address counts, what makes two of them equal, and which ports follow from a name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llm_datadist.control.ranktable import PORTS_VARIABLE, RankTable, ports
+
+
+@pytest.fixture(autouse=True)
+def default_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PORTS_VARIABLE, raising=False)
+
+
+def one(server: dict[str, Any], device: dict[str, Any]) -> str:
+    return json.dumps({"server_list": [server | {"device": [{"rank_id": "0"} | device]}]})
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "address"),
+    [
+        ({"host_ip": "10.0.0.1", "server_id": "10.0.0.2"}, {"device_ip": "10.0.0.3"}, "10.0.0.1"),
+        ({"host_ip": "", "server_id": "10.0.0.2"}, {"device_ip": "10.0.0.3"}, "10.0.0.2"),
+        ({"host_ip": None, "server_id": "node0"}, {"device_ip": "10.0.0.3"}, "10.0.0.3"),
+        ({"server_id": 7}, {"device_ip": "10.0.0.3"}, "10.0.0.3"),
+        ({"server_id": "10.0.0.2"}, {}, "10.0.0.2"),
+        ({}, {"device_ip": "10.0.0.3", "rank_id": 0}, "10.0.0.3"),
+    ],
+)
+def test_host_ip_comes_first_then_server_id_then_device_ip(
+    server: dict[str, Any], device: dict[str, Any], address: str
+) -> None:
+    assert RankTable.parse(one(server, device)).address(0, 5) == address
+
+
+def test_members_of_one_server_share_its_address_and_other_fields_do_not_matter() -> None:
+    text = """{"version": "1.2", "status": "completed", "server_count": "1", "super_pod_list": [{"super_pod_id": "0"}],
+        "server_list": [{"server_id": "10.0.0.1", "device": [
+            {"device_id": "0", "device_ip": "192.0.2.1", "rank_id": "0", "super_device_id": "9"},
+            {"device_id": "1", "device_ip": "192.0.2.2", "rank_id": "1", "super_device_id": "8"}]}]}"""
+    parsed = RankTable.parse(text)
+    assert parsed.addresses == {0: "10.0.0.1", 1: "10.0.0.1"}
+
+
+def test_the_digest_is_of_what_a_table_says_not_of_how() -> None:
+    first = one({"host_ip": "10.0.0.1"}, {"device_id": "0"})
+    second = json.dumps(json.loads(first), indent=4, sort_keys=True)
+    other = one({"host_ip": "10.0.0.1"}, {"device_id": "1"})
+    assert RankTable.parse(first).digest == RankTable.parse(second).digest != RankTable.parse(other).digest
+    assert len(RankTable.parse(first).digest) == 16
+
+
+def test_ports_follow_from_the_name_and_the_listener_and_nothing_else() -> None:
+    assert ports("link", 1) == ports("link", 1)
+    assert len({tuple(ports(name, listener)) for name in "abc" for listener in (1, 2, 2**64 - 1)}) == 9
+    for number in range(200):
+        found = ports(f"communicator {number}", number)
+        assert len(set(found)) == 8
+        assert all(27000 <= port <= 31999 for port in found)
+
+
+def test_the_environment_moves_the_ports_also_to_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORTS_VARIABLE, " 40000 - 40002 ")
+    assert sorted(ports("link", 1)) == [40000, 40001, 40002]
+    monkeypatch.setenv(PORTS_VARIABLE, "65535-65535")
+    assert ports("link", 1) == [65535]
