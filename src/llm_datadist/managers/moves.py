@@ -52,8 +52,8 @@ class Move:
         return f"{self.what}: {self.argument}"
 
 
-def pull_row(move: Move, row: int, size: int) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1.
+def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into either row.
 
     Raises:
         CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.pull`.
@@ -65,26 +65,43 @@ def pull_row(move: Move, row: int, size: int) -> None:
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
-        arguments.check_size("size", size, dst)
+        arguments.check_size(size, dst, dst_offset)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
         def plan(src: Geometry, src_row: int, same: bool) -> Plan:
-            return layout.plan_row(src, dst, src_row=src_row, dst_row=row, size=size, layers=layers)
+            return layout.plan_row(
+                src,
+                dst,
+                src_row=src_row,
+                dst_row=row,
+                size=size,
+                layers=layers,
+                src_offset=src_offset,
+                dst_offset=dst_offset,
+            )
 
         span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
 
 
 def pull_blocks(
-    move: Move, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], grant: Grant | None = None
+    move: Move,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    grant: Grant | None = None,
+    *,
+    name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
+
+    ``name``: what the caller knows ``dst_blocks`` as.
+    """
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
         engine.store.holding(move.cache_id, move.local) as local,
     ):
         dst = local.geometry
-        arguments.check_blocks("dst_blocks", dst_blocks, dst)
+        arguments.check_blocks(name, dst_blocks, dst)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
         def plan(src: Geometry, row: int, same: bool) -> Plan:
