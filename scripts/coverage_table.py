@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parent.parent
 ENTRIES: Final = ROOT / "docs" / "coverage.toml"
 PAGE: Final = ROOT / "docs" / "coverage.md"
+
+#: Of a ruling's test files: enough to find it, few enough that a new test seldom changes the page.
+_FILES_SHOWN: Final = 3
 
 _HEAD: Final = """\
 # Coverage
@@ -163,12 +167,13 @@ def _line(row: Row) -> str:
 
 
 def _tests(row: Row) -> Iterator[str]:
-    """Yield what the last column shows: tests by name, or, for a number, the files that have such tests."""
+    """Yield what the last column shows: tests by name, or, for a number, the files with most such tests."""
     names = [test.removeprefix("tests/") for test in row.tests]
     if not row.number:
         yield from (f"`{name}`" for name in names)
         return
-    yield from (f"`{path}`" for path in sorted({name.partition("::")[0] for name in names}))
+    counts = Counter(name.partition("::")[0] for name in names)
+    yield from (f"`{path}`" for path in sorted(counts, key=lambda path: (-counts[path], path))[:_FILES_SHOWN])
 
 
 def main() -> None:
