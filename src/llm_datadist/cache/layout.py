@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from llm_datadist import native
+from llm_datadist.data_type import DataType
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
 from llm_datadist.native import Plan
 
@@ -276,8 +277,8 @@ def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, o
     """
     if src.num_tensors != dst.num_tensors or src.data_type != dst.data_type:
         raise CacheMismatch(
-            f"descriptors must match: src has {src.num_tensors} tensors of data type {src.data_type}, "
-            f"dst {dst.num_tensors} of {dst.data_type}"
+            f"descriptors must match: src has {src.num_tensors} tensors of data type {DataType(src.data_type).name}, "
+            f"dst {dst.num_tensors} of {DataType(dst.data_type).name}"
         )
     src.require_row("src_batch_index", src_row)
     dst.require_row("dst_batch_index", dst_row)
