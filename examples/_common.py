@@ -214,11 +214,11 @@ def _write(to: socket.socket, value: Any) -> None:
 
 
 def _read(from_: socket.socket) -> Any:
-    """Return the next message. One is answered before the next is sent, so nothing can follow the line."""
+    """Return the next message; what has come after it stays for the next call."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        part = from_.recv(65536)
+        part = from_.recv(65536, socket.MSG_PEEK)
         if not part:
             raise SystemExit("another role has ended")
-        line += part
+        line += from_.recv(part.find(b"\n") + 1 or len(part))
     return json.loads(line)

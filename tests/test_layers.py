@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 #: Modules by layer; a package stands for everything in it, unless a longer name is listed.
 LAYERS: Final[dict[int, str]] = {
     0: "errors deadline log checks enums data_type keys grant descriptors cluster transfer_types types "
-    "config options pool_options metrics",
+    "config options pool_options metrics kv_cache",
     1: "native",
     2: "memory",
     3: "cache",
     4: "transport",
     5: "control",
-    6: "caches local swap transfer target lane_target withdrawal verify witness grants engine",
+    6: "caches local swap transfer target lane_target withdrawal verify witness grants "
+    "locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
-    7: "managers cache_manager views instance datadist",
+    7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist",
     8: "cli demo testing prometheus",
 }
 _PUBLIC_LAYER: Final = 7

@@ -53,8 +53,8 @@ DOCUMENTED: Final = [
     "KvCacheManager",
 ]
 
-#: What belongs to the layer-wise task and to the older interface, which are not there yet.
-NOT_YET: Final = {"CacheTask", "KvCache", "KvCacheManager", "Tensor", "TensorDesc"}
+#: What belongs to parts that are not there yet.
+NOT_YET: Final[set[str]] = set()
 
 #: API §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
 CACHE_MANAGER: Final = {
@@ -82,18 +82,43 @@ CACHE_MANAGER: Final = {
     "check_cache_key": "(cache_key)",
 }
 
+#: API §8, as printed there; offsets and batch indexes may be left out as in v2.
+KV_CACHE_MANAGER: Final = {
+    "is_initialized": "(self)",
+    "allocate_cache": "(self, cache_desc, cache_keys=())",
+    "allocate_blocks_cache": "(self, cache_desc, blocks_cache_key=None)",
+    "deallocate_cache": "(self, cache)",
+    "remove_cache_key": "(self, cache_key)",
+    "pull_cache": "(self, cache_key, kv_cache, batch_index=0, size=-1, *, src_layer_range=None, dst_layer_range=None, "
+    "src_cache_offset=None, dst_cache_offset=None, tensor_num_per_layer=2)",
+    "pull_blocks": "(self, prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, *, src_layer_range=None, "
+    "dst_layer_range=None, tensor_num_per_layer=2)",
+    "copy_cache": "(self, dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None)",
+    "copy_blocks": "(self, cache, copy_block_info)",
+    "get_cache_tensors": "(self, cache, tensor_index=0)",
+    "swap_blocks": "(self, src, dst, src_to_dst)",
+    "check_cache_key": "(cache_key)",
+}
+CACHE_MANAGER["transfer_cache_async"] = (
+    "(self, src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, dst_block_indices=None, "
+    "dst_block_memory_size=None)"
+)
+#: Ours: the same calls, to be awaited.
+AWAITED: Final = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
+
 #: API §3.
 DATADIST: Final = {
     "init": "(self, options)",
     "finalize": "(self)",
     "link_clusters": "(self, clusters, timeout=3000)",
     "unlink_clusters": "(self, clusters, timeout=3000, force=False)",
+    "check_link_status": "(self, remote_cluster_id)",
     "link": "(self, comm_name, cluster_rank_info, rank_table)",
     "unlink": "(self, comm_id)",
     "query_register_mem_status": "(self, comm_id)",
     "switch_role": "(self, role, switch_options=None)",
 }
-DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager"}
+DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "kv_cache_manager"}
 
 #: Ours: named as extensions in docs/extensions.md.
 DATADIST_EXTENSIONS: Final = {
@@ -101,6 +126,8 @@ DATADIST_EXTENSIONS: Final = {
     "explain": "(self, remote_cluster_id)",
     "explain_communicator": "(self, comm_id)",
     "check_integrity": "(self)",
+    "link_clusters_async": DATADIST["link_clusters"],
+    "unlink_clusters_async": DATADIST["unlink_clusters"],
 }
 DATADIST_EXTENSION_PROPERTIES: Final = {"listen_port"}
 
@@ -231,7 +258,14 @@ def test_import_loads_neither_torch_nor_the_command_line_nor_asyncio() -> None:
 
 
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
-    assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER
+    assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
+        f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
+    }
+
+
+def test_kv_cache_manager_has_the_documented_methods_and_no_others() -> None:
+    cls = llm_datadist.KvCacheManager
+    assert {name: _strip(getattr(cls, name)) for name, _ in _own(cls)} == KV_CACHE_MANAGER
 
 
 def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
@@ -253,6 +287,10 @@ def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
             "seq_len_dim_index=-1, kv_tensor_format=None)",
         ),
         (llm_datadist.Cache.create_cpu_cache, "(cache_desc, addrs)"),
+        (llm_datadist.KvCache.create_cpu_cache, "(cache_desc, addrs)"),
+        (llm_datadist.Tensor, "(data, tensor_desc=None)"),
+        (llm_datadist.Tensor.numpy, "(self, copy=False)"),
+        (llm_datadist.TensorDesc, "(dtype, shape)"),
         (llm_datadist.CacheKeyByIdAndIndex, "(cluster_id, cache_id, batch_index=0)"),
         (llm_datadist.MemInfo, "(mem_type, addr, size)"),
         (llm_datadist.TransferConfig, "(dst_cluster_id, dst_addrs, src_layer_range=None, src_batch_index=0)"),
@@ -260,6 +298,8 @@ def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
             llm_datadist.TransferWithCacheKeyConfig,
             "(cache_key, src_layer_range, dst_layer_range, src_batch_index=0)",
         ),
+        (llm_datadist.CacheTask.synchronize, "(self, timeout_in_millis=None)"),
+        (llm_datadist.CacheTask.get_results, "(self, timeout_in_millis=None)"),
         (llm_datadist.LLMConfig, "()"),
         (llm_datadist.LLMClusterInfo, "()"),
         (llm_datadist.Status, "(status)"),

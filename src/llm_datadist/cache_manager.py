@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from llm_datadist.checks import check_type
 from llm_datadist.managers import arguments
-from llm_datadist.managers.local import LocalCalls
+from llm_datadist.managers.asynchronous import AwaitedCalls
+from llm_datadist.managers.layerwise import LayerwiseCalls
 from llm_datadist.managers.memory import MemoryCalls
-from llm_datadist.managers.remote import RemoteCalls
 from llm_datadist.types import CacheKey
 
 __all__ = ["CacheManager"]
 
 
-class CacheManager(MemoryCalls, LocalCalls, RemoteCalls):
+class CacheManager(MemoryCalls, AwaitedCalls, LayerwiseCalls):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``. Any thread may call any method.
 
     The calls are documented where they are written: memory (``managers/memory.py``), copies inside the process
-    (``managers/local.py``), transfers (``managers/remote.py``). After ``finalize`` every method raises ``StateError``
-    with ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist has been initialised again: that made a new manager.
+    (``managers/local.py``), transfers (``managers/remote.py``), layer-wise ones (``managers/layerwise.py``), and for
+    asyncio (``managers/asynchronous.py``). After ``finalize`` every method raises ``StateError`` with
+    ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist has been initialised again: that made a new manager.
     """
 
     @staticmethod

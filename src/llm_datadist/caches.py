@@ -7,23 +7,21 @@ where the three meet, and where the registry's effects are carried out, guards f
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llm_datadist.cache.layout import CacheKind
-from llm_datadist.cache.lifecycle import State
 from llm_datadist.cache.registry import Registry, key_of
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import ParamError
+from llm_datadist.memory.direct import DirectMemory
 from llm_datadist.memory.guards import Guard, GuardTable
 from llm_datadist.memory.pool import MemoryPool, create_pool
 from llm_datadist.memory.quarantine import Quarantine
 from llm_datadist.memory.segment import ExternalSegment
 from llm_datadist.memory.writers import Writers
-from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.native import Tensors
 from llm_datadist.transport.base import PRIVATE, Exports
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
@@ -69,6 +67,11 @@ class Storage:
     segments: tuple[Segment, ...]
     tag: int = field(default_factory=itertools.count(1).__next__)
 
+    @property
+    def private(self) -> bool:
+        """True when the memory lies outside every pool: it is unmapped when its owner frees it."""
+        return not any(self.regions)
+
     def names(self) -> tuple[bytes, bytes]:
         """Return (regions, offsets), as a transport that maps exported regions wants them."""
         return self.regions, self.offsets
@@ -95,6 +98,8 @@ class CacheStore:
         self._patience_ms = options.sync_kv_timeout_ms
         self._quarantine = Quarantine(self.writers)
         self._pools: dict[Placement, MemoryPool] = {}
+        #: Where DEVICE memory comes from in v1 mode without a pool (R12).
+        self._direct = None if options.cache_manager or options.mem_pool else DirectMemory("device, no pool", device)
         self._guards: GuardTable | None = None
         try:
             for placement, pool, where in (
@@ -120,6 +125,7 @@ class CacheStore:
             guards=self._guards,
             writable=options.remote_accessible,
             writers=self.writers,
+            by_address=True,
         )
         #: Ends all use of a storage by our own data lanes, by its tag; set by whoever owns the lanes.
         self.quiesce: Callable[[int], None] = lambda tag: None
@@ -138,7 +144,7 @@ class CacheStore:
             KeyInUse: A key is bound already (R3).
             OutOfMemory: The pool cannot hold the tensors, or foreign writers do not let go of it.
         """
-        pool = self._pools.get(Placement(geometry.placement))
+        pool = self._pools.get(Placement(geometry.placement)) or self._direct
         if pool is None:
             raise ParamError(
                 f"cache_desc.placement={Placement(geometry.placement).name}: no pool to allocate from; set "
@@ -148,8 +154,7 @@ class CacheStore:
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
             addresses = np.array(allocation.addresses, dtype=np.uint64)
-            segments = (pool.segment,)
-            storage = self._storage(geometry, addresses, allocation, segments)
+            storage = self._storage(geometry, addresses, allocation, (allocation.pool.segment,))
             return self._add(geometry, storage, keys, owned=True, remote_accessible=True)
         except BaseException:
             allocation.free()
@@ -264,8 +269,10 @@ class CacheStore:
             self.quiesce(entry.storage.tag)
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
-                # Whoever is not found here announces later, and finds the guard advanced.
-                self._quarantine.free(allocation, self.writers.busy(entry.guard.slot))
+                # Whoever is not found here announces later, and finds the guard advanced. Readers count where the
+                # memory is unmapped with its cache: it must not go under one of this process.
+                busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
+                self._quarantine.free(allocation, busy)
 
     def _void(self, entry: Entry) -> Guard:
         """Make a cache's guard void for everybody, our own lanes among them.
@@ -299,39 +306,16 @@ class CacheStore:
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
-    def pools(self) -> Iterator[MemoryPool]:
-        """Iterate over the configured pools."""
-        return iter(self._pools.values())
+    def pools(self) -> Iterator[MemoryPool | DirectMemory]:
+        """Iterate over the configured pools, and over what stands in for one."""
+        yield from self._pools.values()
+        if self._direct is not None:
+            yield self._direct
 
     def quarantined_bytes(self) -> int:
         """Return the bytes that wait for foreign writers, after a look at these."""
         self.sweep()
         return self._quarantine.nbytes
-
-    def cache_statistics(self) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
-        """Return (caches, keys, pins)."""
-        entries, bindings, pins = self.registry.snapshot()
-        states = [entry.life.state for entry in entries]
-        caches = CacheStatistics(
-            live=states.count(State.LIVE),
-            deferred=states.count(State.DEFERRED),
-            draining=states.count(State.DRAINING),
-            allocated=sum(entry.owned for entry in entries),
-            registered=sum(not entry.owned for entry in entries),
-            nbytes=sum(entry.geometry.num_tensors * entry.geometry.tensor_bytes for entry in entries),
-        )
-        now = time.monotonic()
-        keys = tuple(
-            KeyStatistics(
-                key=repr(binding.key),
-                cache_id=binding.entry.cache_id,
-                row=binding.row,
-                age_seconds=now - binding.since,
-                unconsumed_bytes=binding.remaining.bit_count() * binding.entry.geometry.stride,
-            )
-            for binding in bindings
-        )
-        return caches, keys, pins
 
     def check_integrity(self) -> None:
         """Raise AssertionError when registry, pools or guards contradict themselves."""
@@ -339,7 +323,7 @@ class CacheStore:
         self._guard_table().check_integrity()
         self.writers.check_integrity()
         self._quarantine.check_integrity()
-        for pool in self._pools.values():
+        for pool in self.pools():
             pool.check_integrity()
 
     def close(self) -> None:
@@ -351,6 +335,9 @@ class CacheStore:
         private = private_memory(self.registry.snapshot()[0])
         self.apply(self.registry.clear())
         wait_at_the_end(self.writers, private, Deadline.after_ms(self._patience_ms))
+        self._quarantine.sweep()
+        if self._direct is not None:
+            self._direct.close()  # before the next line, which would unmap what is still in use
         self._quarantine.release_all()
         self._close_memory()
 

@@ -8,34 +8,35 @@ import threading
 from typing import TYPE_CHECKING, ClassVar
 
 from llm_datadist.checks import check_type, check_uint64
-from llm_datadist.errors import LLMException, LLMStatusCode
-from llm_datadist.instance.base import not_initialized
-from llm_datadist.instance.clusters import ClusterLinks
+from llm_datadist.errors import LLMException
+from llm_datadist.instance.asynchronous import AwaitedLinks
 from llm_datadist.instance.communicators import CommunicatorLinks
+from llm_datadist.instance.managers import Managed
 from llm_datadist.instance.observe import Observed
 from llm_datadist.instance.roles import Switching
+from llm_datadist.instance.v1links import V1Links
 from llm_datadist.log import logger
 from llm_datadist.options import Options
 from llm_datadist.types import LLMRole
 
 if TYPE_CHECKING:
-    from llm_datadist.cache_manager import CacheManager
     from llm_datadist.engine import Engine
     from llm_datadist.memory.device import Device
 
 __all__ = ["LLMDataDist"]
 
 
-class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
+class LLMDataDist(Managed, AwaitedLinks, V1Links, CommunicatorLinks, Switching, Observed):
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    The calls that link are documented in ``instance/clusters.py`` and, for rank tables, ``instance/communicators.py``,
-    ``switch_role`` in ``instance/roles.py``, the extensions that tell what is going on in ``instance/observe.py``.
-    Objects are independent; several may live in one process (R20). Any thread may call any method, except that
-    ``finalize`` must be alone (API §11).
+    The calls that link are documented in ``instance/clusters.py``, ``instance/v1links.py`` and, for rank tables,
+    ``instance/communicators.py``, ``switch_role`` in ``instance/roles.py``, the managers of caches in
+    ``instance/managers.py``, the extensions that tell what is going on in ``instance/observe.py``. Objects are
+    independent; several may live in one process (R20). Any thread may call any method, except that ``finalize`` must
+    be alone (API §11).
 
     Args:
-        role: A label; with the CacheManager either side may pull and push.
+        role: A label in v2 mode, where either side may pull and push; in v1 mode it says who may do what.
         cluster_id: uint64, unique among all that link to each other.
         device: What DEVICE placement means in this process; None: host memory. An extension.
 
@@ -60,7 +61,7 @@ class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._device = device
         self._engine: Engine | None = None
-        self._manager: CacheManager | None = None
+        self._manager = None
         self._lifecycle = threading.Lock()
 
     # --- life cycle ------------------------------------------------------------------------------------------------
@@ -84,18 +85,11 @@ class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
                 self._init(Options.parse(options, self._role))
 
     def _init(self, options: Options) -> None:
-        if not options.cache_manager:
-            raise LLMException(
-                "llm.EnableCacheManager=0: the v1 interface (KvCacheManager) is not part of this version; "
-                "set LLMConfig.enable_cache_manager = True",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
         # Late, so that importing the package does not load asyncio.
-        from llm_datadist.cache_manager import CacheManager
         from llm_datadist.engine import Engine
 
         engine = Engine(self._cluster_id, options, self._device)
-        self._manager = CacheManager(engine)
+        self._manager = self._make_manager(engine)
         self._engine = engine
         with LLMDataDist._live_lock:
             LLMDataDist._live.append(self)
@@ -127,18 +121,6 @@ class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
         """The cluster id given to the constructor."""
         return self._cluster_id
 
-    @property
-    def cache_manager(self) -> CacheManager:
-        """The CacheManager; the same object until finalize.
-
-        Raises:
-            NotInitialized: Before init or after finalize.
-        """
-        manager = self._manager
-        if manager is None:
-            raise not_initialized("cache_manager")
-        return manager
-
     def __repr__(self) -> str:
         engine = self._engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
@@ -146,8 +128,12 @@ class LLMDataDist(ClusterLinks, CommunicatorLinks, Switching, Observed):
 
 
 def _shutdown_handler() -> None:
-    """At interpreter exit: finalize what is still live, quietly."""
-    for instance in list(LLMDataDist._live):
+    """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
+    live = list(LLMDataDist._live)
+    for engine in [each._engine for each in live]:  # all of them first: one may send to another
+        if engine is not None:
+            engine.tasks.finish()
+    for instance in live:
         try:
             instance.finalize()
         except LLMException as error:

@@ -10,11 +10,12 @@ from llm_datadist.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Deadline"]
+__all__ = ["CancellableDeadline", "Deadline"]
 
 _NS_PER_MS: Final = 1_000_000
 _SHORTEST_POLL_S: Final = 0.0005
 _LONGEST_POLL_S: Final = 0.02
+_LONGEST_WAIT_S: Final = 0.05
 
 
 class Deadline:
@@ -40,6 +41,10 @@ class Deadline:
     def remaining(self) -> float:
         """Return the seconds left, never below zero: what a wait may take."""
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
+
+    def wait_at_most(self) -> float:
+        """Return the seconds that one wait may take: after it, whether time is left has to be asked again."""
+        return self.remaining()
 
     def remaining_ms(self) -> int:
         """Return the whole milliseconds left, rounded up, never below zero."""
@@ -82,3 +87,29 @@ class Deadline:
 
     def __repr__(self) -> str:
         return f"<Deadline {self.budget_ms} ms, {self.remaining() * 1e3:.0f} ms left>"
+
+
+class CancellableDeadline(Deadline):
+    """A deadline that somebody else may bring forward to now: of a call whose caller has been cancelled."""
+
+    __slots__ = ("_cancelled",)
+
+    def __init__(self, budget_ms: int) -> None:
+        super().__init__(budget_ms)
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Let no time be left. Any thread; waits notice within 50 ms, native loops that run have their own copy."""
+        self._cancelled = True
+        self.expires_ns = 0
+
+    def wait_at_most(self) -> float:
+        """Return the seconds left, but no more than a cancellation may take to be noticed."""
+        return min(self.remaining(), _LONGEST_WAIT_S)
+
+    def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
+        """Build the error; of a cancelled call it says so."""
+        error = super().error(what, phase, peer)
+        if self._cancelled:
+            error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)
+        return error

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import native
+from llm_datadist.cache.census import census
 from llm_datadist.caches import CacheStore
 from llm_datadist.control.communicator import Plan
 from llm_datadist.control.handshake import Identity
@@ -26,16 +27,19 @@ from llm_datadist.errors import LinkError, StateError
 from llm_datadist.grants import Grants
 from llm_datadist.lane_target import LaneMender, LaneTarget
 from llm_datadist.local import LocalCopies
+from llm_datadist.locate import AddressBook, Locator
 from llm_datadist.log import logger
 from llm_datadist.memory.device import HostDevice
 from llm_datadist.metrics import Meters, Statistics
 from llm_datadist.swap import SwapEngine
 from llm_datadist.target import Target
+from llm_datadist.tasks import Tasks
 from llm_datadist.transfer import Initiator
 from llm_datadist.transport import inproc
 from llm_datadist.transport.lanes import Lanes
 from llm_datadist.verify import Verifier
 from llm_datadist.witness import Witness
+from llm_datadist.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +63,9 @@ class Engine:
         store: Caches and their memory.
         links: Peers.
         initiator: Pulls and pushes.
+        locator: Finds out what lies at addresses of peers.
+        tasks: Layer-wise transfers that run.
+        workers: Threads of the calls that are awaited.
         local: Copies inside the process.
         grants: What peers were allowed for a time.
         meters: Counts.
@@ -105,10 +112,18 @@ class Engine:
             self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
+            # Joined once the links are gone, which ends what they wait for.
+            self.workers = Workers()
+            undo.callback(self.workers.close)
+            self.tasks = Tasks(options.sync_kv_timeout_ms)
+            undo.callback(self.tasks.join)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
             verifier = Verifier(self._copy_pool) if options.checksum else None
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
+            self.locator = Locator(self.links)
+            undo.callback(self.tasks.stop)
+            undo.callback(self.workers.stop)
             inproc.register(self.store.exports)
             undo.callback(inproc.unregister, incarnation)
             self._control.start()
@@ -139,7 +154,11 @@ class Engine:
             self._lanes,
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers={**self._target.handlers(), **self._witness.handlers()},
+            handlers={
+                **self._target.handlers(),
+                **self._witness.handlers(),
+                **AddressBook(self.store).handlers(),
+            },
             on_end=self._on_link_end,
             on_tick=self._on_tick,
         )
@@ -231,7 +250,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = self.store.cache_statistics()
+        caches, keys, pins = census(self.store.registry)
         quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools()),

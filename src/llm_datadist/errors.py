@@ -135,6 +135,10 @@ class LLMException(RuntimeError):
         """The interface's status code for this failure."""
         return self._status_code
 
+    def restate(self, status_code: LLMStatusCode) -> None:
+        """Carry another status from now on: the older interface has its own for some failures."""
+        self._status_code = status_code
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Fields are set by keyword, so the default reduction would lose them between processes.
         return (_rebuild, (type(self), self.args), dict(self.__dict__))

@@ -66,10 +66,8 @@ class LaneTarget:
         return self._grant(link, request)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may write; only with remote cache access."""
-        if not self._store.remote_accessible:
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
-        return self._grant(link, request)
+        """Return what the peer may write: with remote cache access, or what it was told to lie at an address."""
+        return self._grant(link, request, write=True)
 
     def on_served(self, link: object, nbytes: int) -> None:
         """Nothing is held for a request: its guards and ``quiesce`` protect the memory."""
@@ -80,11 +78,14 @@ class LaneTarget:
         if isinstance(link, Link):
             self._mender.lost(link)
 
-    def _grant(self, link: object, request: LaneRequest) -> LaneGrant:
+    def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
         try:
             handle = _decoder.decode(request.handle)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
+        located = isinstance(link, Link) and handle.cache_id in link.located
+        if write and not (self._store.remote_accessible or located):
+            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin)
         if not entry.remote_accessible:
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")

@@ -144,9 +144,10 @@ class Options:
         listen: (ip, port) to listen on, or None.
         sync_kv_timeout_ms: Budget of each operation in milliseconds.
         cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
-        remote_accessible: True: peers may read and write caches without this process taking part (RCA).
+        remote_accessible: True: peers may read and write caches without this process taking part (RCA). Never in v1
+            mode, whatever the option says.
         mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (R12).
-        host_mem_pool: The host pool, or None.
+        host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
         local_comm_res: The text given, or None; only whether it is there, and empty, matters.
         transfer_backend: "hixl" or None.
         enable_switch_role: What v1 mode needs before ``switch_role``.
@@ -194,6 +195,10 @@ class Options:
         _refuse_unbuilt(reader)
         cache_manager, remote_accessible = _modes(reader)
         _check_ignored_json(reader)
+        host_pool = _pool(reader, HOST_MEM_POOL, HOST_POOL_LIMIT)
+        if not cache_manager and (remote_accessible or host_pool is not None):
+            logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
+            remote_accessible, host_pool = False, None
         parsed = cls(
             role=role,
             device_id=_device_id(reader),
@@ -202,7 +207,7 @@ class Options:
             cache_manager=cache_manager,
             remote_accessible=remote_accessible,
             mem_pool=_device_pool(reader, None if cache_manager else graph_memory),
-            host_mem_pool=_pool(reader, HOST_MEM_POOL, HOST_POOL_LIMIT),
+            host_mem_pool=host_pool,
             local_comm_res=reader.text(LOCAL_COMM_RES),
             transfer_backend=reader.text(TRANSFER_BACKEND),
             enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
@@ -272,6 +277,11 @@ def _device_id(reader: _Reader) -> int:
 def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, int] | None:
     text = reader.text(LISTEN)
     if text is not None:
+        parts = text.split(";")
+        check_rule(
+            cache_manager or len(parts) == 1,
+            f"{LISTEN}: {text!r} lists {len(parts)} addresses: one per device is needed, and there is one device",
+        )
         return parse_listen_ip_info(text)
     check_rule(
         cache_manager or role is not LLMRole.PROMPT,

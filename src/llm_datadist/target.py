@@ -85,7 +85,8 @@ class Target:
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key
-        if message.push and not store.remote_accessible:
+        by_address = message.push and not store.remote_accessible
+        if by_address and (key is not None or message.cache_id not in link.located):
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
         if message.push and key is None and message.cache_id <= 0:
             # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
@@ -95,7 +96,8 @@ class Target:
             entry = store.registry.lookup(message.cache_id, "cache_id")
             entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         pin, entry, row, binding = self._found(link, message, key)
-        shared = link.connection.capabilities.shared_regions
+        # Pools are sealed against writing by others then: only by address, and by the owner's leave, is there a way.
+        shared = link.connection.capabilities.shared_regions and not by_address
         regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
         return Resolved(
             id=message.id,

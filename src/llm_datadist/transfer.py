@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from llm_datadist.transport.base import RemoteTensors
     from llm_datadist.verify import Verifier
 
-__all__ = ["Initiator", "RemoteName"]
+__all__ = ["Initiator", "RemoteName", "typed"]
 
 #: (remote geometry, remote row, both ends have the same tensors) -> what to copy.
 MakePlan = Callable[[Geometry, int, bool], Plan]
@@ -126,9 +126,22 @@ class Initiator:
         """
         return self._move(name, local, make_plan, deadline, what, push=False, grant=grant)
 
-    def push(self, name: RemoteName, local: Entry, make_plan: MakePlan, deadline: Deadline, what: str) -> int:
-        """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`."""
-        return self._move(name, local, make_plan, deadline, what, push=True)
+    def push(
+        self,
+        name: RemoteName,
+        local: Entry,
+        make_plan: MakePlan,
+        deadline: Deadline,
+        what: str,
+        *,
+        consumes: bool = True,
+    ) -> int:
+        """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`.
+
+        Without remote cache access the target answers only for caches that were located before (``locate.py``).
+        ``consumes``: a complete one consumes the key of the row at the target (R5).
+        """
+        return self._move(name, local, make_plan, deadline, what, push=True, consumes=consumes)
 
     def _move(
         self,
@@ -140,6 +153,7 @@ class Initiator:
         *,
         push: bool,
         grant: Grant | None = None,
+        consumes: bool = False,
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
@@ -179,7 +193,7 @@ class Initiator:
                     if not (kept and remote.tensors.remote_guards):
                         raise
                 finally:
-                    self._settle(link, remote, moved, push=push)
+                    self._settle(link, remote, moved, push=push, consumes=consumes)
                 link.kept.pop((name, push), None)
         raise TransferFailed(
             f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
@@ -209,7 +223,7 @@ class Initiator:
         try:
             answer = link.request(build, deadline, f"{what}: resolving {name}", "resolve")
         except RemoteFailure as failure:
-            raise _typed(failure, what) from failure
+            raise typed(failure, what) from failure
         if not isinstance(answer, Resolved):
             raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = self._open(link, answer, what, push=push)
@@ -230,13 +244,14 @@ class Initiator:
             if not answer.guards:
                 raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
             if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
-                raise _unreachable(link, answer.cache_id, what)
+                raise _unreachable(link, answer.cache_id, what, push=push)
             tensors = link.connection.map(
                 regions.astype(np.uint32),
                 offsets.astype(np.uint64),
                 geometry.tensor_bytes,
                 writable=push,
                 handle=encode_handle(answer.cache_id, answer.pin, answer.guards),
+                located=push,  # it is for the target to say what may be written, and it has said so
             )
         except (LLMException, ValueError) as error:
             if answer.pin:
@@ -300,9 +315,9 @@ class Initiator:
 
     # --- step 9: settle --------------------------------------------------------------------------------------------
 
-    def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool) -> None:
+    def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool, consumes: bool) -> None:
         first, count = (0, 0) if moved is None else (moved.dst_first if push else moved.src_first, moved.count)
-        if push and count and remote.geometry.kind is CacheKind.CACHE:
+        if consumes and count and remote.geometry.kind is CacheKind.CACHE:
             self._notify(link, Consumed(remote.cache_id, remote.row, first, count))
         if remote.pin:
             self._notify(link, Release(remote.pin, first, 0 if push else count))
@@ -339,11 +354,13 @@ def _announced(
         raise link.lost_error(what, "copy") from error
 
 
-def _unreachable(link: Link, cache_id: int, what: str) -> LLMException:
+def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMException:
+    pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
     return LLMException(
-        f"{what}: cache {cache_id} of {link.peer} is registered memory outside its pools, which "
-        f"{link.connection.capabilities.name} cannot reach; allocate it there with allocate_cache or "
-        "allocate_blocks_cache, or register memory that lies inside a pool",
+        f"{what}: cache {cache_id} of {link.peer} is memory outside its pools{pools} which "
+        f"{link.connection.capabilities.name} cannot reach; leave llm.Transport at auto, or allocate it there with "
+        "allocate_cache or allocate_blocks_cache, or register memory that lies inside a pool"
+        + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         peer=link.peer.cluster_id,
         phase="resolve",
@@ -359,7 +376,7 @@ def _decode_geometry(raw: msgspec.Raw) -> Geometry:
     return geometry
 
 
-def _typed(failure: RemoteFailure, what: str) -> LLMException:
+def typed(failure: RemoteFailure, what: str) -> LLMException:
     """Turn the target's status into the exception a caller of this end expects."""
     text = " ".join(f"{what}: {failure}".splitlines())
     code = failure.status_code

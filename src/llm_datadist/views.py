@@ -21,7 +21,7 @@ from llm_datadist.types import Cache, DataType
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["tensor_views", "torch_views"]
+__all__ = ["numpy_type", "tensor_views", "torch_views"]
 
 # NumPy has no bfloat16: the 16 bits as they are (torch_views gives torch.bfloat16). A string element is no array type.
 _NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
@@ -42,9 +42,7 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
     desc, addresses = cache.cache_desc, cache.tensor_addrs
     if len(addresses) != desc.num_tensors:
         raise ParamError("cache: it has no memory any more (deallocated)")
-    dtype = _NUMPY.get(desc.data_type)
-    if dtype is None:
-        raise ParamError(f"cache_desc.data_type={desc.data_type.name}: NumPy has no such element type")
+    dtype = numpy_type("cache_desc.data_type", desc.data_type)
     storage = cache._memory if isinstance(cache._memory, Storage) else None
     if storage is not None and desc.size > storage.tensors.extent:
         raise ParamError(
@@ -53,6 +51,14 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
         )
     segments = () if storage is None else storage.segments
     return [_bytes(address, desc.size, segments).view(dtype).reshape(tuple(desc.shape)) for address in addresses]
+
+
+def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
+    """Return the NumPy type of an element type, ``uint16`` for ``DT_BF16``; ParamError naming ``name`` for text."""
+    dtype = _NUMPY.get(data_type)
+    if dtype is None:
+        raise ParamError(f"{name}={data_type.name}: NumPy has no such element type")
+    return dtype
 
 
 def torch_views(cache: Cache) -> list[torch.Tensor]:

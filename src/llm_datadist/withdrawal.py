@@ -12,7 +12,6 @@ from llm_datadist.cache.entries import Effects
 from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.log import logger
 from llm_datadist.memory.quarantine import writers_named
-from llm_datadist.memory.segment import ExternalSegment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,8 +57,8 @@ def withdraw(
 
 
 def private_memory(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries with memory of the user outside every pool: nothing keeps that mapped for a late writer."""
-    return [each for each in entries if any(isinstance(s, ExternalSegment) for s in each.storage.segments)]
+    """Return the entries with memory outside every pool: nothing keeps that mapped for who is late."""
+    return [each for each in entries if each.storage.private]
 
 
 def wait_at_the_end(writers: Writers, entries: list[Entry], deadline: Deadline) -> None:

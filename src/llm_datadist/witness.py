@@ -140,7 +140,7 @@ class Witness:
         registry = self._store.registry
         entry = registry.reach(link, question.cache_id, question.pin, hold=True)
         try:
-            self._check(entry, question)
+            self._check(link, entry, question)
             plan = _plan(entry, question)
             self._require_current(entry, question)
             found = digest(
@@ -159,13 +159,13 @@ class Witness:
             raise LLMException("verify: no time was left for the digest", status_code=LLMStatusCode.LLM_TIMEOUT)
         return found.astype("<u8").tobytes()
 
-    def _check(self, entry: Entry, question: Verify) -> None:
+    def _check(self, link: Link, entry: Entry, question: Verify) -> None:
         """Only what a peer may move it may ask about."""
         if not question.pin and not self._store.keepable(entry):
             raise ParamError(f"verify: cache {entry.cache_id} is read under a pin")
         if not entry.remote_accessible:
             raise ParamError(f"verify: cache {entry.cache_id} was registered with remote_accessible=False")
-        if question.push and not self._store.remote_accessible:
+        if question.push and not self._store.remote_accessible and entry.cache_id not in link.located:
             raise ParamError("verify: a push needs remote cache access (llm.EnableRemoteCacheAccessible=1)")
 
     def _require_current(self, entry: Entry, question: Verify) -> None:

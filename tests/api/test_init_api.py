@@ -65,10 +65,16 @@ FAILURES: Final[dict[str, tuple[dict[str, Any], type[LLMException], LLMStatusCod
         "/nowhere/at/all",
     ),
     "a device that fails": ({"device": _BrokenDevice()}, OutOfMemory, LLMStatusCode.LLM_OUT_OF_MEMORY, "nothing left"),
-    "the v1 interface": (
-        {"enable_cache_manager": False},
-        LLMException,
-        LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    "v1 with two listeners": (
+        {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"},
+        ParamError,
+        LLMStatusCode.LLM_PARAM_INVALID,
+        "2 addresses",
+    ),
+    "v1 and a rank table": (
+        {"enable_cache_manager": False, "local_comm_res": ""},
+        ParamError,
+        LLMStatusCode.LLM_PARAM_INVALID,
         "EnableCacheManager",
     ),
     "no device id": ({"device_id": None}, ParamError, LLMStatusCode.LLM_PARAM_INVALID, "ge.exec.deviceId"),
@@ -85,7 +91,7 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
     before = residue()
     for _ in range(2):
         with pytest.raises(kind) as caught:
-            datadist.init(make_config(**listen, **settings))
+            datadist.init(make_config(**(listen | settings)))
         assert caught.value.status_code is code
         assert part in str(caught.value)
         assert "\n" not in str(caught.value)

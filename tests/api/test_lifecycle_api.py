@@ -207,6 +207,8 @@ def test_finalize_amid_strangers_who_come_and_go_leaves_nothing() -> None:
 
 CALLS: Final[dict[str, Callable[[LLMDataDist], object]]] = {
     "cache_manager": lambda dd: dd.cache_manager,
+    "kv_cache_manager": lambda dd: dd.kv_cache_manager,
+    "check_link_status": lambda dd: dd.check_link_status(1),
     "listen_port": lambda dd: dd.listen_port,
     "link_clusters": lambda dd: dd.link_clusters([info(1, 1)]),
     "unlink_clusters": lambda dd: dd.unlink_clusters([info(1, 1)]),

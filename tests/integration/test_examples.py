@@ -38,6 +38,12 @@ PRINTED: Final = {
         "decoder: pushed row 0 to row 1 of cache 1",
         "prompt: row 1 holds what the decoder pushed, rows 0 and 2 are as they were",
     ),
+    "v1_prompt_decoder": (
+        r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
+        r"decoder: copied block 2 to \[0, 1\], swapped \[2, 3\] out to host memory and in again to \[8, 9\]",
+        "decoder: pulled request 7 into row 0, copied it to row 1 of another cache",
+        "prompt: 0 bytes of rows are left",
+    ),
     "switch_role": (
         r"second: pulled blocks \[0, 1\] to \[0, 2\]",
         "first: a decoder now; it listens at None",
@@ -52,6 +58,9 @@ PRINTED: Final = {
     ),
     "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
 }
+
+
+SEEN_TO_GO = r"link to cluster \d+ .* ended: the peer closed the connection"
 
 
 def _environment() -> dict[str, str]:
@@ -70,7 +79,9 @@ def _ids(path: Path) -> str:
 @pytest.mark.parametrize("script", EXAMPLES, ids=_ids)
 def test_every_example_ends_well_and_says_what_it_did(script: Path) -> None:
     done = _run(script)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    # Where both ends unlink by force, the second one may see the first one go.
+    complaints = [line for line in done.stderr.splitlines() if not re.fullmatch(SEEN_TO_GO, line)]
+    assert (done.returncode, complaints) == (0, []), done.stdout
     *lines, last = done.stdout.splitlines()
     assert last == f"{script.stem}: OK"
     missing = [text for text in PRINTED.get(script.stem, ()) if not any(re.fullmatch(text, line) for line in lines)]
@@ -100,7 +111,10 @@ def test_the_roles_start_one_by_one_as_on_two_machines() -> None:
         for end in ends:
             end.kill()
             end.communicate()
-    assert [(end.returncode, error) for end, (_, error) in zip(ends, said, strict=True)] == [(0, b""), (0, b"")]
+    complaints = [
+        line for _, error in said for line in error.decode().splitlines() if not re.fullmatch(SEEN_TO_GO, line)
+    ]
+    assert ([end.returncode for end in ends], complaints) == ([0, 0], [])
     assert said[0][0].startswith(b"decoder: pushed")
     assert said[1][0].startswith(b"prompt: blocks 0 and 2")
 

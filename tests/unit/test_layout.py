@@ -202,6 +202,36 @@ def test_i7_plan_row_moves_the_start_of_one_row(
     check(plan(), dst, src, oracle)
 
 
+@given(
+    st.integers(1, 3),
+    st.tuples(st.integers(1, 4), st.integers(1, 30)),
+    st.tuples(st.integers(1, 4), st.integers(1, 30)),
+    st.data(),
+)
+def test_plan_row_with_offsets_moves_bytes_inside_one_row(
+    tensors: int, source: tuple[int, int], target: tuple[int, int], data: st.DataObject
+) -> None:
+    src, dst = geometry(tensors, *source), geometry(tensors, *target)
+    src_row, dst_row = data.draw(st.integers(0, src.rows - 1)), data.draw(st.integers(0, dst.rows - 1))
+    src_at, dst_at = data.draw(st.integers(0, 35)), data.draw(st.integers(0, 35))
+    size = data.draw(st.one_of(st.just(-1), st.integers(1, 35)))
+    length = dst.stride - dst_at if size == -1 else size
+
+    def plan() -> Plan:
+        rows = {"src_row": src_row, "dst_row": dst_row, "src_offset": src_at, "dst_offset": dst_at}
+        return layout.plan_row(src, dst, size=size, layers=ALL, **rows)
+
+    if length < 1 or src_at + length > src.stride or dst_at + length > dst.stride:
+        mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
+        return
+
+    def oracle(to: Any, from_: Any) -> None:
+        for t, f in zip(to, from_, strict=True):
+            t[dst_row, dst_at : dst_at + length] = f[src_row, src_at : src_at + length]
+
+    check(plan(), dst, src, oracle)
+
+
 def test_plan_row_moves_the_selected_tensors_only() -> None:
     src, dst = geometry(6), geometry(4)
     plan = layout.plan_row(src, dst, src_row=3, dst_row=1, size=-1, layers=LayerSelection(range(2, 3), range(1, 2), 2))

@@ -164,13 +164,24 @@ class LayerSelection:
         return layers
 
 
-def plan_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, size: int, layers: LayerSelection) -> Plan:
+def plan_row(
+    src: Geometry,
+    dst: Geometry,
+    *,
+    src_row: int,
+    dst_row: int,
+    size: int,
+    layers: LayerSelection,
+    src_offset: int = 0,
+    dst_offset: int = 0,
+) -> Plan:
     """Plan remote row -> local row (pull_cache) or the reverse (push_cache).
 
-    ``size`` is bytes per tensor; -1 is the destination's stride for a pull (a longer source row is truncated).
+    ``size`` is bytes per tensor; -1 is the rest of the destination's row for a pull (a longer source row is
+    truncated). The offsets are bytes into the row of either end (v1).
 
     Raises:
-        CacheMismatch: Either end is a blocks cache, or ``size`` exceeds either end's stride.
+        CacheMismatch: Either end is a blocks cache, or offset and ``size`` leave either end's row.
         CacheNotFound: ``src_row`` does not exist at the source.
     """
     for end, geometry in (("source", src), ("destination", dst)):
@@ -178,14 +189,15 @@ def plan_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, size: 
             raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
     _require_remote_row(src, src_row)
     dst.require_row("batch_index", dst_row)
-    length = dst.stride if size == -1 else size
-    if length > src.stride or length > dst.stride:
+    length = dst.stride - dst_offset if size == -1 else size
+    if length < 1 or src_offset + length > src.stride or dst_offset + length > dst.stride:
+        at = f" from offset {src_offset} to offset {dst_offset}" if src_offset or dst_offset else ""
         raise CacheMismatch(
-            f"size={size}: {length} bytes per tensor do not fit, a source row has {src.stride} bytes and a "
+            f"size={size}: {length} bytes per tensor{at} do not fit, a source row has {src.stride} bytes and a "
             f"destination row {dst.stride}"
         )
     first_dst, first_src, count = layers.tensors(src, dst)
-    runs = native.plan_row(dst_row * dst.stride, src_row * src.stride, length)
+    runs = native.plan_row(dst_row * dst.stride + dst_offset, src_row * src.stride + src_offset, length)
     return Plan(first_dst, first_src, count, runs, ordered=False, nbytes=length * count)
 
 

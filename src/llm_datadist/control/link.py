@@ -50,6 +50,7 @@ class Link:
         open: False while no communicator that it was made for is OK: operations of this end may not use it yet.
         last_heard: When something came from the peer, on the monotonic clock.
         last_pong: Number of the last :meth:`ping` that was answered.
+        located: Caches of this end that the peer knows by address, and may write; belongs to the transfer layer.
         kept: Answers of the peer that stay valid while their guards do; belongs to the transfer layer.
     """
 
@@ -68,6 +69,7 @@ class Link:
         self.by_table = False
         self.open = True
         self.kept: dict[Any, Any] = {}
+        self.located: set[int] = set()
         self.channel: Channel | None = None
         self.last_heard = time.monotonic()
         self.last_pong = 0
@@ -96,6 +98,11 @@ class Link:
     def usable(self) -> bool:
         """True when operations may start."""
         return self._machine.state in USABLE
+
+    @property
+    def busy(self) -> bool:
+        """True while a transfer runs on it."""
+        return self._operations > 0
 
     @property
     def ended(self) -> bool:
@@ -174,7 +181,7 @@ class Link:
             self.send(build(number))
             if meanwhile is not None:
                 meanwhile()
-            waiter.wait(deadline.remaining())
+            waiter.wait(deadline)
         finally:
             with self._lock:
                 # An answer that comes from now on is late: nobody waits for it.

@@ -19,6 +19,7 @@ __all__ = [
     "CONTROL_PREAMBLE",
     "FRAME_HEADER",
     "FRAME_LIMIT",
+    "MAX_LOCATE",
     "MAX_MEMBERS",
     "MAX_NAME",
     "MAX_VERIFY_RUNS",
@@ -32,6 +33,8 @@ __all__ = [
     "Guarded",
     "Hello",
     "Linked",
+    "Locate",
+    "Located",
     "Meeting",
     "Message",
     "Met",
@@ -59,6 +62,9 @@ PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
 #: Runs of one :class:`Verify`: 256 KiB, so that some that wait cost little.
 MAX_VERIFY_RUNS: Final = 1 << 14
+
+#: Addresses of one :class:`Locate`: two per layer, so that one message does for any model.
+MAX_LOCATE: Final = 1 << 12
 
 #: What a communicator may have (API §3.5): characters of its name, members.
 MAX_NAME: Final = 127
@@ -266,6 +272,30 @@ class Consumed(Message, frozen=True, array_like=True, tag="consumed"):
     count: Id
 
 
+class Locate(Message, frozen=True, array_like=True, tag="locate"):
+    """Initiator -> target: in which caches do these addresses of your process lie?
+
+    ``addresses`` are uint64, little-endian; ``nbytes`` bytes from each on must lie inside one tensor. What is located
+    may be written over this link by pushes, without remote cache access too. Answered by :class:`Located`.
+    """
+
+    id: Id
+    addresses: Annotated[bytes, msgspec.Meta(min_length=8, max_length=MAX_LOCATE * 8)]
+    nbytes: Id
+
+
+class Located(Message, frozen=True, array_like=True, tag="located"):
+    """Target -> initiator: for each address its cache (uint64), tensor (uint32) and offset in that (uint64).
+
+    Little-endian, in their order. Or :class:`Failed`.
+    """
+
+    id: Id
+    cache_ids: bytes
+    tensors: bytes
+    offsets: bytes
+
+
 class Verify(Message, frozen=True, array_like=True, tag="verify"):
     """Initiator -> target: digest these bytes of this cache, as your memory holds them now.
 
@@ -313,6 +343,8 @@ _ANY = (
     | Failed
     | Release
     | Consumed
+    | Locate
+    | Located
     | Verify
     | Verified
 )

@@ -10,6 +10,7 @@ from llm_datadist.errors import LLMException
 
 if TYPE_CHECKING:
     from llm_datadist.control.messages import Message
+    from llm_datadist.deadline import Deadline
 
 __all__ = ["Peer", "RemoteFailure", "Waiter"]
 
@@ -43,9 +44,11 @@ class Waiter:
         self._gate = threading.Lock()
         self._gate.acquire()
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, deadline: Deadline) -> None:
         """Return when woken, or when the time is over. Called once, by the caller."""
-        self._gate.acquire(timeout=seconds)
+        while not self._gate.acquire(timeout=deadline.wait_at_most()):
+            if deadline.expired():
+                return
 
     def wake(self, answer: Message | None) -> None:
         """Hand over the answer, or None: there will be none. Called once at most."""

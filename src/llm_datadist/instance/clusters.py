@@ -10,11 +10,18 @@ from llm_datadist.cluster import trans_int_ip
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
 from llm_datadist.instance.base import EngineOwner
+from llm_datadist.instance.v1links import link_v1, unlink_v1, unlinked_v1
 from llm_datadist.log import logger
 from llm_datadist.types import LLMClusterInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from llm_datadist.engine import Engine
+
+    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
+    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
+    Call = Callable[[Deadline], Statuses]
 
 __all__ = ["ClusterLinks"]
 
@@ -34,6 +41,11 @@ class ClusterLinks(EngineOwner):
         each failure is logged at WARNING. With ``llm.TransferBackend`` both ends may link: the second one's call
         succeeds on the link that the first one made.
 
+        In v1 mode only a DECODER links, and all clusters of a call are linked or none: when one fails the others are
+        given up, and the status is ``LLM_LINK_FAILED``. Refused before anything is tried: another role, and a cluster
+        without exactly one local and one remote ip (``LLM_PARAM_INVALID``), a cluster id twice
+        (``LLM_REPEAT_REQUEST``). A time-out is ``LLM_WAIT_PROCESS_TIMEOUT`` there.
+
         Args:
             clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is given and not empty),
                 and the ``remote_cluster_id``, or none to learn it (R28).
@@ -49,23 +61,34 @@ class ClusterLinks(EngineOwner):
             TypeError: Wrong types.
             ParamError: ``timeout`` not above 0, or a cluster without local ip.
 
-        Source: API §3.4.
+        Source: API §3.4, §8.
         """
+        _, call = self._linking(clusters, timeout)
+        return call(Deadline.after_ms(timeout))
+
+    def _linking(self, clusters: Clusters, timeout: int) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("link_clusters")
         self._check_clusters(clusters, timeout)
-        needs_local = not engine.options.local_comm_res
+        v2, role = engine.options.cache_manager, self._role
+        needs_local = v2 and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
             check_rule(
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        deadline = Deadline.after_ms(timeout)
         mutual = engine.options.transfer_backend is not None
 
-        def link(cluster: LLMClusterInfo) -> None:
-            engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+        def call(deadline: Deadline) -> Statuses:
+            def link(cluster: LLMClusterInfo) -> None:
+                engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-        return _each(clusters, link, "link")
+            return _each(clusters, link, "link")
+
+        def call_v1(deadline: Deadline) -> Statuses:
+            return link_v1(engine, role, clusters, timeout, lambda: call(deadline))
+
+        return engine, call if v2 else call_v1
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -76,8 +99,11 @@ class ClusterLinks(EngineOwner):
         link is kept, at both ends. Forced: this side only, by ``remote_cluster_id`` alone, without contacting the
         peer; operations that still run at the timeout fail. With ``llm.TransferBackend`` always as if forced.
 
+        In v1 mode running pulls are not waited for: ``LLM_LINK_BUSY``, and the link is kept. A cluster that is not
+        linked has ``LLM_NOT_YET_LINK``, which is no failure of the call. A time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
+
         Args:
-            clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
+            clusters: Each with ``remote_cluster_id`` and, unless forced or in v1 mode, one remote ip.
             timeout: Milliseconds for all of it.
             force: See above.
 
@@ -86,23 +112,37 @@ class ClusterLinks(EngineOwner):
             TypeError: Wrong types, or a ``remote_cluster_id`` that is not set.
             ParamError: ``timeout`` not above 0.
 
-        Source: API §3.4.
+        Source: API §3.4, §8.
         """
+        _, call = self._unlinking(clusters, timeout, force)
+        return call(Deadline.after_ms(timeout))
+
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> tuple[Engine, Call]:
+        """Check the arguments; return what is left to do."""
         engine = self._require_engine("unlink_clusters")
         self._check_clusters(clusters, timeout)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        deadline = Deadline.after_ms(timeout)
-        force = force or engine.options.transfer_backend is not None
+        forced = force or engine.options.transfer_backend is not None
 
-        def unlink(cluster: LLMClusterInfo) -> None:
-            if not force:
-                _remote_address(cluster)
-            engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=force)
+        v2 = engine.options.cache_manager
 
-        return _each(clusters, unlink, "unlink")
+        def call(deadline: Deadline) -> Statuses:
+            def unlink(cluster: LLMClusterInfo) -> None:
+                cluster_id = check_uint64("id", cluster.remote_cluster_id)
+                if not v2:
+                    unlink_v1(engine, cluster_id, deadline, force=forced)
+                    return
+                if not forced:
+                    _remote_address(cluster)
+                engine.links.unlink(cluster_id, deadline, force=forced)
+
+            overall, codes = _each(clusters, unlink, "unlink")
+            return (overall, codes) if v2 else unlinked_v1(codes)
+
+        return engine, call
 
     def _check_clusters(self, clusters: object, timeout: object) -> None:
         milliseconds = check_int32("timeout", timeout)

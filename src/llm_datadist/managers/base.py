@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llm_datadist.deadline import Deadline
@@ -10,7 +11,10 @@ from llm_datadist.errors import LLMStatusCode, StateError
 if TYPE_CHECKING:
     from llm_datadist.engine import Engine
 
-__all__ = ["EngineUser"]
+__all__ = ["EngineUser", "Pending"]
+
+#: A call whose arguments have been checked: what is left to do, within a deadline, in whichever thread.
+Pending = Callable[[Deadline], None]
 
 
 class EngineUser:

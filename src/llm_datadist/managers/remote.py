@@ -14,14 +14,18 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndI
 
 if TYPE_CHECKING:
     from llm_datadist.cache.layout import Geometry
+    from llm_datadist.deadline import Deadline
     from llm_datadist.grant import Grant
+    from llm_datadist.managers.base import Pending
     from llm_datadist.native import Plan
+
+    Indices = list[int] | tuple[int, ...]
 
 __all__ = ["RemoteCalls"]
 
 
 class RemoteCalls(EngineUser):
-    """pull_cache, pull_blocks, push_cache, push_blocks."""
+    """pull_cache, pull_blocks, push_cache, push_blocks: each checks in one step and works in another."""
 
     def pull_cache(
         self,
@@ -59,24 +63,43 @@ class RemoteCalls(EngineUser):
 
         Source: API §6.10.
         """
+        self._pull_cache(cache_key, cache, batch_index, size, src_layer_range, dst_layer_range, tensor_num_per_layer)(
+            self._deadline()
+        )
+
+    def _pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int,
+        size: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+    ) -> Pending:
+        """Check the arguments; return what is left to do."""
         engine = self._engine
         arguments.check_pull_cache(engine.options.remote_accessible, cache_key, cache, batch_index, size)
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
-        with (
-            engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span,
-            engine.store.holding(cache.cache_id, "pull_cache: cache") as local,
-        ):
-            dst = local.geometry
-            dst.require_row("batch_index", batch_index)
-            arguments.check_size("size", size, dst)
-            layers.check_local("dst_layer_range", dst.num_tensors)
 
-            def plan(src: Geometry, row: int, same: bool) -> Plan:
-                return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
+        def run(deadline: Deadline) -> None:
+            with (
+                engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span,
+                engine.store.holding(cache.cache_id, "pull_cache: cache") as local,
+            ):
+                dst = local.geometry
+                dst.require_row("batch_index", batch_index)
+                arguments.check_size("size", size, dst)
+                layers.check_local("dst_layer_range", dst.num_tensors)
 
-            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_cache")
+                def plan(src: Geometry, row: int, same: bool) -> Plan:
+                    return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
+
+                span.nbytes = engine.initiator.pull(name, local, plan, deadline, "pull_cache")
+
+        return run
 
     def pull_blocks(
         self,
@@ -115,6 +138,29 @@ class RemoteCalls(EngineUser):
 
         Source: API §6.11.
         """
+        self._pull_blocks(
+            src_cache_key,
+            dst_cache,
+            src_blocks,
+            dst_blocks,
+            src_layer_range,
+            dst_layer_range,
+            tensor_num_per_layer,
+            grant,
+        )(self._deadline())
+
+    def _pull_blocks(
+        self,
+        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+        dst_cache: Cache,
+        src_blocks: Indices,
+        dst_blocks: Indices,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        grant: Grant | None,
+    ) -> Pending:
+        """Check the arguments; return what is left to do."""
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
         check_type("dst_cache", dst_cache, Cache)
@@ -126,20 +172,26 @@ class RemoteCalls(EngineUser):
         arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
         paged = isinstance(src_cache_key, BlocksCacheKey)
-        with (
-            engine.meters.span("pull_blocks", "%s -> %d, %d blocks", name, dst_cache.cache_id, len(targets)) as span,
-            engine.store.holding(dst_cache.cache_id, "pull_blocks: dst_cache") as local,
-        ):
-            dst = local.geometry
-            arguments.check_blocks("dst_blocks", targets, dst)
-            layers.check_local("dst_layer_range", dst.num_tensors)
 
-            def plan(src: Geometry, row: int, same: bool) -> Plan:
-                if paged:
-                    return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
-                return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
+        def run(deadline: Deadline) -> None:
+            with (
+                engine.meters.span(
+                    "pull_blocks", "%s -> %d, %d blocks", name, dst_cache.cache_id, len(targets)
+                ) as span,
+                engine.store.holding(dst_cache.cache_id, "pull_blocks: dst_cache") as local,
+            ):
+                dst = local.geometry
+                arguments.check_blocks("dst_blocks", targets, dst)
+                layers.check_local("dst_layer_range", dst.num_tensors)
 
-            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_blocks", grant)
+                def plan(src: Geometry, row: int, same: bool) -> Plan:
+                    if paged:
+                        return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
+                    return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
+
+                span.nbytes = engine.initiator.pull(name, local, plan, deadline, "pull_blocks", grant)
+
+        return run
 
     def push_cache(
         self,
@@ -170,6 +222,21 @@ class RemoteCalls(EngineUser):
 
         Source: API §6.12.
         """
+        self._push_cache(
+            dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
+        )(self._deadline())
+
+    def _push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        size: int,
+        tensor_num_per_layer: int,
+    ) -> Pending:
+        """Check the arguments; return what is left to do."""
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_cache")
         check_type("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
@@ -179,18 +246,24 @@ class RemoteCalls(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         check_rule(check_int64("size", size) == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
-        with (
-            engine.meters.span("push_cache", "%d[%d] -> %s", src_cache.cache_id, src_batch_index, name) as span,
-            engine.store.holding(src_cache.cache_id, "push_cache: src_cache") as local,
-        ):
-            src = local.geometry
-            src.require_row("src_batch_index", src_batch_index)
-            layers.check_local("src_layer_range", src.num_tensors)
 
-            def plan(dst: Geometry, row: int, same: bool) -> Plan:
-                return layout.plan_row(src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers)
+        def run(deadline: Deadline) -> None:
+            with (
+                engine.meters.span("push_cache", "%d[%d] -> %s", src_cache.cache_id, src_batch_index, name) as span,
+                engine.store.holding(src_cache.cache_id, "push_cache: src_cache") as local,
+            ):
+                src = local.geometry
+                src.require_row("src_batch_index", src_batch_index)
+                layers.check_local("src_layer_range", src.num_tensors)
 
-            span.nbytes = engine.initiator.push(name, local, plan, self._deadline(), "push_cache")
+                def plan(dst: Geometry, row: int, same: bool) -> Plan:
+                    return layout.plan_row(
+                        src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers
+                    )
+
+                span.nbytes = engine.initiator.push(name, local, plan, deadline, "push_cache")
+
+        return run
 
     def push_blocks(
         self,
@@ -221,6 +294,21 @@ class RemoteCalls(EngineUser):
 
         Source: API §6.13; [seed:PushKvBlocks] for the addressing by cache id.
         """
+        self._push_blocks(
+            dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+        )(self._deadline())
+
+    def _push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_blocks: Indices,
+        dst_blocks: Indices,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+    ) -> Pending:
+        """Check the arguments; return what is left to do."""
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
         check_type("dst_cache_key", dst_cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
@@ -231,15 +319,21 @@ class RemoteCalls(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        with (
-            engine.meters.span("push_blocks", "%d -> %s, %d blocks", src_cache.cache_id, name, len(sources)) as span,
-            engine.store.holding(src_cache.cache_id, "push_blocks: src_cache") as local,
-        ):
-            src = local.geometry
-            arguments.check_blocks("src_blocks", sources, src)
-            layers.check_local("src_layer_range", src.num_tensors)
 
-            def plan(dst: Geometry, row: int, same: bool) -> Plan:
-                return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
+        def run(deadline: Deadline) -> None:
+            with (
+                engine.meters.span(
+                    "push_blocks", "%d -> %s, %d blocks", src_cache.cache_id, name, len(sources)
+                ) as span,
+                engine.store.holding(src_cache.cache_id, "push_blocks: src_cache") as local,
+            ):
+                src = local.geometry
+                arguments.check_blocks("src_blocks", sources, src)
+                layers.check_local("src_layer_range", src.num_tensors)
 
-            span.nbytes = engine.initiator.push(name, local, plan, self._deadline(), "push_blocks")
+                def plan(dst: Geometry, row: int, same: bool) -> Plan:
+                    return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
+
+                span.nbytes = engine.initiator.push(name, local, plan, deadline, "push_blocks")
+
+        return run

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.direct import DirectMemory
     from llm_datadist.memory.pool import Allocation, MemoryPool
     from llm_datadist.memory.writers import Hazard, Writers
 
@@ -58,7 +59,7 @@ class Quarantine:
                 self._held = [each for each in self._held if each not in over]
         return bool(over)
 
-    def allocate(self, pool: MemoryPool, count: int, nbytes: int, deadline: Deadline) -> Allocation:
+    def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
         """``pool.allocate_many``, which waits for quarantined memory where that could be enough.
 
         Raises:

@@ -176,6 +176,20 @@ def _verify(rng: random.Random) -> list[Any]:
     return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
 
 
+def _locate(rng: random.Random) -> list[Any]:
+    count = rng.choice((1, 2, 2, 8, 4096, 4097))
+    near = [rng.choice((0, 1, 2**12, 2**47, 2**64 - 1, rng.randrange(2**48))) for _ in range(min(count, 8))]
+    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + bytes(8 * (count - len(near))), _id(rng)]
+
+
+def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
+    """Return an answer to request ``number``, about ``count`` addresses, that could be meant."""
+    ids = struct.pack(f"<{count}Q", *(rng.randrange(9) for _ in range(count)))
+    tensors = struct.pack(f"<{count}I", *(rng.randrange(5) for _ in range(count)))
+    offsets = struct.pack(f"<{count}Q", *(rng.choice((0, 48, 2**40, 2**63, 2**64 - 1)) for _ in range(count)))
+    return ["located", number, ids, tensors, offsets]
+
+
 def geometry(rng: random.Random) -> list[Any]:
     """Return the geometry of a cache as it travels, which is that of a small one."""
     kind, tensors, rows, stride = rng.randrange(2), rng.choice((4, 4, 4, 1, 8)), 8, 48
@@ -206,6 +220,8 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "goodbye": (2, lambda rng: ["goodbye", _id(rng)]),
     "farewell": (2, lambda rng: ["farewell", _id(rng)]),
     "stay": (2, lambda rng: ["stay"]),
+    "locate": (6, _locate),
+    "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
     "verify": (6, _verify),
     "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
 }

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from llm_datadist.cache.registry import MAX_PINS_PER_PEER
-from llm_datadist.control.messages import FRAME_HEADER, Hello, Met, Resolve, Resolved, decode
+from llm_datadist.control.messages import FRAME_HEADER, Hello, Located, Met, Resolve, Resolved, decode
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LLMException
+from llm_datadist.locate import places_in
 from llm_datadist.testing.fuzz import Finding, Verdicts, trial
-from llm_datadist.testing.fuzzgen import HANDSHAKE, LINK, Forge, mutated, resolved, wild
+from llm_datadist.testing.fuzzgen import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
 from llm_datadist.testing.fuzzstage import PATIENCE_SECONDS, VICTIM, Stage, drain
 from llm_datadist.transport.connect import Claim, Opening
 from llm_datadist.types import BlocksCacheKey
@@ -153,6 +154,7 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
             link = engine.links.get(VICTIM)
             for _ in range(100):
                 _open_one(engine, link, forge, verdicts)
+            _place_some(forge, verdicts)
             link.kept.clear()  # the last lie is not to be believed for ever
             _lie(stage, forge, verdicts)
             if lie % 64 == 0:
@@ -183,6 +185,23 @@ def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> N
             return
         remote = engine.initiator._open(link, answer, "fuzz", push=forge.rng.random() < 0.3)
         engine.initiator._current(link, remote, "fuzz")
+    except LLMException as error:
+        verdicts.refuse(error)
+    else:
+        verdicts.take(answer)
+
+
+def _place_some(forge: Forge, verdicts: Verdicts) -> None:
+    """Read an answer to a Locate; what it says of a cache is judged when that is resolved."""
+    rng = forge.rng
+    fields = located(rng, 1, rng.choice((2, 2, 2, 0, 3)))
+    if rng.random() < 0.5:
+        fields[rng.randrange(2, len(fields))] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    try:
+        answer = decode(mutated(data, rng) if rng.random() < 0.2 else data)
+        if isinstance(answer, Located):
+            places_in(answer, 2, "fuzz")
     except LLMException as error:
         verdicts.refuse(error)
     else:

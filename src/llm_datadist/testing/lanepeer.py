@@ -47,10 +47,11 @@ class RegionConnection(TcpConnection):
         *,
         writable: bool,
         handle: bytes = b"",
+        located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are, with a handle that says so too."""
         handle = handle or msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return super().map(regions, offsets, extent, writable=writable, handle=handle)
+        return super().map(regions, offsets, extent, writable=writable, handle=handle, located=located)
 
 
 class MemoryHandler:

@@ -92,6 +92,7 @@ class Connection(ABC):
         *,
         writable: bool,
         handle: bytes = b"",
+        located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are, every one checked against its region.
 
@@ -101,6 +102,8 @@ class Connection(ABC):
             extent: Bytes of each tensor.
             writable: True when the tensors will be written.
             handle: What the peer needs to find these tensors again; only transports with ``remote_guards`` send it.
+            located: True when the peer was asked for them by address: its private memory may be written then, though
+                it has no remote cache access.
 
         Raises:
             ProtocolError: The peer has no such region, or a tensor ends outside it.
@@ -116,7 +119,7 @@ class Connection(ABC):
                 raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
             for region in named:
                 chosen = regions == region
-                window = self._checked_window(region, writable)
+                window = self._checked_window(region, writable and not (located and region == PRIVATE))
                 bases[chosen] = _addresses(window, region, bases[chosen], extent)
             private, remote_guards = named[:1] == [PRIVATE], self.capabilities.remote_guards
             return RemoteTensors(bases, extent, self._serial, writable, handle, private, remote_guards)

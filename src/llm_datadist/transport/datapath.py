@@ -44,6 +44,7 @@ class DataPath(Protocol):
         *,
         writable: bool,
         handle: bytes = b"",
+        located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are."""
 

@@ -54,6 +54,7 @@ class Exports:
         guards: The guard slots; never writable for a peer.
         writable: True when peers may write (remote cache access).
         writers: Where they announce it.
+        by_address: True when they may write, without RCA too, what they were told to lie at an address.
     """
 
     incarnation: bytes
@@ -61,6 +62,7 @@ class Exports:
     guards: GuardTable
     writable: bool
     writers: Writers = field(default_factory=Writers)
+    by_address: bool = False
 
     def descriptors(self) -> list[RegionDescriptor]:
         """Return one descriptor per exported region, in the order of the mapping."""

@@ -37,7 +37,7 @@ class Offer:
         regions = [described for described in exports.descriptors() if described.region in shared]
         guards = exports.guards
         try:
-            self._page = exports.writers.open() if exports.writable else None
+            self._page = exports.writers.open() if exports.writable or exports.by_address else None
         except LLMException as error:
             raise LinkRefused(f"no page for the writers of this peer: {error}") from error
         page = None if self._page is None else self._page.segment

@@ -59,10 +59,11 @@ class RoutedConnection:
         *,
         writable: bool,
         handle: bytes = b"",
+        located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are; all of them lie in exported regions, or none."""
         chosen = self._private if bool((regions == PRIVATE).all()) else self._shared
-        return chosen.map(regions, offsets, extent, writable=writable, handle=handle)
+        return chosen.map(regions, offsets, extent, writable=writable, handle=handle, located=located)
 
     def generation(self, slot: int) -> int:
         """Return the generation in the peer's guard ``slot``."""

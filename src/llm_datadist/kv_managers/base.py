@@ -1,0 +1,86 @@
+"""What the calls of v1 share: roles, dropped handles, and the status codes that v1 has of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from llm_datadist.checks import check_rule, check_type
+from llm_datadist.errors import KeyInUse, LLMException, LLMStatusCode
+from llm_datadist.kv_cache import KvCache
+from llm_datadist.managers.base import EngineUser
+from llm_datadist.types import CacheDesc, LLMRole, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist.engine import Engine
+
+__all__ = ["KvUser", "check_cache", "require_device", "v1_codes", "v1_status"]
+
+_V1_CODES = {
+    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+}
+
+
+class KvUser(EngineUser):
+    """Holds the engine of one ``init`` in v1 mode, and the ids of caches whose handles were dropped. Any thread.
+
+    Args:
+        engine: Of the LLMDataDist.
+        role: Returns its role as of now: ``switch_role`` changes it.
+    """
+
+    def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
+        super().__init__(engine)
+        self._role = role
+        # Filled by KvCache.__del__, anywhere; a deque takes and gives one element without a lock.
+        self._forgotten: deque[int] = deque()
+
+    @property
+    def _engine(self) -> Engine:
+        engine = super()._engine
+        while self._forgotten:
+            try:
+                cache_id = self._forgotten.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            engine.store.deallocate(cache_id)
+        return engine
+
+    def _require_role(self, call: str, role: LLMRole) -> None:
+        now = self._role()
+        check_rule(now is role, f"{call}: only a {role.name} may, and this is a {now.name}")
+
+
+def check_cache(name: str, cache: object) -> KvCache:
+    """Return ``cache`` if it is a KvCache on the device: v1 has no other calls for caches (R16)."""
+    found = check_type(name, cache, KvCache)
+    require_device(name, found.cache_desc)
+    return found
+
+
+def require_device(name: str, desc: CacheDesc) -> None:
+    """Raise ParamError unless the placement is DEVICE."""
+    check_rule(
+        desc.placement is Placement.DEVICE, f"{name}: placement is {desc.placement.name}, only DEVICE is possible here"
+    )
+
+
+def v1_status(error: LLMException) -> LLMStatusCode:
+    """Return the status that v1 has for a failure: its own for time-outs, memory and keys in use (API §8)."""
+    if isinstance(error, KeyInUse):
+        return LLMStatusCode.LLM_FAILED
+    return _V1_CODES.get(error.status_code, error.status_code)
+
+
+@contextmanager
+def v1_codes() -> Iterator[None]:
+    """Give every LLMException of the block its status in v1; its class stays."""
+    try:
+        yield
+    except LLMException as error:
+        error.restate(v1_status(error))
+        raise

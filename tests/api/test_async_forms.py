@@ -1,0 +1,299 @@
+"""The awaited calls: what the blocking ones do, argument errors at once, cancellation that leaves memory safe (R7)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
+from llm_datadist.testing.gates import Gate, shut
+from llm_datadist.testing.stalls import stall
+from tests.support.linking import bytes_move_both_ways
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, moved, nothing_happens, picture, same_bytes, show
+from tests.support.world import cluster_info
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+    from tests.support.world import World
+
+OK = LLMStatusCode.LLM_SUCCESS
+PAGED = Spec(blocks=True)
+SOURCE = Spec(blocks=True, blocks_key=BLOCKS)
+BOUND_S = 20.0
+
+
+def awaited(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Await a call of the manager; :class:`Use` arguments become caches of this end."""
+    real = [world.caches[each.name] if isinstance(each, Use) else each for each in args]
+    return asyncio.run(asyncio.wait_for(getattr(world.cm, method)(*real, **kwargs), BOUND_S))
+
+
+# --- what they do ----------------------------------------------------------------------------------------------------
+
+
+def test_pull_blocks_and_pull_cache_are_awaited(pair: Pair) -> None:
+    pair.start()
+    source, before = pair.prompt.do(make, "kv", SOURCE, 1), pair.decoder.do(make, "kv", PAGED, 2)
+    pair.decoder.do(awaited, "pull_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(0, 1), (3, 6)]))
+    rows, into = pair.prompt.do(make, "row", Spec(), 3), pair.decoder.do(make, "row", Spec(), 4)
+    key = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "row"), 2)
+    pair.decoder.do(awaited, "pull_cache_async", key, Use("row"), 5)
+    same_bytes(pair.decoder.do(show, "row"), moved(into, rows, [(5, 2)]))
+
+
+def test_push_blocks_and_push_cache_are_awaited(pair: Pair) -> None:
+    pair.start(rca=True)
+    before, source = pair.prompt.do(make, "kv", SOURCE, 1), pair.decoder.do(make, "kv", PAGED, 2)
+    pair.decoder.do(awaited, "push_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    same_bytes(pair.prompt.do(show, "kv"), moved(before, source, [(0, 1), (3, 6)]))
+    into, rows = pair.prompt.do(make, "row", Spec(), 3), pair.decoder.do(make, "row", Spec(), 4)
+    key = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "row"), 2)
+    pair.decoder.do(awaited, "push_cache_async", key, Use("row"), 5)
+    same_bytes(pair.prompt.do(show, "row"), moved(into, rows, [(2, 5)]))
+
+
+def test_copies_and_swaps_are_awaited(end: LocalEnd) -> None:
+    end.start("MIX", 1)
+    device, host = end.do(make, "d", PAGED, 1), end.do(make, "h", Spec(blocks=True, placement=Placement.HOST), 2)
+    rows = end.do(make, "r", Spec(), 3)
+    end.do(awaited, "copy_blocks_async", Use("d"), {1: [2, 3]})
+    device = moved(device, device, [(2, 1), (3, 1)])
+    same_bytes(end.do(show, "d"), device)
+    end.do(awaited, "swap_blocks_async", Use("d"), Use("h"), {2: 7})
+    same_bytes(end.do(show, "h"), moved(host, device, [(7, 2)]))
+    end.do(awaited, "copy_cache_async", Use("r"), Use("r"), 4, 1)
+    same_bytes(end.do(show, "r"), moved(rows, rows, [(4, 1)]))
+
+
+def test_links_are_awaited(local_pair: Pair) -> None:
+    local_pair.start(linked=False)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    port = local_pair.prompt.port
+    assert port is not None
+    clusters = [cluster_info(1, port)]
+    assert asyncio.run(world.dd.link_clusters_async(clusters, 5000)) == (OK, [OK])
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+    again = LLMStatusCode.LLM_ALREADY_LINK
+    assert asyncio.run(world.dd.link_clusters_async(clusters, 5000)) == (again, [again])
+    assert asyncio.run(world.dd.unlink_clusters_async(clusters, 5000)) == (OK, [OK])
+    assert local_pair.decoder.do(picture).links == ()
+    for call in (world.dd.link_clusters_async, world.dd.unlink_clusters_async):
+        with pytest.raises(ParamError, match="timeout"):
+            _ = call(clusters, 0)
+        with pytest.raises(TypeError, match="clusters"):
+            _ = call([1])  # type: ignore[list-item]
+
+
+def test_hundred_calls_at_once_use_a_bounded_number_of_threads(local_pair: Pair) -> None:
+    local_pair.start()
+    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+
+    async def all_at_once() -> int:
+        calls = [world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [3], [5]) for _ in range(100)]
+        await asyncio.gather(*calls)
+        return sum(thread.name.startswith("llm-datadist-async_") for thread in threading.enumerate())
+
+    assert 1 <= asyncio.run(all_at_once()) <= 32
+    same_bytes(local_pair.decoder.do(show, "kv"), moved(before, source, [(5, 3)]))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
+    ("pull_cache_async", (1, Use("row")), TypeError),
+    ("pull_cache_async", (None, Use("row")), NoneArgument),
+    ("pull_cache_async", (CacheKeyByIdAndIndex(1, 1), Use("row"), -1), ParamError),
+    ("pull_cache_async", (CacheKeyByIdAndIndex(1, 1), Use("kv")), ParamError),
+    ("pull_blocks_async", (BLOCKS, Use("kv"), [1], [1, 2]), ParamError),
+    ("pull_blocks_async", (BLOCKS, Use("kv"), ["1"], [1]), TypeError),
+    ("push_cache_async", (CacheKeyByIdAndIndex(1, 1), Use("row")), ParamError),
+    ("push_blocks_async", (BLOCKS, Use("kv"), [1], [1]), ParamError),
+    ("copy_cache_async", (None, Use("row")), NoneArgument),
+    ("copy_blocks_async", (Use("row"), {1: [2]}), ParamError),
+    ("swap_blocks_async", (Use("kv"), Use("kv"), None), NoneArgument),
+]
+
+
+@pytest.mark.parametrize(("method", "args", "kind"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_argument_errors_are_raised_at_once_and_nothing_happens(
+    local_pair: Pair, method: str, args: tuple[Any, ...], kind: type[Exception]
+) -> None:
+    local_pair.start()
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    local_pair.decoder.do(make, "kv", PAGED, 2)
+    local_pair.decoder.do(make, "row", Spec(), 3)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    real = [world.caches[each.name] if isinstance(each, Use) else each for each in args]
+
+    def attempt() -> None:
+        with pytest.raises(kind):
+            getattr(world.cm, method)(*real)  # not awaited: there is nothing to await
+
+    nothing_happens((local_pair.decoder, local_pair.prompt), ["kv", "row"], attempt)
+
+
+def test_errors_of_the_call_are_raised_where_it_is_awaited(local_pair: Pair) -> None:
+    local_pair.start()
+    local_pair.decoder.do(make, "kv", PAGED, 2)
+    with pytest.raises(CacheNotFound):
+        local_pair.decoder.do(awaited, "pull_blocks_async", BlocksCacheKey(1, 5), Use("kv"), [1], [1])
+
+
+def test_r21_after_finalize_they_are_refused_at_once(end: LocalEnd) -> None:
+    end.start("MIX", 1)
+    end.do(make, "kv", PAGED, 1)
+    manager, cache = end.world.cm, end.world.caches["kv"]
+    end.world.dd.finalize()
+    with pytest.raises(StateError) as caught:
+        _ = manager.copy_blocks_async(cache, {1: [2]})
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+# --- cancellation ----------------------------------------------------------------------------------------------------
+
+
+async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], None], then: Callable[[], None]) -> None:
+    """Cancel the call when ``when`` returns, do ``then`` once it has been told, and wait for its end."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.to_thread(when)
+    task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.to_thread(then)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, BOUND_S)
+    assert task.cancelled()
+
+
+def test_r07_a_call_that_is_cancelled_before_it_begins_does_nothing(local_pair: Pair) -> None:
+    local_pair.start()
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    before = local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+
+    async def cancel_one_that_queues() -> None:
+        with stall(world.dd, "registry"):
+            first = [asyncio.ensure_future(world.cm.copy_blocks_async(world.caches["kv"], {1: [1]})) for _ in range(32)]
+            queued = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
+            await asyncio.sleep(0)
+            queued.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await queued  # at once: every thread is taken
+        await asyncio.gather(*first)
+
+    asyncio.run(asyncio.wait_for(cancel_one_that_queues(), BOUND_S))
+    same_bytes(local_pair.decoder.do(show, "kv"), before)
+
+
+def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(local_pair: Pair) -> None:
+    local_pair.start(sync_kv_timeout=600_000)  # nothing but the cancellation ends it
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    before = local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
+    pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])
+    with stall(peer.dd, "control"):  # the peer does not answer
+        asyncio.run(_cancelled(pull, lambda: _asked(world), lambda: None))
+        same_bytes(local_pair.decoder.do(show, "kv"), before)
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+
+
+def _asked(world: World) -> None:
+    """Return when somebody waits for the peer's answer."""
+    link = world.dd._require_engine("test").links.get(1)
+    gate = threading.Event()
+    for _ in range(10_000):
+        if link._waiters:
+            return
+        gate.wait(0.001)
+    raise AssertionError("nobody asked the peer")
+
+
+@pytest.mark.parametrize("step", ["hold", "ask", "answer", "plan", "before copy", "after copy"])
+def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(
+    local_pair: Pair, tmp_path: Path, step: str
+) -> None:
+    """The call stands at a step when it is cancelled; the error comes only after it has gone on to its end."""
+    local_pair.start()
+    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    gate = Gate(tmp_path)
+    with shut(world.dd, step, tmp_path, peer=1):
+        pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1, 6], [0, 3])
+        asyncio.run(_cancelled(pull, gate.wait, gate.open))
+    after = local_pair.decoder.do(show, "kv")
+    complete = step == "after copy"  # the bytes had moved: cancelled all the same
+    same_bytes(after, moved(before, source, [(0, 1), (3, 6)]) if complete else before)
+    same_bytes(local_pair.decoder.do(make, "other", PAGED, 7), local_pair.decoder.do(show, "other"))
+    same_bytes(local_pair.decoder.do(show, "kv"), after)
+    assert [link.state for link in local_pair.decoder.do(picture).links] == ["ready"]
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+
+
+def test_r07_cancelled_twice_it_still_waits_for_the_end(local_pair: Pair, tmp_path: Path) -> None:
+    local_pair.start()
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    before = local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    gate = Gate(tmp_path)
+
+    async def impatient() -> None:
+        task = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
+        await asyncio.to_thread(gate.wait)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not task.done(), "the copy has not ended: its destination is not the caller's yet"
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with shut(world.dd, "before copy", tmp_path, peer=1):
+        asyncio.run(asyncio.wait_for(impatient(), BOUND_S))
+    same_bytes(local_pair.decoder.do(show, "kv"), before)
+
+
+def test_a_call_that_has_ended_is_not_cancelled_any_more(local_pair: Pair) -> None:
+    local_pair.start()
+    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+
+    async def too_late() -> None:
+        task = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
+        await task
+        assert not task.cancel()
+
+    asyncio.run(too_late())
+    same_bytes(local_pair.decoder.do(show, "kv"), moved(before, source, [(0, 1)]))
+
+
+def test_finalize_ends_calls_that_are_awaited(local_pair: Pair) -> None:
+    local_pair.start(sync_kv_timeout=600_000)
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
+
+    async def finalized_meanwhile() -> list[BaseException | None]:
+        calls = [world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]) for _ in range(40)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.to_thread(_asked, world)
+        await asyncio.to_thread(world.dd.finalize)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with stall(peer.dd, "control"):
+        errors = asyncio.run(asyncio.wait_for(finalized_meanwhile(), BOUND_S))
+    codes = {getattr(error, "status_code", error) for error in errors}
+    assert codes <= {LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_ENGINE_FINALIZED}
+    assert LLMStatusCode.LLM_ENGINE_FINALIZED in codes, "eight of forty waited for a thread"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llm-datadist-async_")]

@@ -1,0 +1,431 @@
+"""transfer_cache_async that fails: synchronizers, peers, links, finalize; every config has a result (R18)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, ParamError, StateError
+from llm_datadist.testing.gates import Gate, shut
+from tests.support.ends import ChildEnd
+from tests.support.layers import (
+    BOUND_MS,
+    FAILED,
+    INVALID,
+    OK,
+    Always,
+    Gated,
+    addresses,
+    asked,
+    begin,
+    finish,
+    keyed,
+    make_both,
+    outcome,
+    raw,
+    ready,
+    received,
+    send,
+    spanned,
+    wait_asked,
+)
+from tests.support.linking import bytes_move_both_ways, link
+from tests.support.moves import Spec, make, nothing_happens, picture, same_bytes, show, wait_until
+from tests.support.source import SOURCE
+from tests.support.world import cluster_info
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.world import World
+
+STRIDE = 48
+KV = Spec(6, 4, STRIDE)
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+FINALIZED = LLMStatusCode.LLM_ENGINE_FINALIZED
+ROW = [(STRIDE, 0, STRIDE)]
+
+
+def _by_key(pair: Pair, layers: range) -> Any:
+    return keyed(pair.prompt, "kv", layers, dst_row=1)
+
+
+def _started(pair: Pair, *configs: range, rca: bool = True, **settings: Any) -> Any:
+    """Begin a transfer with a config for each range, return (bytes before, source)."""
+    pair.start(rca=rca, **settings)
+    both = make_both(pair.prompt, pair.decoder, KV, KV)
+    pair.decoder.do(begin, "kv", [_by_key(pair, each) for each in configs])
+    return both
+
+
+# --- the synchronizer ------------------------------------------------------------------------------------------------
+
+
+def test_r18_false_is_invalid_for_the_configs_of_that_layer_and_failed_for_the_unfinished(shm_pair: Pair) -> None:
+    before, source = _started(shm_pair, range(1), range(2), range(1, 3), range(2, 3))
+    shm_pair.decoder.do(ready, 0)
+    shm_pair.decoder.do(_answer, 1, False)
+    result = shm_pair.decoder.do(finish)
+    assert (result.results, result.first) == ([OK, INVALID, INVALID, FAILED], INVALID)
+    assert all("returned False" in text for text in result.errors[1:])
+    assert shm_pair.decoder.do(asked) == [0, 1]
+    same_bytes(received(shm_pair.prompt), spanned(before, source, ROW, [(0, 0), (1, 1)]))
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("the model broke"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_r18_a_raising_or_dead_synchronizer_is_failed_for_every_unfinished_config(
+    shm_pair: Pair, raised: BaseException
+) -> None:
+    before, source = _started(shm_pair, range(1), range(3), range(2, 3))
+    shm_pair.decoder.do(ready, 0)
+    shm_pair.decoder.do(_answer, 1, raised)
+    result = shm_pair.decoder.do(finish)
+    assert (result.results, result.first) == ([OK, FAILED, FAILED], FAILED)
+    assert all(type(raised).__name__ in text for text in result.errors[1:])
+    same_bytes(received(shm_pair.prompt), spanned(before, source, ROW, [(0, 0), (1, 1)]))
+
+
+def _answer(world: World, layer: int, answer: object) -> None:
+    ready(world, layer, answer=answer)
+
+
+def test_r18_the_first_failure_is_what_stopped_the_transfer_wherever_it_is_in_the_list(shm_pair: Pair) -> None:
+    shm_pair.start(rca=True)
+    make_both(shm_pair.prompt, shm_pair.decoder, KV, KV)
+    unknown = _by_key(shm_pair, range(1, 2))
+    unknown.cache_key = type(unknown.cache_key)(1, 77, 0)
+    result = shm_pair.decoder.do(send, "kv", [_by_key(shm_pair, range(3)), _by_key(shm_pair, range(2, 3)), unknown])
+    missing = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert (result.results, result.first) == ([FAILED, FAILED, missing], missing)
+
+
+def test_layers_that_nobody_gets_are_not_asked_for_and_each_is_asked_for_once(local_pair: Pair) -> None:
+    local_pair.start(rca=True)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    always = Always()
+    configs = [_by_key(local_pair, range(2, 3)), _by_key(local_pair, range(1)), _by_key(local_pair, range(2, 3))]
+    assert outcome(world.cm.transfer_cache_async(world.caches["kv"], always, configs)).first is OK
+    assert always.asked == [(0, None), (2, None)]
+
+
+# --- asking for results ----------------------------------------------------------------------------------------------
+
+
+def test_a_time_out_of_the_question_ends_nothing_and_it_may_be_asked_again(local_pair: Pair) -> None:
+    before, source = _started(local_pair, range(3), range(2))
+    task = local_pair.decoder.world.memory["transfer"].task  # type: ignore[attr-defined]
+    for milliseconds in (0, 1):
+        assert task.synchronize(milliseconds) is TIMEOUT
+        assert task.get_results(milliseconds) == [TIMEOUT, TIMEOUT]
+    assert "running" in repr(task)
+    local_pair.decoder.do(ready, 0, 1, 2)
+    for _ in range(2):
+        assert task.synchronize() is OK
+        assert task.get_results(0) == [OK, OK]
+    assert "over" in repr(task)
+    same_bytes(received(local_pair.prompt), spanned(before, source, ROW))
+
+
+@pytest.mark.parametrize("method", ["synchronize", "get_results"])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [("1", TypeError), (1.0, TypeError), (-1, ParamError), (2**32, ParamError), ([], TypeError)]
+)
+def test_a_wrong_timeout_is_refused(local_pair: Pair, method: str, wrong: Any, kind: type[Exception]) -> None:
+    _started(local_pair, range(1))
+    task = local_pair.decoder.world.memory["transfer"].task  # type: ignore[attr-defined]
+    with pytest.raises(kind, match="timeout_in_millis"):
+        getattr(task, method)(wrong)
+    local_pair.decoder.do(ready, 0)
+    assert getattr(task, method)(BOUND_MS) in (OK, [OK])
+
+
+def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) -> None:
+    local_pair.start(rca=True)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    told: list[BaseException] = []
+
+    class Waiting(Always):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            there.wait(BOUND_MS / 1e3)
+            try:
+                tasks[0].synchronize()
+            except StateError as error:
+                told.append(error)
+            return True
+
+    there, tasks = threading.Event(), []
+    tasks.append(world.cm.transfer_cache_async(world.caches["kv"], Waiting(), [_by_key(local_pair, range(1))]))
+    there.set()
+    assert tasks[0].synchronize(BOUND_MS) is OK
+    assert len(told) == 1
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_deallocated_meanwhile_is_sent_whole_and_then_given_back(shm_pair: Pair) -> None:
+    before, source = _started(shm_pair, range(3))
+    shm_pair.decoder.do(_deallocate, "kv")
+    assert shm_pair.decoder.do(picture).caches.draining == 1
+    shm_pair.decoder.do(ready, 0, 1, 2)
+    assert shm_pair.decoder.do(finish).first is OK
+    same_bytes(received(shm_pair.prompt), spanned(before, source, ROW))
+    assert shm_pair.decoder.do(picture).caches.draining == 0
+    assert shm_pair.decoder.do(picture).pools[0].used_bytes == 0
+
+
+def _deallocate(world: World, name: str) -> None:
+    world.cm.deallocate_cache(world.caches[name])
+
+
+def test_unregister_cache_waits_for_the_transfer_in_bounds(local_pair: Pair) -> None:
+    local_pair.start(rca=True, sync_kv_timeout=300)
+    local_pair.prompt.do(make, "kv", KV, 1)
+    local_pair.decoder.do(make, "kv", Spec(6, 4, STRIDE, memory="private"), 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    local_pair.decoder.do(begin, "kv", [_by_key(local_pair, range(3))])
+    with pytest.raises(DeadlineExceeded, match="unregister_cache"):
+        world.cm.unregister_cache(world.caches["kv"].cache_id)
+    local_pair.decoder.do(ready, 0, 1, 2)
+    assert local_pair.decoder.do(finish).first is OK
+    world.cm.unregister_cache(world.caches["kv"].cache_id)
+    assert local_pair.decoder.do(picture).caches.registered == 0
+
+
+# --- links and peers that end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "auto", "tcp"])
+def test_r22_a_peer_that_is_killed_midway_fails_what_is_unfinished(transport: str) -> None:
+    prompt, decoder = ChildEnd("prompt"), ChildEnd("decoder")
+    rca = transport != "auto"
+    try:
+        for end, role, cluster_id in ((prompt, "PROMPT", 1), (decoder, "DECODER", 2)):
+            end.start(
+                role,
+                cluster_id,
+                listen_ip_info="127.0.0.1:0",
+                enable_remote_cache_accessible=rca,
+                extra={"llm.Transport": transport},
+            )
+        assert prompt.port is not None
+        decoder.do(link, [cluster_info(1, prompt.port)])
+        make_both(prompt, decoder, KV, KV)
+        if rca:
+            configs: list[Any] = [keyed(prompt, "kv", each, dst_row=1) for each in (range(1), range(3))]
+        else:
+            configs = [raw(prompt, "kv", each) for each in (range(1), range(3))]
+        decoder.do(begin, "kv", configs)
+        decoder.do(ready, 0)
+        decoder.do(wait_asked, 1)
+        prompt.kill()
+        decoder.do(ready, 1, 2)
+        result = decoder.do(finish)
+        lost = {LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, LLMStatusCode.LLM_NOT_YET_LINK}
+        assert result.results[0] is OK
+        assert result.results[1] in lost
+        assert result.first is result.results[1]
+        decoder.stop()
+    finally:
+        for end in (prompt, decoder):
+            end.signal(signal.SIGKILL)
+            end.kill()
+
+
+def test_a_link_that_is_given_up_midway_fails_what_is_unfinished_and_can_be_made_again(shm_pair: Pair) -> None:
+    _started(shm_pair, range(1), range(3))
+    shm_pair.decoder.do(ready, 0)
+    shm_pair.decoder.do(wait_asked, 1)
+    shm_pair.decoder.do(_unlink)
+    shm_pair.decoder.do(ready, 1, 2)
+    result = shm_pair.decoder.do(finish)
+    assert (result.results, result.first) == ([OK, LLMStatusCode.LLM_NOT_YET_LINK], LLMStatusCode.LLM_NOT_YET_LINK)
+    shm_pair.prompt.do(_unlink_two)
+    shm_pair.link()
+    assert shm_pair.decoder.do(send, "kv", [_by_key(shm_pair, range(3))]).first is OK
+
+
+def _unlink(world: World) -> None:
+    code, _ = world.dd.unlink_clusters([cluster_info(1, 1)], 5000, force=True)
+    assert code is OK
+
+
+def _unlink_two(world: World) -> None:
+    code, _ = world.dd.unlink_clusters([cluster_info(2, 1)], 5000, force=True)
+    assert code is OK
+
+
+def test_by_address_a_link_that_is_made_again_midway_does_as_well(shm_pair: Pair) -> None:
+    shm_pair.start(extra={"llm.Transport": "auto"})
+    before, source = make_both(shm_pair.prompt, shm_pair.decoder, KV, KV)
+    shm_pair.decoder.do(begin, "kv", [raw(shm_pair.prompt, "kv")])
+    shm_pair.decoder.do(ready, 0)
+    shm_pair.decoder.do(wait_asked, 1)
+    shm_pair.decoder.do(_unlink)
+    shm_pair.prompt.do(_unlink_two)
+    shm_pair.link()
+    shm_pair.decoder.do(ready, 1, 2)
+    result = shm_pair.decoder.do(finish)
+    assert result.first is OK, result.errors
+    same_bytes(received(shm_pair.prompt), spanned(before, source, [(0, 0, STRIDE)]))
+
+
+def test_r07_a_layer_that_runs_out_of_time_fails_its_config_and_the_link_stays(
+    local_pair: Pair, tmp_path: Path
+) -> None:
+    local_pair.start(rca=True, sync_kv_timeout=200)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    with shut(world.dd, "write deadline", tmp_path, peer=1):
+        Gate(tmp_path).open()
+        task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [_by_key(local_pair, range(3))])
+        assert task.synchronize(BOUND_MS) is TIMEOUT
+    assert isinstance(task.errors[0], DeadlineExceeded)
+    assert local_pair.decoder.do(send, "kv", [_by_key(local_pair, range(3))]).first is OK
+
+
+# --- finalize --------------------------------------------------------------------------------------------------------
+
+
+def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer(local_pair: Pair) -> None:
+    _started(local_pair, range(1), range(3), sync_kv_timeout=100)
+    local_pair.decoder.do(ready, 0)
+    local_pair.decoder.do(wait_asked, 1)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    running = world.memory["transfer"]
+    before = received(local_pair.prompt)
+    world.dd.finalize()  # its synchronizer blocks: the thread is left behind
+    result = outcome(running.task, 0)
+    assert (result.results, result.first) == ([OK, FINALIZED], FINALIZED)
+    assert "finalize" in result.errors[1]
+    left = [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
+    assert [each.daemon for each in left] == [True]
+    running.gates.open(1, 2)  # it returns after all: the thread ends without a further step
+    left[0].join(BOUND_MS / 1e3)
+    assert not left[0].is_alive()
+    assert outcome(running.task, 0) == result
+    same_bytes(received(local_pair.prompt), before)
+
+
+@pytest.mark.parametrize("step", ["ask", "before write", "after write"])
+def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp_path: Path, step: str) -> None:
+    local_pair.start(rca=True, sync_kv_timeout=2000)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    with shut(world.dd, step, tmp_path, peer=1):
+        task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [_by_key(local_pair, range(3))])
+        gate = Gate(tmp_path)
+        gate.wait()
+        ending = threading.Thread(target=world.dd.finalize)
+        ending.start()
+        wait_until(lambda: not world.dd._live or world.dd._engine is None)
+        gate.open()
+        ending.join(BOUND_MS / 1e3)
+    assert not ending.is_alive()
+    assert task.get_results(0) == [FINALIZED]
+    assert not [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
+
+
+def test_after_finalize_there_is_no_transfer(local_pair: Pair) -> None:
+    local_pair.start(rca=True)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    manager, cache = world.cm, world.caches["kv"]
+    world.dd.finalize()
+    with pytest.raises(StateError) as caught:
+        manager.transfer_cache_async(cache, Gated(), [])
+    assert caught.value.status_code is FINALIZED
+
+
+def test_an_interpreter_that_ends_lets_a_moving_transfer_come_to_its_end() -> None:
+    """As a thread that is no daemon would: who starts a transfer last and ends has sent it."""
+    script = textwrap.dedent(
+        """
+        import atexit, threading
+        task = None
+        atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
+        from llm_datadist import *
+        def start(role, cluster_id, **more):
+            config = LLMConfig()
+            config.device_id, config.enable_cache_manager = 0, True
+            config.enable_remote_cache_accessible = True
+            config.mem_pool_cfg = '{"memory_size": 1048576, "page_shift": 12}'
+            for name, value in more.items():
+                setattr(config, name, value)
+            dd = LLMDataDist(role, cluster_id)
+            dd.init(config.generate_options())
+            return dd
+        p, d = start(LLMRole.PROMPT, 1, listen_ip_info="127.0.0.1:0"), start(LLMRole.DECODER, 2)
+        info = LLMClusterInfo()
+        info.remote_cluster_id = 1
+        info.append_local_ip_info("127.0.0.1", 0)
+        info.append_remote_ip_info("127.0.0.1", p.listen_port)
+        assert d.link_clusters([info])[0] is LLMStatusCode.LLM_SUCCESS
+        desc = CacheDesc(64, [2, 64], DataType.DT_UINT8)
+        there, here = p.cache_manager.allocate_cache(desc), d.cache_manager.allocate_cache(desc)
+        gone = threading.Event()
+        class Late(LayerSynchronizer):
+            def synchronize_layer(self, layer_index, timeout_in_millis):
+                gone.wait()  # nothing is sent before the script is at its end
+                return True
+        config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, there.cache_id, 1), range(32), range(32))
+        task = d.cache_manager.transfer_cache_async(here, Late(), [config])
+        atexit.register(gone.set)  # runs first of all
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[<LLMStatusCode.LLM_SUCCESS:", "0>]"], (done.stdout, done.stderr)
+
+
+def test_many_transfers_at_once_each_end_for_themselves(shm_pair: Pair) -> None:
+    shm_pair.start(rca=True)
+    before, source = make_both(shm_pair.prompt, shm_pair.decoder, KV, KV)
+    shm_pair.decoder.do(_many, [keyed(shm_pair.prompt, "kv", range(3), row=row, dst_row=row) for row in range(4)])
+    same_bytes(received(shm_pair.prompt), spanned(before, source, [(0, 0, 4 * STRIDE)]))
+
+
+def _many(world: World, configs: list[Any]) -> None:
+    tasks = [world.cm.transfer_cache_async(world.caches["kv"], Always(), [each]) for each in configs * 4]
+    assert [task.synchronize(BOUND_MS) for task in tasks] == [OK] * 16
+
+
+def test_unrelated_transfers_still_work_after_all_that(shm_pair: Pair) -> None:
+    _started(shm_pair, range(1))
+    shm_pair.decoder.do(_answer, 0, RuntimeError("no"))
+    assert shm_pair.decoder.do(finish).first is FAILED
+    bytes_move_both_ways(shm_pair.decoder, shm_pair.prompt)
+
+
+def test_a_source_that_is_gone_is_said_at_once(shm_pair: Pair) -> None:
+    shm_pair.start(rca=True)
+    make_both(shm_pair.prompt, shm_pair.decoder, KV, KV)
+    shm_pair.decoder.do(_deallocate, "kv")
+    ends = (shm_pair.decoder, shm_pair.prompt)
+
+    def attempt() -> None:
+        with pytest.raises(CacheNotFound, match="src_cache"):
+            shm_pair.decoder.do(send, "kv", [_by_key(shm_pair, range(3))])
+
+    nothing_happens(ends, [], attempt)
+    assert issubclass(CacheNotFound, LLMException)
+    assert shm_pair.prompt.do(addresses, "kv")
+    assert shm_pair.prompt.do(show, "kv")

@@ -1,0 +1,229 @@
+"""v1: link_clusters of all or none, unlink_clusters, check_link_status (API §3.7, §8, BEHAVIOUR §2.4)."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import CacheKey, LLMClusterInfo, LLMStatusCode
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkError,
+    NoneArgument,
+    NotInitialized,
+    NotLinked,
+    ParamError,
+    StateError,
+)
+from llm_datadist.testing.gates import Gate
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
+from tests.support.moves import Use, moved, same_bytes, show, wait_until
+from tests.support.strangers import silent_port
+from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_make, start_end, start_v1
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.ends import End, LocalEnd
+    from tests.support.world import World
+
+OK = LLMStatusCode.LLM_SUCCESS
+INVALID, REPEAT = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
+FAILED, ALREADY = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_ALREADY_LINK
+NOT_YET, BUSY = LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_BUSY
+WAITED = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+
+
+def probe(world: World, cluster_id: int) -> None:
+    world.dd.check_link_status(cluster_id)
+
+
+@pytest.fixture
+def prompts() -> Iterator[list[LocalEnd]]:
+    """Three PROMPTs in this process, clusters 11, 12 and 13."""
+    from tests.support.ends import LocalEnd
+
+    ends = [LocalEnd(f"prompt {number}") for number in (11, 12, 13)]
+    for number, end in zip((11, 12, 13), ends, strict=True):
+        start_end(end, "PROMPT", number, **DIRECT)
+    yield ends
+    for end in ends:
+        end.stop()
+
+
+def test_all_clusters_of_a_call_are_linked_and_a_second_call_fails_without_harm(
+    end: LocalEnd, prompts: list[LocalEnd]
+) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    clusters = [info(each.cluster_id, each.port) for each in prompts]
+    assert end.do(link, clusters) == (OK, [OK] * 3)
+    for each in prompts:
+        end.do(probe, each.cluster_id)
+    assert end.do(link, clusters[:1]) == (FAILED, [ALREADY])
+    assert sorted(end.do(links)) == [11, 12, 13]  # what was there before stays
+    assert end.do(unlink, clusters) == (OK, [OK] * 3)
+    alone(end, *prompts)
+
+
+def test_a_call_that_fails_gives_up_what_it_had_linked(end: LocalEnd, prompts: list[LocalEnd]) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    assert end.do(link, [info(13, prompts[2].port)]) == SUCCESS
+    wrong = info(99, prompts[1].port)
+    learned = info(None, prompts[0].port)  # whose id is learned, and who is given up all the same
+    assert end.do(link, [learned, wrong]) == (FAILED, [FAILED, FAILED])
+    assert sorted(end.do(links)) == [13]
+    alone(*prompts[:2])
+    assert end.do(link, [learned]) == SUCCESS
+    end.do(probe, 11)
+
+
+def test_a_cluster_that_does_not_answer_is_a_time_out_of_v1_and_fails_the_others(
+    end: LocalEnd, prompts: list[LocalEnd]
+) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    with silent_port() as port:
+        codes = end.do(link, [info(11, prompts[0].port), info(12, port)], 300)
+    assert codes == (FAILED, [FAILED, WAITED])
+    alone(end, prompts[0])
+
+
+@pytest.mark.parametrize("role", ["PROMPT", "MIX"])
+def test_only_a_decoder_links(end: LocalEnd, prompts: list[LocalEnd], role: str) -> None:
+    start_end(end, role, 1, **DIRECT)
+    clusters = [info(each.cluster_id, each.port) for each in prompts[:2]]
+    assert end.do(link, clusters) == (INVALID, [INVALID] * 2)
+    assert end.do(links) == {}
+    with pytest.raises(ParamError, match="only a DECODER"):
+        end.do(probe, 11)
+
+
+def _shaped(cluster_id: int, local: int, remote: int, port: int | None) -> LLMClusterInfo:
+    cluster = info(cluster_id, *[port] * remote, local=None)
+    for _ in range(local):
+        cluster.append_local_ip_info("127.0.0.1", 0)
+    return cluster
+
+
+@pytest.mark.parametrize(("local", "remote"), [(0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 0)])
+def test_as_many_local_as_remote_ips_are_needed_one_for_the_one_device(
+    end: LocalEnd, prompts: list[LocalEnd], local: int, remote: int
+) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    good = info(11, prompts[0].port)
+    bad = _shaped(12, local, remote, prompts[1].port)
+    assert end.do(link, [good, bad]) == (INVALID, [FAILED, INVALID])
+    assert end.do(links) == {}
+    assert end.do(link, []) == (INVALID, [])
+
+
+def test_a_cluster_twice_in_one_call_is_a_repeat_request_and_nothing_is_linked(
+    end: LocalEnd, prompts: list[LocalEnd]
+) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    one, two = info(11, prompts[0].port), info(12, prompts[1].port)
+    assert end.do(link, [one, two, one]) == (REPEAT, [FAILED, FAILED, REPEAT])
+    assert end.do(links) == {}
+
+
+def test_r19_twenty_clusters_in_one_call_are_not_too_many(end: LocalEnd, prompts: list[LocalEnd]) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    with silent_port() as port:
+        codes = end.do(link, [info(100 + i, port) for i in range(20)], 200)
+    assert codes == (FAILED, [WAITED] * 20)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_unlinking_what_is_not_linked_says_so_and_succeeds(end: LocalEnd, prompts: list[LocalEnd], force: bool) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    clusters = [info(11, prompts[0].port), info(12, prompts[1].port)]
+    assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
+    assert end.do(link, clusters[:1]) == SUCCESS
+    assert end.do(unlink, [clusters[1], clusters[0], info(99)], 5000, force) == (OK, [NOT_YET, OK, NOT_YET])
+    alone(end, prompts[0])
+    assert end.do(link, clusters) == (OK, [OK, OK])
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(pair: Pair, tmp_path: Path, force: bool) -> None:
+    start_v1(pair)
+    key, cluster = CacheKey(1, 10), info(1, pair.prompt.port)
+    src = pair.prompt.do(kv_make, "kv", desc(), 1, (key,))
+    dst = pair.decoder.do(kv_make, "kv", desc(), 2)
+    args = (gated_call_v1, 1, "before copy", tmp_path, "pull_cache", key, Use("kv"), 3)
+    pair.decoder.do(begin_there, "pull", *args)
+    gate = Gate(tmp_path)
+    try:
+        gate.wait()
+        assert pair.decoder.do(unlink, [cluster], 5000, force) == (BUSY, [BUSY])
+        with pytest.raises(LinkError) as caught:
+            pair.decoder.do(probe, 1)
+        assert caught.value.status_code is BUSY
+        assert caught.value.peer == 1
+    finally:
+        gate.open()
+        outcome = pair.decoder.do(result_there, "pull")
+    assert outcome is None
+    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
+    pair.decoder.do(probe, 1)
+    assert pair.decoder.do(unlink, [cluster], 5000, force) == SUCCESS
+    alone(pair.prompt, pair.decoder)
+    with pytest.raises(NotLinked) as gone:
+        pair.decoder.do(probe, 1)
+    assert gone.value.status_code is NOT_YET
+
+
+def test_a_lost_link_that_is_unlinked_in_v1_is_not_dialled_again(shm_pair: Pair) -> None:
+    start_v1(shm_pair)
+    shm_pair.prompt.stop()
+    wait_until(lambda: shm_pair.decoder.do(links) == {})
+    assert len(shm_pair.decoder.do(_redials)) == 1
+    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == (OK, [NOT_YET])
+    assert shm_pair.decoder.do(_redials) == ()
+
+
+def _redials(world: World) -> Any:
+    return world.dd.statistics().redials
+
+
+def test_check_link_status_of_a_peer_that_is_stopped_times_out_and_works_once_it_goes_on(shm_pair: Pair) -> None:
+    start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
+    prompt = shm_pair.prompt
+    assert isinstance(prompt, ChildEnd)
+    shm_pair.decoder.do(probe, 1)
+    prompt.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded) as caught:
+            shm_pair.decoder.do(probe, 1)
+    finally:
+        prompt.signal(signal.SIGCONT)
+    assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+    wait_until(lambda: _answers(shm_pair.decoder))
+
+
+def _answers(end: End) -> bool:
+    try:
+        end.do(probe, 1)
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+def test_check_link_status_refuses_what_is_no_cluster_id_and_the_other_mode(end: LocalEnd) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    wrong: list[tuple[Any, type[Exception]]] = [("1", TypeError), (1.0, TypeError), (None, NoneArgument)]
+    wrong += [(-1, ParamError), (2**64, ParamError)]
+    for value, kind in wrong:
+        with pytest.raises(kind, match="remote_cluster_id"):
+            end.world.dd.check_link_status(value)
+    end.world.dd.finalize()
+    with pytest.raises(NotInitialized):
+        end.do(probe, 1)
+    end.start("DECODER", 1)
+    with pytest.raises(StateError, match="v1 mode") as caught:
+        end.do(probe, 1)
+    assert caught.value.status_code is INVALID

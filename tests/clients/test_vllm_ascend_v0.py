@@ -1,0 +1,150 @@
+"""The sequence of vllm-ascend's first connectors, in two processes (CLIENTS §2.2).
+
+Options by hand, the v1 manager, equal cluster ids at both ends, four caches per request that the producer deallocates
+at once, deterministic ids, keys that are released by the pull, buffers that the consumer keeps until the next request.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+
+from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMStatusCode
+from llm_datadist.errors import CacheNotFound
+from llm_datadist.tensor import Tensor, TensorDesc
+from tests.support.moves import picture, wait_until
+from tests.support.world import World
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llm_datadist import KvCache
+    from tests.conftest import Pair
+
+CLUSTER: Final = 0  # on both sides
+LAYERS, TOKENS, HEADS, DIM = 3, 17, 2, 8
+#: Key, value, input ids, hidden states: model id -> shape with batch 1, everything of a request in one row; type.
+BUFFERS: Final = {
+    1: ([1, LAYERS, TOKENS * HEADS * DIM], DataType.DT_FLOAT16),
+    2: ([1, LAYERS, TOKENS * HEADS * DIM], DataType.DT_FLOAT16),
+    3: ([1, TOKENS], DataType.DT_INT32),
+    4: ([1, TOKENS * 32], DataType.DT_BF16),
+}
+
+
+def _options(rank: int, listen: str | None) -> dict[str, str]:
+    options = {"llm.SyncKvCacheWaitTime": "5000", "ge.exec.deviceId": str(rank)}
+    if listen is not None:
+        options["llm.listenIpInfo"] = listen
+    return options
+
+
+def _cluster(port: int) -> LLMClusterInfo:
+    cluster = LLMClusterInfo()
+    cluster.remote_cluster_id = CLUSTER
+    cluster.append_local_ip_info("127.0.0.1", 0)
+    cluster.append_remote_ip_info("127.0.0.1", port)
+    return cluster
+
+
+def _desc(model: int) -> CacheDesc:
+    shape, data_type = BUFFERS[model]
+    return CacheDesc(1, list(shape), data_type)
+
+
+def _tensor(cache: KvCache) -> NDArray[np.uint8]:
+    """Build a tensor on the raw address, as ``create_npu_tensors(shape, dtype, addrs)`` does; its bytes."""
+    desc = cache.cache_desc
+    (address,) = cache.per_device_tensor_addrs[0]
+    words = np.prod(desc.shape) * desc.data_type.itemsize
+    return Tensor(address, TensorDesc(DataType.DT_UINT8, [int(words)])).numpy()
+
+
+def _data(request: str, model: int) -> NDArray[np.uint8]:
+    shape, data_type = BUFFERS[model]
+    random = np.random.default_rng([zlib.adler32(request.encode()), model])
+    return random.integers(0, 256, int(np.prod(shape)) * data_type.itemsize, dtype=np.uint8)
+
+
+def _key(request: str, model: int) -> CacheKey:
+    return CacheKey(CLUSTER, zlib.adler32(request.encode()), model)
+
+
+def insert(world: World, request: str) -> list[int]:
+    """The producer's half of a request; returns the cache ids."""
+    manager = world.dd.kv_cache_manager
+    ids = []
+    for model in BUFFERS:
+        cache = manager.allocate_cache(_desc(model), [_key(request, model)])
+        _tensor(cache)[:] = _data(request, model)
+        ids.append(cache.cache_id)
+        manager.deallocate_cache(cache)  # at once: it is freed when it has been pulled
+    return ids
+
+
+def select(world: World, request: str, by_id: bool) -> list[bool]:
+    """The consumer's half; returns which buffers hold every byte of the request."""
+    manager = world.dd.kv_cache_manager
+    for cache in world.memory.pop("buffers", ()):
+        manager.deallocate_cache(cache)  # those of the request before
+    buffers = []
+    for number, model in enumerate(BUFFERS, start=1):
+        buffer = manager.allocate_cache(_desc(model))
+        key = CacheKeyByIdAndIndex(CLUSTER, number, 0) if by_id else _key(request, model)
+        manager.pull_cache(key, buffer, 0)
+        buffers.append(buffer)
+    world.memory["buffers"] = buffers
+    return [
+        bool((_tensor(cache) == _data(request, model)).all()) for model, cache in zip(BUFFERS, buffers, strict=True)
+    ]
+
+
+def again(world: World, request: str) -> int:
+    """Pull what was pulled already; returns the status."""
+    (buffer, *_) = world.memory["buffers"]
+    with pytest.raises(CacheNotFound) as caught:
+        world.dd.kv_cache_manager.pull_cache(_key(request, 1), buffer, 0)
+    return caught.value.status_code
+
+
+def link(world: World, port: int) -> Any:
+    _, ret = world.dd.link_clusters([_cluster(port)], 20000)
+    return ret
+
+
+def close(world: World, port: int) -> Any:
+    world.memory.pop("buffers", None)
+    codes = world.dd.unlink_clusters([_cluster(port)], 5000)
+    world.dd.finalize()
+    return codes
+
+
+@pytest.mark.parametrize("transport", ["as the kernel permits", "tcp"])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transport: str, by_id: bool) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    extra = {"llm.Transport": "tcp"} if transport == "tcp" else {}
+    port = prompt.do(World.start, "PROMPT", CLUSTER, _options(0, "127.0.0.1:0") | extra)
+    decoder.do(World.start, "DECODER", CLUSTER, _options(1, None) | extra)
+    assert port is not None
+    assert decoder.do(link, port) == [LLMStatusCode.LLM_SUCCESS]
+    first = 1
+    for request in ("cmpl-7c1e", "cmpl-7c1f", "cmpl-8000"):
+        assert prompt.do(insert, request) == list(range(first, first + 4))
+        assert prompt.do(picture).caches.deferred == 4
+        assert decoder.do(select, request, by_id and first == 1) == [True] * 4
+        # Pulled: the keys are gone, and with them the memory that nobody owned any more.
+        wait_until(lambda: prompt.do(picture).caches.nbytes == 0)
+        assert (prompt.do(picture).keys, prompt.do(picture).pools[0].used_bytes) == ((), 0)
+        assert decoder.do(again, request) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        first += 4
+    assert decoder.do(picture).caches.live == 4
+    assert decoder.do(close, port) == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
+    prompt.do(close_prompt)
+
+
+def close_prompt(world: World) -> None:
+    world.dd.finalize()

@@ -1,0 +1,105 @@
+"""What the v1 tests send to an end: caches of the KvCacheManager, its calls by name, and the options of that mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import CacheDesc, DataType, KvCache
+from llm_datadist.testing.gates import shut
+from tests.support.moves import Use
+from tests.support.world import fill
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llm_datadist import BlocksCacheKey, CacheKey
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+__all__ = [
+    "DIRECT",
+    "POOL",
+    "desc",
+    "drop",
+    "gated_call_v1",
+    "kv_call",
+    "kv_id",
+    "kv_make",
+    "kv_of",
+    "kv_properties",
+    "start_end",
+    "start_v1",
+]
+
+#: Settings of ``make_config``: v1 mode, with a pool and without any.
+POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}
+DIRECT: dict[str, Any] = POOL | {"mem_pool_cfg": None}
+
+
+def start_v1(pair: Pair, *, linked: bool = True, **settings: Any) -> None:
+    """Start a PROMPT and a DECODER in v1 mode."""
+    pair.start(linked=linked, **(POOL | settings))
+
+
+def desc(tensors: int = 4, rows: int = 8, stride: int = 48) -> CacheDesc:
+    return CacheDesc(tensors, [rows, stride], DataType.DT_UINT8)
+
+
+def kv_make(
+    world: World,
+    name: str,
+    cache_desc: CacheDesc,
+    seed: int,
+    keys: tuple[CacheKey, ...] = (),
+    blocks: bool = False,
+    blocks_key: BlocksCacheKey | None = None,
+) -> Bytes:
+    """Allocate a cache and fill every byte of it; return the bytes."""
+    manager = world.dd.kv_cache_manager
+    if blocks or blocks_key is not None:
+        cache = manager.allocate_blocks_cache(cache_desc, blocks_key)
+    else:
+        cache = manager.allocate_cache(cache_desc, list(keys))
+    world.memory[f"kv {name}"] = cache
+    world.caches[name] = cache._cache  # what the shared helpers look at
+    return fill(cache._cache, seed)
+
+
+def kv_of(world: World, name: str) -> KvCache:
+    cache = world.memory[f"kv {name}"]
+    assert isinstance(cache, KvCache)
+    return cache
+
+
+def kv_id(world: World, name: str) -> int:
+    return kv_of(world, name).cache_id
+
+
+def kv_properties(world: World, name: str) -> tuple[int, list[list[int]]]:
+    cache = kv_of(world, name)
+    return cache.cache_id, [list(addrs) for addrs in cache.per_device_tensor_addrs]
+
+
+def drop(world: World, name: str) -> None:
+    """Forget the handle, without a call of the manager."""
+    del world.memory[f"kv {name}"], world.caches[name]
+
+
+def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the KvCacheManager; :class:`Use` arguments become KvCaches of this end."""
+    real = [kv_of(world, a.name) if isinstance(a, Use) else a for a in args]
+    return getattr(world.dd.kv_cache_manager, method)(*real, **kwargs)
+
+
+def gated_call_v1(world: World, peer: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Make a call that stops at ``step``."""
+    with shut(world.dd, step, folder, peer=peer):
+        return kv_call(world, method, *args, **kwargs)
+
+
+def start_end(end: End, role: str, cluster_id: int = 1, **settings: Any) -> None:
+    """Start one end in v1 mode; a PROMPT listens."""
+    listen = {"listen_ip_info": "127.0.0.1:0"} if role == "PROMPT" else {}
+    end.start(role, cluster_id, **(POOL | listen | settings))
