@@ -38,19 +38,19 @@ def pulled(decode: ChildEnd, prefill: ChildEnd, other: Agent, layout: str, remot
         np.testing.assert_equal(decode.do(shown, name), tensors)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_first_request_links_both_workers_and_pulls(ends: tuple[ChildEnd, ChildEnd], layout: str) -> None:
+def test_the_first_request_links_both_workers_and_pulls(ends: tuple[ChildEnd, ChildEnd]) -> None:
     prefill, decode = ends
     p, d = agent(1, pod="0"), agent(2, server=1, pod="1")
-    assert prefill.do(begin, "PROMPT", p, layout, 10, {}) == 33_064
-    decode.do(begin, "DECODER", d, layout, 20, {})
-    # The decode worker asks the prefill worker over the side channel; that one's answer comes after its own link.
-    prefill.do(begin_there, "link", drive, "add_remote_agent", d)
-    pulled(decode, prefill, p, layout, REMOTE, LOCAL)
-    assert prefill.do(result_there, "link") == 2
-    pulled(decode, prefill, p, layout, REMOTE, LOCAL[:2])
-    for end in ends:
-        end.do(drive, "close")
+    for layout in LAYOUTS:
+        assert prefill.do(begin, "PROMPT", p, layout, 10, {}) == 33_064
+        decode.do(begin, "DECODER", d, layout, 20, {})
+        # The decode worker asks the prefill worker over the side channel; its answer comes after its own link.
+        prefill.do(begin_there, "link", drive, "add_remote_agent", d)
+        pulled(decode, prefill, p, layout, REMOTE, LOCAL)
+        assert prefill.do(result_there, "link") == 2
+        pulled(decode, prefill, p, layout, REMOTE, LOCAL[:2])
+        for end in ends:
+            end.do(drive, "close")
 
 
 def test_two_prefill_workers_serve_slices_to_one_decode_worker(processes: Processes) -> None:
