@@ -98,6 +98,8 @@ KV_CACHE_MANAGER: Final = {
     "get_cache_tensors": "(self, cache, tensor_index=0)",
     "swap_blocks": "(self, src, dst, src_to_dst)",
     "check_cache_key": "(cache_key)",
+    "transfer_cache_async": "(self, src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, "
+    "dst_block_indices=None, dst_block_memory_size=None)",
 }
 CACHE_MANAGER["transfer_cache_async"] = (
     "(self, src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, dst_block_indices=None, "

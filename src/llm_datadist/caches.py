@@ -292,7 +292,7 @@ class CacheStore:
     def keepable(self, entry: Entry) -> bool:
         """A peer may keep where the cache is and use it without a word: nothing is consumed, guards protect it."""
         registered_one_sided = not entry.owned and self.remote_accessible
-        return entry.geometry.kind is CacheKind.BLOCKS or registered_one_sided
+        return entry.geometry.kind is not CacheKind.CACHE or registered_one_sided
 
     # --- using them here -------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llm_datadist.checks import check_type
+from llm_datadist.kv_managers.layerwise import KvLayerwiseCalls
 from llm_datadist.kv_managers.local import KvLocalCalls
 from llm_datadist.kv_managers.memory import KvMemoryCalls
 from llm_datadist.kv_managers.remote import KvRemoteCalls
@@ -12,13 +13,14 @@ from llm_datadist.types import CacheKey
 __all__ = ["KvCacheManager"]
 
 
-class KvCacheManager(KvMemoryCalls, KvLocalCalls, KvRemoteCalls):
+class KvCacheManager(KvMemoryCalls, KvLocalCalls, KvRemoteCalls, KvLayerwiseCalls):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``. Any thread may call any method.
 
     A PROMPT serves: it alone binds and removes keys. A DECODER pulls and links. A MIX does neither: each of these
     calls names the one role that may, except that a MIX may give a blocks cache a key. All caches are on the device.
     The calls are documented where they are written: memory (``kv_managers/memory.py``), inside the process
-    (``kv_managers/local.py``), transfers (``kv_managers/remote.py``).
+    (``kv_managers/local.py``), pulls (``kv_managers/remote.py``), transfers layer by layer
+    (``kv_managers/layerwise.py``).
 
     Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
     it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every

@@ -1,4 +1,4 @@
-"""Copies inside one process: copy_cache, copy_blocks, swap_blocks. The same plans and the same native copy as pulls."""
+"""Copies inside one process: rows, blocks of one cache, blocks of two. Plans and native copy are those of the pulls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,26 @@ if TYPE_CHECKING:
     from llm_datadist.swap import SwapEngine
     from llm_datadist.types import Cache
 
-__all__ = ["LocalCopies"]
+__all__ = ["LocalCopies", "Operand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One side of a copy between two caches: geometry and addresses."""
+
+    geometry: Geometry
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
+        """Return memory that is not ours; ``addresses`` has one per tensor.
+
+        Raises:
+            ParamError: An address is zero.
+        """
+        if 0 in addresses:
+            raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
+        return cls(geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
 
 
 class LocalCopies:
@@ -65,7 +84,8 @@ class LocalCopies:
         """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
         with self._store.holding(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
-            plan = _plan(entry.geometry, entry.geometry, src_blocks, dst_blocks, alias=True, argument="copy_block_info")
+            names = ("sources of copy_block_info", "destinations of copy_block_info")
+            plan = _plan(entry.geometry, entry.geometry, src_blocks, dst_blocks, alias=True, names=names)
             self._execute(plan, entry.storage.tensors, entry.storage.tensors, deadline, "copy_blocks")
             return plan.nbytes
 
@@ -77,13 +97,19 @@ class LocalCopies:
             OutOfMemory: No staging memory on the device.
         """
         with self._operand("src_cache", src) as source, self._operand("dst_cache", dst) as target:
-            plan = _plan_swap(source, target, src_blocks, dst_blocks)
-            block_bytes, to_device = target.geometry.stride, target.geometry.placement == Placement.DEVICE
-            self._swap.swap(plan, target.tensors, source.tensors, block_bytes=block_bytes, to_device=to_device)
+            names = ("sources of src_to_dst", "destinations of src_to_dst")
+            plan, alias = _plan_two(source, target, src_blocks, dst_blocks, "swap_blocks", names)
+            if source.geometry.placement == target.geometry.placement:
+                raise ParamError(
+                    f"swap_blocks: src_cache and dst_cache are both on {Placement(source.geometry.placement).name}; "
+                    "one must be HOST and one DEVICE"
+                )
+            _refuse_overlap(source, target, alias, "swap_blocks")
+            self._swap_plan(plan, source, target)
             return plan.nbytes
 
     @contextmanager
-    def _operand(self, name: str, cache: Cache) -> Iterator[_Operand]:
+    def _operand(self, name: str, cache: Cache) -> Iterator[Operand]:
         """Yield geometry and addresses of a swap operand; a cache of ours keeps its memory meanwhile.
 
         The handle alone counts, registered or not (API §6.9): ids of caches that are not ours mean nothing here.
@@ -97,13 +123,62 @@ class LocalCopies:
             addresses = list(cache.tensor_addrs)
             if len(addresses) != geometry.num_tensors:
                 raise ParamError(f"{name}: it has no memory any more (deallocated)")
-            if 0 in addresses:
-                raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
                 # Not the handle's descriptor: its shape is the user's own list, and may have changed since.
-                yield _Operand(entry.geometry, entry.storage.tensors)
+                yield Operand(entry.geometry, entry.storage.tensors)
             else:
-                yield _Operand(geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
+                yield Operand.of(name, geometry, addresses)
+
+    def copy_block_lists(
+        self,
+        src: int | Operand,
+        dst: int | Operand,
+        src_blocks: NDArray[np.int64],
+        dst_lists: NDArray[np.int64],
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Copy one list of source blocks to each of several lists of destination blocks; return the bytes copied (R13).
+
+        The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
+        threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
+
+        Args:
+            src: Source: the id of a cache of ours, or memory of the caller.
+            dst: Destination; may be the source.
+            src_blocks: Shape ``(N,)``.
+            dst_lists: Shape ``(L, N)``.
+
+        Raises:
+            CacheNotFound: No cache with such an id.
+            ParamError: Sizes, counts, indices do not fit, both are on the host, or tensors overlap.
+            OutOfMemory: No staging memory on the device.
+            DeadlineExceeded: The addressed blocks are undefined.
+        """
+        with self._held(f"{what}: src_cache", src) as source, self._held(f"{what}: dst_cache", dst) as target:
+            plan, alias = _plan_two(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
+            host = [side.geometry.placement == Placement.HOST for side in (source, target)]
+            if all(host):
+                raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
+            _refuse_overlap(source, target, alias, what)
+            if any(host):
+                self._swap_plan(plan, source, target)
+            else:
+                self._execute(plan, target.tensors, source.tensors, deadline, what)
+            return plan.nbytes
+
+    @contextmanager
+    def _held(self, name: str, operand: int | Operand) -> Iterator[Operand]:
+        if isinstance(operand, Operand):
+            yield operand
+            return
+        with self._store.holding(operand, name) as entry:
+            entry.geometry.require_kind(name, CacheKind.BLOCKS)
+            yield Operand(entry.geometry, entry.storage.tensors)
+
+    def _swap_plan(self, plan: Plan, source: Operand, target: Operand) -> None:
+        block_bytes, to_device = target.geometry.stride, target.geometry.placement == Placement.DEVICE
+        self._swap.swap(plan, target.tensors, source.tensors, block_bytes=block_bytes, to_device=to_device)
 
     def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> None:
         done = native.execute(plan, dst, src, self._pool, deadline.expires_ns)
@@ -111,37 +186,48 @@ class LocalCopies:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """One side of a swap."""
+def _plan_two(
+    source: Operand,
+    target: Operand,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    what: str,
+    names: tuple[str, str],
+) -> tuple[Plan, bool]:
+    """Plan blocks of one cache to blocks of another.
 
-    geometry: Geometry
-    tensors: Tensors
+    Args:
+        dst_blocks: Shape ``(N,)``, or ``(L, N)`` for L lists one after the other.
+        names: What errors call the two lists.
 
-
-def _plan_swap(
-    source: _Operand, target: _Operand, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]
-) -> Plan:
+    Returns:
+        The plan, and whether both caches are the same tensors.
+    """
     src, dst = source.geometry, target.geometry
     if src.stride != dst.stride:
         raise CacheMismatch(
-            f"swap_blocks: block sizes differ: blocks of src_cache have {src.stride} bytes, of dst_cache {dst.stride}"
+            f"{what}: block sizes differ: blocks of src_cache have {src.stride} bytes, of dst_cache {dst.stride}"
         )
     if src.num_tensors != dst.num_tensors:
-        raise CacheMismatch(
-            f"swap_blocks: num_tensors differ: src_cache has {src.num_tensors}, dst_cache {dst.num_tensors}"
-        )
+        raise CacheMismatch(f"{what}: num_tensors differ: src_cache has {src.num_tensors}, dst_cache {dst.num_tensors}")
     # Host memory may be the "device" here, so both caches may lie on the same tensors.
     alias = np.array_equal(source.tensors.bases, target.tensors.bases)
-    plan = _plan(src, dst, src_blocks, dst_blocks, alias=alias, argument="src_to_dst")
-    if src.placement == dst.placement:
-        raise ParamError(
-            f"swap_blocks: src_cache and dst_cache are both on {Placement(src.placement).name}; one must be HOST and "
-            "one DEVICE"
-        )
+    if dst_blocks.ndim > 1:
+        _check_lists(names[1], dst_blocks, dst.rows)
+        src_blocks, dst_blocks = np.tile(src_blocks, len(dst_blocks)), dst_blocks.reshape(-1)
+    return _plan(src, dst, src_blocks, dst_blocks, alias=alias, names=names), alias
+
+
+def _check_lists(name: str, lists: NDArray[np.int64], rows: int) -> None:
+    """Name the list and the place of a block that does not exist; behind it there is only one long list."""
+    if int(lists.max()) >= rows:
+        i, j = (int(at) for at in np.unravel_index(lists.argmax(), lists.shape))
+        raise ParamError(f"{name}[{i}][{j}]={lists[i, j]}: must be in [0, {rows})")
+
+
+def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
     if not alias and _overlap(source.tensors, target.tensors):
-        raise ParamError("swap_blocks: tensors of src_cache and dst_cache overlap without being the same")
-    return plan
+        raise ParamError(f"{what}: tensors of src_cache and dst_cache overlap without being the same")
 
 
 def _overlap(one: Tensors, other: Tensors) -> bool:
@@ -161,9 +247,9 @@ def _plan(
     dst_blocks: NDArray[np.int64],
     *,
     alias: bool,
-    argument: str,
+    names: tuple[str, str],
 ) -> Plan:
-    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors speak of ``argument``."""
+    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors call the two lists by ``names``."""
     runs, ordered = native.plan_blocks(
         dst_blocks,
         src_blocks,
@@ -171,7 +257,7 @@ def _plan(
         dst_count=dst.rows,
         src_count=src.rows,
         alias=alias,
-        dst_name=f"destinations of {argument}",
-        src_name=f"sources of {argument}",
+        dst_name=names[1],
+        src_name=names[0],
     )
     return Plan(0, 0, src.num_tensors, runs, ordered, int(runs[:, 2].sum()) * src.num_tensors)

@@ -33,6 +33,7 @@ __all__ = ["CacheTask", "Delivery", "Tasks", "TransferJob"]
 #: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
 _GRACE_MS: Final = 1000
 _POLL_SECONDS: Final = 0.01
+_FAILED: Final = LLMStatusCode.LLM_FAILED
 
 
 class Delivery(Protocol):
@@ -176,8 +177,8 @@ class TransferJob:
             release, self._release = self._release, None
         if release is None:
             return
-        if self._ended is not None:
-            self._fail({}, self._ended, "finalize")
+        # Nothing, when every destination has its result.
+        self._fail({}, self._ended or LLMException(f"{self.name}: it ended early", status_code=_FAILED), "the end came")
         self._synchronizer, self._deliveries = None, []
         try:
             release()

@@ -224,7 +224,7 @@ class _Place:
     @classmethod
     def of(cls, done: Moved, part: Plan, *, here: bool) -> _Place:
         geometry = done.local.geometry if here else done.remote.geometry
-        word = "block" if geometry.kind is CacheKind.BLOCKS else "row"
+        word = "row" if geometry.kind is CacheKind.CACHE else "block"
         begins = part.runs[:, done.column(here=here)]
         begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
         block = begin // geometry.stride
@@ -300,7 +300,7 @@ def _refused(done: Moved, failure: RemoteFailure) -> TransferFailed:
 def _grid(done: Moved) -> tuple[int, int]:
     """Return the column whose offsets fall into blocks, and the bytes of a block."""
     for here, geometry in ((False, done.remote.geometry), (True, done.local.geometry)):
-        if geometry.kind is CacheKind.BLOCKS:
+        if geometry.kind is not CacheKind.CACHE:
             return done.column(here=here), geometry.stride
     return done.column(here=True), _ROW_PIECE_BYTES
 

@@ -175,7 +175,7 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     assert guards is not None
     advanced, retired = guards.allocate(), guards.allocate()
     probe = Probe(guards, [advanced, retired])
-    freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe), guard=retired)
+    freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe, private=False), guard=retired)
     store.apply(Effects(advance=[advanced], retire=[retired], free=[freed]))
     assert probe.seen == [True, True]
     assert guards.live == 1

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
+from llm_datadist.cache.cut import cut_row
+from llm_datadist.deadline import Deadline
+from llm_datadist.errors import ParamError
+from llm_datadist.transfer import RemoteName
 from tests.conftest import _pair
 from tests.support.layers import (
     FAILED,
@@ -16,6 +20,7 @@ from tests.support.layers import (
     addresses,
     asked,
     begin,
+    cache_id,
     finish,
     keyed,
     make_both,
@@ -389,3 +394,56 @@ def test_no_config_is_a_task_that_is_over(shm_pair: Pair) -> None:
     shm_pair.decoder.do(make, "kv", CACHE, 2)
     result = shm_pair.decoder.do(send, "kv", [])
     assert (result.results, result.first) == ([], OK)
+
+
+# --- leave to write --------------------------------------------------------------------------------------------------
+
+
+def test_r16_without_rca_only_what_was_located_may_be_pushed_to(by_address: Pair) -> None:
+    """A peer that skips the question, or that asks about one cache and writes another, is refused by the owner."""
+    by_address.prompt.do(make, "kv", BLOCKS, 1)
+    by_address.prompt.do(make, "other", PAGED, 2)
+    by_address.decoder.do(make, "kv", PAGED, 3)
+    before = {name: received(by_address.prompt, name) for name in ("kv", "other")}
+    ids = {name: by_address.prompt.do(cache_id, name) for name in before}
+    for name in ("kv", "other"):
+        with pytest.raises(ParamError, match="remote cache access"):
+            by_address.decoder.do(_push, "kv", ids[name])
+    assert by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv", range(1))]).first is OK
+    by_address.decoder.do(_push, "kv", ids["kv"])
+    with pytest.raises(ParamError, match="remote cache access"):
+        by_address.decoder.do(_push, "kv", ids["other"])
+    same_bytes(received(by_address.prompt, "other"), before["other"])
+
+
+def test_r16_over_lanes_the_leave_is_asked_for_at_each_write(tcp_pair: Pair) -> None:
+    tcp_pair.start()
+    tcp_pair.prompt.do(make, "kv", BLOCKS, 1)
+    tcp_pair.decoder.do(make, "kv", PAGED, 3)
+    assert tcp_pair.decoder.do(send, "kv", [raw(tcp_pair.prompt, "kv")]).first is OK
+    after = received(tcp_pair.prompt)
+    number = tcp_pair.prompt.do(cache_id, "kv")
+    tcp_pair.decoder.do(_push, "kv", number)  # the answer was kept: nothing is resolved any more
+    tcp_pair.prompt.do(_take_back)
+    with pytest.raises(ParamError, match="remote cache access"):
+        tcp_pair.decoder.do(_push, "kv", number)
+    same_bytes(received(tcp_pair.prompt), after)
+
+
+def _push(world: Any, name: str, number: int) -> None:
+    """Push block 0 by cache id, as an initiator that does not keep to the rules."""
+    engine = world.dd._require_engine("test")
+    entry = engine.store.registry.lookup(world.caches[name].cache_id)
+    cut = cut_row(entry.geometry, 0)
+    engine.initiator.push(
+        RemoteName(1, cache_id=number),
+        entry,
+        lambda dst, row, same: cut.plan(0, 0, 4, offset=0, alias=same),
+        Deadline.after_ms(5000),
+        "a push",
+        consumes=False,
+    )
+
+
+def _take_back(world: Any) -> None:
+    world.dd._require_engine("test").links.get(2).located.clear()

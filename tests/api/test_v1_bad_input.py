@@ -314,7 +314,7 @@ def test_r01_a_none_argument_is_both_errors_that_the_pages_name(ready: Pair) -> 
 
 def test_the_tables_cover_every_method() -> None:
     methods = {name for name in dir(KvCacheManager) if not name.startswith("_")} - {"is_initialized"}
-    assert {case[1] for case in CASES} == methods - {"transfer_cache_async"}
+    assert {case[1] for case in CASES} == methods - {"transfer_cache_async"}  # in test_v1_transfer.py
 
 
 def test_what_may_be_left_out_is_left_out_and_nothing_is_no_error(ready: Pair) -> None:

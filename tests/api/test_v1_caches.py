@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMStatusCode, Placement
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMRole, LLMStatusCode, Placement
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import (
     CacheNotFound,
@@ -19,11 +19,13 @@ from llm_datadist.errors import (
     LLMException,
     NotInitialized,
     OutOfMemory,
+    ParamError,
     StateError,
 )
 from llm_datadist.testing import StagedDevice
 from llm_datadist.testing.gates import shut
 from tests.support.gates import begin
+from tests.support.linking import info
 from tests.support.moves import picture, same_bytes
 from tests.support.v1 import DIRECT, POOL, desc, start_end
 from tests.support.world import fill, make_config, read
@@ -74,6 +76,7 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
         ("copy_blocks", (cache, {0: [1]})),
         ("swap_blocks", (cache, cache, {0: 1})),
         ("get_cache_tensors", (cache,)),
+        ("transfer_cache_async", (cache, None, [])),
     ]
     for name, args in calls:
         with pytest.raises(StateError, match="finalized") as dead:  # R21
@@ -92,6 +95,25 @@ def test_v2_mode_has_no_kv_cache_manager(end: LocalEnd) -> None:
         _ = end.world.dd.kv_cache_manager
     assert wrong_mode.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert not isinstance(wrong_mode.value, NotInitialized)
+
+
+def test_the_gates_go_by_the_role_of_now_and_caches_survive_the_switch(end: LocalEnd) -> None:
+    start_end(end, "DECODER", enable_switch_role=True, **DIRECT)
+    datadist, manager = end.world.dd, end.world.dd.kv_cache_manager
+    kept = manager.allocate_cache(desc())
+    before = fill(kept._cache, 1)
+    with pytest.raises(ParamError, match="DECODER"):
+        manager.allocate_cache(desc(), [CacheKey(1, 7)])
+    datadist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": "127.0.0.1:0"})
+    assert datadist.kv_cache_manager is manager
+    published = manager.allocate_cache(desc(), [CacheKey(1, 7)])
+    manager.deallocate_cache(published)
+    manager.remove_cache_key(CacheKey(1, 7))
+    with pytest.raises(ParamError, match="PROMPT"):
+        manager.pull_cache(CacheKey(1, 7), kept)
+    assert datadist.link_clusters([info(2, 1)])[0] is LLMStatusCode.LLM_PARAM_INVALID
+    same_bytes(read(kept._cache), before)
+    assert end.do(picture).caches.live == 1
 
 
 def test_ids_count_from_one_and_a_cache_has_the_addresses_of_one_device(prompt: KvCacheManager) -> None:
@@ -353,40 +375,3 @@ def test_a_copy_of_a_cache_that_is_gone_is_not_found(end: LocalEnd, prompt: KvCa
         with pytest.raises(CacheNotFound) as caught:
             prompt.copy_cache(dst, src)
         assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("data_type", [t for t in DataType if t not in (DataType.DT_STRING, DataType.DT_BF16)])
-def test_get_cache_tensors_is_the_memory_of_the_cache(prompt: KvCacheManager, data_type: DataType) -> None:
-    cache = prompt.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], data_type))
-    for index in range(3):
-        (tensor,) = prompt.get_cache_tensors(cache, index)
-        array = tensor.numpy()
-        assert (array.shape, array.itemsize) == ((4, 2, 3), data_type.itemsize)
-        assert (tensor.tensor_desc.dtype, tensor.tensor_desc.shape) == (data_type, [4, 2, 3])
-        assert array.ctypes.data == cache.per_device_tensor_addrs[0][index]
-        array[:] = index
-        before = tensor.numpy(copy=True)
-        array[0] = 1
-        assert (before == np.array(index, array.dtype)).all()
-    values = [prompt.get_cache_tensors(cache, index)[0].numpy()[1, 0, 0] for index in range(3)]
-    assert values == [np.array(index, dtype=values[0].dtype) for index in range(3)]
-
-
-def test_bf16_is_read_as_float32(prompt: KvCacheManager) -> None:
-    cache = prompt.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_BF16))
-    fill(cache._cache, 5)
-    bits = np.array([[0x3F80, 0xC000, 0x0000, 0x7F80]] * 2, np.uint16)
-    for row, values in zip(read_bits(cache), bits, strict=True):
-        row[:] = values
-    (tensor,) = prompt.get_cache_tensors(cache)
-    np.testing.assert_array_equal(tensor.numpy(), np.array([[1.0, -2.0, 0.0, np.inf]] * 2, np.float32))
-    assert tensor.numpy().dtype == np.float32
-
-
-def read_bits(cache: KvCache) -> Any:
-    from llm_datadist.views import tensor_views
-
-    return tensor_views(cache._cache)[0]

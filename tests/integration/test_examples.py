@@ -38,6 +38,12 @@ PRINTED: Final = {
         "decoder: pushed row 0 to row 1 of cache 1",
         "prompt: row 1 holds what the decoder pushed, rows 0 and 2 are as they were",
     ),
+    "transfer_cache_async": (
+        "prompt: sent block 0 of 4 layers, each while the next one was computed",
+        r"prompt: sent blocks \[0, 1, 2\] to \[5, 3, 4\] of 4 layers, .*",
+        "decoder: block 0 came, the others are as they were",
+        "decoder: blocks 5, 3, 4 came, the others are as they were",
+    ),
     "v1_prompt_decoder": (
         r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
         r"decoder: copied block 2 to \[0, 1\], swapped \[2, 3\] out to host memory and in again to \[8, 9\]",

@@ -403,7 +403,7 @@ def test_r08_plan_copy_row_moves_a_range_of_a_row_to_the_same_offset(
     ("dst", "rows", "kind", "parts"),
     [
         (geometry(5), (0, 0), CacheMismatch, ("src has 4 tensors", "dst 5")),
-        (geometry(data_type=2), (0, 0), CacheMismatch, ("data type 4", "2")),
+        (geometry(data_type=2), (0, 0), CacheMismatch, ("data type DT_UINT8", "of DT_INT8")),
         (geometry(), (8, 0), ParamError, ("src_batch_index=8", "8 rows")),
         (geometry(rows=2), (0, 2), ParamError, ("dst_batch_index=2", "2 rows")),
     ],

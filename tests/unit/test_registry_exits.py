@@ -187,3 +187,13 @@ def test_exit_finalize_frees_everything_pinned_or_not(owner: Owner) -> None:
     assert owner.done.freed == {"live", "deferred", "blocks", "registered", "draining"}
     assert live.life.state is State.FREED
     assert owner.registry.snapshot() == ([], [], 0)
+
+
+def test_exit_deallocate_of_a_row_and_block_cache_goes_at_once_as_a_blocks_cache_does(owner: Owner) -> None:
+    entry = owner.add("a", kind=CacheKind.MIX)
+    owner.registry.hold(entry.cache_id)
+    owner.drop(entry)
+    assert owner.void("a")  # peers that kept where it is must not wait for our own call to end
+    assert (entry.life.state, owner.done.freed) == (State.DRAINING, set())
+    owner.done.apply(owner.registry.let_go(entry))
+    assert (entry.life.state, owner.done.freed) == (State.FREED, {"a"})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from llm_datadist import native
+from llm_datadist.data_type import DataType
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
 from llm_datadist.native import Plan
 
@@ -29,15 +30,20 @@ _MAX_TENSOR_BYTES = 2**63 - 1
 
 
 class CacheKind(IntEnum):
-    """How a cache is addressed: by batch row, or by block."""
+    """How a cache is addressed: by batch row, by block, or (MIX, which never has keys) by either."""
 
     CACHE = 0
     BLOCKS = 1
+    MIX = 2
 
     @property
     def word(self) -> str:
         """What texts call it."""
-        return "blocks" if self is CacheKind.BLOCKS else "continuous"
+        return ("continuous", "blocks", "row-and-block")[self]
+
+    def serves(self, use: CacheKind) -> bool:
+        """Return True when a cache of this kind can be used as one of kind ``use``."""
+        return self is use or self is CacheKind.MIX
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +98,8 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
             raise ParamError(f"{name}={row}: the cache has {self.rows} rows, so at most {self.rows - 1}")
 
     def require_kind(self, name: str, kind: CacheKind) -> None:
-        """Raise ParamError unless the cache is of ``kind``."""
-        if self.kind is not kind:
+        """Raise ParamError unless the cache can be used as one of ``kind``."""
+        if not self.kind.serves(kind):
             raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
 
 
@@ -185,7 +191,7 @@ def plan_row(
         CacheNotFound: ``src_row`` does not exist at the source.
     """
     for end, geometry in (("source", src), ("destination", dst)):
-        if geometry.kind is not CacheKind.CACHE:
+        if not geometry.kind.serves(CacheKind.CACHE):
             raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
     _require_remote_row(src, src_row)
     dst.require_row("batch_index", dst_row)
@@ -219,7 +225,7 @@ def plan_blocks(
         ParamError: Unequal lengths, or an index outside its cache.
     """
     for end, geometry in (("source", src), ("destination", dst)):
-        if geometry.kind is not CacheKind.BLOCKS:
+        if not geometry.kind.serves(CacheKind.BLOCKS):
             raise CacheMismatch(f"the {end} is not a blocks cache")
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
@@ -245,7 +251,7 @@ def plan_pieces(
         CacheNotFound: ``src_row`` does not exist at the source.
         ParamError: More blocks than the row has pieces, or an index outside the cache.
     """
-    if src.kind is not CacheKind.CACHE or dst.kind is not CacheKind.BLOCKS:
+    if not (src.kind.serves(CacheKind.CACHE) and dst.kind.serves(CacheKind.BLOCKS)):
         raise CacheMismatch(
             f"a row of a continuous cache goes into blocks here: source is {src.kind.word}, "
             f"destination {dst.kind.word}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
@@ -271,8 +277,8 @@ def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, o
     """
     if src.num_tensors != dst.num_tensors or src.data_type != dst.data_type:
         raise CacheMismatch(
-            f"descriptors must match: src has {src.num_tensors} tensors of data type {src.data_type}, "
-            f"dst {dst.num_tensors} of {dst.data_type}"
+            f"descriptors must match: src has {src.num_tensors} tensors of data type {DataType(src.data_type).name}, "
+            f"dst {dst.num_tensors} of {DataType(dst.data_type).name}"
         )
     src.require_row("src_batch_index", src_row)
     dst.require_row("dst_batch_index", dst_row)

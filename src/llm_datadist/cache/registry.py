@@ -91,14 +91,15 @@ class Registry:
     def drop_owner(self, cache_id: int) -> Effects:
         """The owner gives an allocated cache back; unknown, registered and already dropped ids are no-ops.
 
-        A blocks cache takes its key with it at once (R27); a continuous one lives until its keys are consumed.
+        A blocks cache takes its key with it at once (R27), one of kind MIX has none; a continuous one lives until its
+        keys are consumed.
         """
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
             if entry is None or not entry.owned or not entry.owner:
                 return effects
-            if entry.geometry.kind is CacheKind.BLOCKS:
+            if entry.geometry.kind is not CacheKind.CACHE:
                 self._withdraw(entry, effects)
             else:
                 entry.owner = False

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.cache import layout
 from llm_datadist.checks import check_int64, check_rule, check_type, check_uint32, check_uint64
 from llm_datadist.kv_managers.base import KvUser, check_cache, v1_codes
-from llm_datadist.managers import arguments
+from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
+from llm_datadist.managers.moves import Move
 from llm_datadist.native import parse_indices
 from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMRole
 
 if TYPE_CHECKING:
-    from llm_datadist.cache.layout import Geometry
     from llm_datadist.kv_cache import KvCache
-    from llm_datadist.native import Plan
 
 __all__ = ["KvRemoteCalls"]
 
@@ -76,29 +74,9 @@ class KvRemoteCalls(KvUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, None)
-        with (
-            v1_codes(),
-            engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span,
-            engine.store.holding(cache.cache_id, "pull_cache: kv_cache") as local,
-        ):
-            dst = local.geometry
-            dst.require_row("batch_index", batch_index)
-            _check_range(wanted, dst_offset, dst)
-            layers.check_local("dst_layer_range", dst.num_tensors)
-
-            def plan(src: Geometry, row: int, same: bool) -> Plan:
-                return layout.plan_row(
-                    src,
-                    dst,
-                    src_row=row,
-                    dst_row=batch_index,
-                    size=wanted,
-                    layers=layers,
-                    src_offset=src_offset,
-                    dst_offset=dst_offset,
-                )
-
-            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_cache")
+        move = Move(engine, "pull_cache", "kv_cache", cache.cache_id, name, layers, self._deadline())
+        with v1_codes():
+            moves.pull_row(move, batch_index, wanted, src_offset=src_offset, dst_offset=dst_offset)
 
     def pull_blocks(
         self,
@@ -142,27 +120,6 @@ class KvRemoteCalls(KvUser):
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)
-        with (
-            v1_codes(),
-            engine.meters.span("pull_blocks", "%s -> %d, %d blocks", name, cache.cache_id, len(targets)) as span,
-            engine.store.holding(cache.cache_id, "pull_blocks: decoder_kv_cache") as local,
-        ):
-            dst = local.geometry
-            arguments.check_blocks("decoder_blocks", targets, dst)
-            layers.check_local("dst_layer_range", dst.num_tensors)
-
-            def plan(src: Geometry, row: int, same: bool) -> Plan:
-                return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
-
-            span.nbytes = engine.initiator.pull(name, local, plan, self._deadline(), "pull_blocks")
-
-
-def _check_range(size: int, dst_offset: int, dst: Geometry) -> None:
-    """``size`` bytes from the offset on must lie inside a row of the local cache."""
-    check_rule(
-        dst_offset < dst.stride, f"dst_cache_offset={dst_offset}: a row of the local cache has {dst.stride} bytes"
-    )
-    check_rule(
-        dst_offset + size <= dst.stride,
-        f"size={size} from dst_cache_offset={dst_offset} on: a row of the local cache has {dst.stride} bytes",
-    )
+        move = Move(engine, "pull_blocks", "decoder_kv_cache", cache.cache_id, name, layers, self._deadline())
+        with v1_codes():
+            moves.pull_blocks(move, sources, targets, name="decoder_blocks")

@@ -244,9 +244,12 @@ def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: o
     check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
 
 
-def check_size(name: str, size: int, geometry: Geometry) -> None:
-    """``size`` bytes must fit a row of the local cache."""
-    check_rule(size <= geometry.stride, f"{name}={size}: a row of the local cache has {geometry.stride} bytes")
+def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
+    """``size`` bytes from ``dst_cache_offset`` on (v1; -1: all that follow) must lie in a row of the local cache."""
+    row = f"a row of the local cache has {geometry.stride} bytes"
+    check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")
+    at = f" from dst_cache_offset={offset} on" if offset else ""
+    check_rule(offset + size <= geometry.stride, f"size={size}{at}: {row}")
 
 
 def check_blocks(name: str, blocks: NDArray[np.int64], geometry: Geometry) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.cache import layout
 from llm_datadist.checks import check_int64, check_rule, check_type, check_uint32
-from llm_datadist.managers import arguments
+from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
 from llm_datadist.managers.base import EngineUser
+from llm_datadist.managers.moves import Move
 from llm_datadist.native import parse_indices
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
-    from llm_datadist.cache.layout import Geometry
     from llm_datadist.deadline import Deadline
     from llm_datadist.grant import Grant
     from llm_datadist.managers.base import Pending
-    from llm_datadist.native import Plan
 
     Indices = list[int] | tuple[int, ...]
 
@@ -85,19 +83,8 @@ class RemoteCalls(EngineUser):
         name = arguments.remote_name(cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
-            with (
-                engine.meters.span("pull_cache", "%s -> %d[%d]", name, cache.cache_id, batch_index) as span,
-                engine.store.holding(cache.cache_id, "pull_cache: cache") as local,
-            ):
-                dst = local.geometry
-                dst.require_row("batch_index", batch_index)
-                arguments.check_size("size", size, dst)
-                layers.check_local("dst_layer_range", dst.num_tensors)
-
-                def plan(src: Geometry, row: int, same: bool) -> Plan:
-                    return layout.plan_row(src, dst, src_row=row, dst_row=batch_index, size=size, layers=layers)
-
-                span.nbytes = engine.initiator.pull(name, local, plan, deadline, "pull_cache")
+            move = Move(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
+            moves.pull_row(move, batch_index, size)
 
         return run
 
@@ -171,25 +158,13 @@ class RemoteCalls(EngineUser):
         arguments.check_pull_blocks(src_cache_key, sources, targets)
         arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        paged = isinstance(src_cache_key, BlocksCacheKey)
 
         def run(deadline: Deadline) -> None:
-            with (
-                engine.meters.span(
-                    "pull_blocks", "%s -> %d, %d blocks", name, dst_cache.cache_id, len(targets)
-                ) as span,
-                engine.store.holding(dst_cache.cache_id, "pull_blocks: dst_cache") as local,
-            ):
-                dst = local.geometry
-                arguments.check_blocks("dst_blocks", targets, dst)
-                layers.check_local("dst_layer_range", dst.num_tensors)
-
-                def plan(src: Geometry, row: int, same: bool) -> Plan:
-                    if paged:
-                        return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
-                    return layout.plan_pieces(src, dst, src_row=row, dst_blocks=targets, layers=layers)
-
-                span.nbytes = engine.initiator.pull(name, local, plan, deadline, "pull_blocks", grant)
+            move = Move(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
+            if isinstance(src_cache_key, BlocksCacheKey):
+                moves.pull_blocks(move, sources, targets, grant)
+            else:
+                moves.pull_pieces(move, targets)
 
         return run
 
@@ -248,20 +223,8 @@ class RemoteCalls(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            with (
-                engine.meters.span("push_cache", "%d[%d] -> %s", src_cache.cache_id, src_batch_index, name) as span,
-                engine.store.holding(src_cache.cache_id, "push_cache: src_cache") as local,
-            ):
-                src = local.geometry
-                src.require_row("src_batch_index", src_batch_index)
-                layers.check_local("src_layer_range", src.num_tensors)
-
-                def plan(dst: Geometry, row: int, same: bool) -> Plan:
-                    return layout.plan_row(
-                        src, dst, src_row=src_batch_index, dst_row=row, size=src.stride, layers=layers
-                    )
-
-                span.nbytes = engine.initiator.push(name, local, plan, deadline, "push_cache")
+            move = Move(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
+            moves.push_row(move, src_batch_index)
 
         return run
 
@@ -321,19 +284,7 @@ class RemoteCalls(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            with (
-                engine.meters.span(
-                    "push_blocks", "%d -> %s, %d blocks", src_cache.cache_id, name, len(sources)
-                ) as span,
-                engine.store.holding(src_cache.cache_id, "push_blocks: src_cache") as local,
-            ):
-                src = local.geometry
-                arguments.check_blocks("src_blocks", sources, src)
-                layers.check_local("src_layer_range", src.num_tensors)
-
-                def plan(dst: Geometry, row: int, same: bool) -> Plan:
-                    return layout.plan_blocks(src, dst, sources, targets, layers, alias=same)
-
-                span.nbytes = engine.initiator.push(name, local, plan, deadline, "push_blocks")
+            move = Move(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
+            moves.push_blocks(move, sources, targets)
 
         return run

@@ -1,0 +1,265 @@
+"""The structs of the C++-shaped interface, checked and turned into the values that the engine's parts take.
+
+A wrong type is TypeError, everything else ParamError; errors name the field. Nothing has happened when one is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist import types
+from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection
+from llm_datadist.checks import (
+    check_dict,
+    check_int32,
+    check_int64,
+    check_list,
+    check_rule,
+    check_type,
+    check_uint8,
+    check_uint16,
+    check_uint32,
+    check_uint64,
+    check_uint64_list,
+    is_digits,
+)
+from llm_datadist.cluster import trans_str_ip
+from llm_datadist.cpp_api.structs import (
+    DT_UNDEFINED,
+    OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CachePlacement,
+    ClusterInfo,
+    IpInfo,
+    KvCacheExtParam,
+    LlmRole,
+    Undefined,
+)
+from llm_datadist.errors import ParamError
+from llm_datadist.local import Operand
+from llm_datadist.native import parse_indices
+from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
+from llm_datadist.transfer import RemoteName
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "block_lists",
+    "block_pairs",
+    "cache_id",
+    "cluster_infos",
+    "geometry",
+    "init_options",
+    "layers",
+    "operand",
+    "remote_name",
+    "role",
+    "size",
+    "switch_options",
+]
+
+_ALL: Final = (-1, -1)
+_INT32_END: Final = 2**31
+
+
+# --- life cycle and links ---------------------------------------------------------------------------------------------
+
+
+def role(name: str, value: LlmRole) -> types.LLMRole:
+    """Return the role that the engine knows."""
+    check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: this is no role")
+    return types.LLMRole(int(value))
+
+
+def init_options(options: object) -> dict[str, str]:
+    """Return the options of ``LLMDataDist.init``: CacheManager mode, always with remote cache access (API §9)."""
+    given = check_dict("options", options, str, str)
+    device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
+    if device is None or not is_digits(device):
+        raise ParamError(
+            f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
+        )
+    return given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"}
+
+
+def switch_options(options: object) -> dict[str, str]:
+    """Return the options of ``LLMDataDist.switch_role``, which spells the one that counts in its own way."""
+    given = check_dict("options", options, str, str)
+    listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
+    return {} if listen is None else {LISTEN: listen}
+
+
+def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
+    """Return the clusters as the calls of LLMDataDist take them.
+
+    Args:
+        local_ip: True where each cluster has to name this host.
+        learn: True where a cluster id of 0 stands for the one that the peer announces.
+    """
+    given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
+    check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
+    return [_cluster_info(f"clusters[{i}]", each, local_ip=local_ip, learn=learn) for i, each in enumerate(given)]
+
+
+def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: bool) -> types.LLMClusterInfo:
+    info = types.LLMClusterInfo()
+    cluster_id = check_uint64(f"{name}.remote_cluster_id", cluster.remote_cluster_id)
+    if cluster_id or not learn:
+        info.remote_cluster_id = cluster_id
+    info.remote_role_type = check_int32(f"{name}.remote_role_type", cluster.remote_role_type)
+    for ip, port in _endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos):
+        info.append_local_ip_info(ip, port)
+    check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
+    if not info.local_ip_info_list:
+        info.append_local_ip_info(0, 0)  # which address it is does not matter to anybody
+    for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos):
+        info.append_remote_ip_info(ip, port)
+    return info
+
+
+def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
+    endpoints = check_list(name, infos, IpInfo, tuple_ok=True)
+    return [
+        (trans_str_ip(each.ip, f"{name}[{i}].ip"), check_uint16(f"{name}[{i}].port", each.port))
+        for i, each in enumerate(endpoints)
+    ]
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def cache_id(name: str, cache: object) -> int:
+    """Return the id of a local cache: the one field that the transfers read (R31)."""
+    return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
+
+
+def geometry(name: str, cache_desc: object) -> Geometry:
+    """Return the geometry of a cache that serves as rows and as blocks."""
+    desc = check_type(name, cache_desc, CacheDesc)
+    placement = check_type(f"{name}.placement", desc.placement, CachePlacement)
+    num_tensors = check_uint32(f"{name}.num_tensors", desc.num_tensors)
+    data_type = check_type(f"{name}.data_type", desc.data_type, (types.DataType, Undefined))
+    shape = check_type(f"{name}.shape", desc.shape, (list, tuple))
+    if isinstance(data_type, Undefined):
+        raise ParamError(f"{name}.data_type={DT_UNDEFINED.name}: an element type is needed")
+    check_rule(shape, f"{name}.shape is empty: at least one dimension is needed")
+    described = types.CacheDesc(num_tensors, list(shape), data_type, types.Placement(int(placement)))
+    return Geometry.of(described, CacheKind.MIX)
+
+
+def operand(name: str, cache: object) -> int | Operand:
+    """Return one side of CopyKvBlocks: the id of a cache of ours, or host memory that has none (R13)."""
+    number = cache_id(name, cache)
+    if number >= 1:
+        return number
+    given = check_type(name, cache, Cache)
+    check_rule(number == -1, f"{name}.cache_id={number}: ids begin at 1, and -1 stands for host memory without one")
+    check_type(f"{name}.cache_desc", given.cache_desc, CacheDesc)
+    check_rule(
+        given.cache_desc.placement is not CachePlacement.kDevice,
+        f"{name}: cache_id=-1 on kDevice: only host memory can be named by its addresses; register device memory",
+    )
+    shape = geometry(f"{name}.cache_desc", given.cache_desc)
+    addresses = check_uint64_list(f"{name}.tensor_addrs", given.tensor_addrs)
+    check_rule(
+        len(addresses) == shape.num_tensors,
+        f"{name}.tensor_addrs has {len(addresses)} addresses: one per tensor is needed, and there are "
+        f"{shape.num_tensors}",
+    )
+    end = max(addresses) + shape.tensor_bytes
+    check_rule(end < 2**64, f"{name}.tensor_addrs: {max(addresses)} + {shape.tensor_bytes} is beyond the address space")
+    return Operand.of(name, shape, addresses)
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:
+    """Return how the peer is asked for a cache.
+
+    Args:
+        own_cluster_id: Ours where it is no possible peer: pulling from oneself is refused (R28).
+        row: False where blocks are addressed, which are in no row.
+    """
+    given = check_type(name, index, CacheIndex)
+    cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)
+    remote = check_int64(f"{name}.cache_id", given.cache_id)
+    batch_index = check_uint32(f"{name}.batch_index", given.batch_index)
+    if batch_index and not row:
+        raise ParamError(f"{name}.batch_index={batch_index}: blocks are in no row, so 0")
+    if cluster == own_cluster_id:
+        raise ParamError(f"{name}.cluster_id={cluster} is our own: copy instead of pulling")
+    return RemoteName(cluster, cache_id=remote, row=batch_index)
+
+
+def layers(ext_param: object) -> LayerSelection:
+    """Return which layers take part (R14)."""
+    ext = check_type("ext_param", ext_param, KvCacheExtParam)
+    per_layer = check_uint8("ext_param.tensor_num_per_layer", ext.tensor_num_per_layer)
+    check_rule(per_layer > 0, "ext_param.tensor_num_per_layer=0: at least one tensor makes a layer")
+    return LayerSelection(
+        _layer_range("ext_param.src_layer_range", ext.src_layer_range),
+        _layer_range("ext_param.dst_layer_range", ext.dst_layer_range),
+        per_layer,
+    )
+
+
+def _layer_range(name: str, pair: object) -> range | None:
+    # One call per layer and tensor is usual, so what is right costs little.
+    if type(pair) is tuple and len(pair) == 2:
+        first, last = pair
+        if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
+            return range(first, last + 1)
+    return _checked_layer_range(name, pair)
+
+
+def _checked_layer_range(name: str, pair: object) -> range | None:
+    ends = check_type(name, pair, (tuple, list))
+    if len(ends) != 2:
+        raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")
+    first, last = (check_int32(f"{name}[{i}]", layer) for i, layer in enumerate(ends))
+    if (first, last) == _ALL:
+        return None
+    check_rule(
+        0 <= first <= last,
+        f"{name}=({first}, {last}): first and last layer, 0 <= first <= last, or (-1, -1) for all of them",
+    )
+    return range(first, last + 1)
+
+
+def size(value: int) -> int:
+    """Return a number of bytes: above 0, or -1 for a whole row."""
+    nbytes = check_int64("size", value)
+    check_rule(nbytes == -1 or nbytes > 0, f"size={nbytes}: must be -1 or above 0")
+    return nbytes
+
+
+def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the two lists of a transfer: not empty, equally long."""
+    sources, targets = parse_indices("src_blocks", src_blocks), parse_indices("dst_blocks", dst_blocks)
+    check_rule(sources.size, "src_blocks is empty: at least one block is needed")
+    _equally_long("dst_blocks", sources, targets)
+    return sources, targets
+
+
+def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources of shape (N,), destinations of shape (L, N)) of CopyKvBlocks (R13)."""
+    sources = parse_indices("src_blocks", src_blocks)
+    lists = check_type("dst_blocks_list", dst_blocks_list, (list, tuple))
+    targets = [parse_indices(f"dst_blocks_list[{i}]", each) for i, each in enumerate(lists)]
+    check_rule(sources.size, "src_blocks is empty: at least one block is needed")
+    check_rule(targets, "dst_blocks_list is empty: at least one list of blocks is needed")
+    for i, each in enumerate(targets):
+        _equally_long(f"dst_blocks_list[{i}]", sources, each)
+    return sources, np.stack(targets)
+
+
+def _equally_long(name: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+    if sources.size != targets.size:
+        raise ParamError(f"src_blocks has {sources.size} entries and {name} {targets.size}: equal lengths are needed")

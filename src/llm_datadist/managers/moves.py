@@ -1,0 +1,161 @@
+"""What every form of a pull or a push does behind its own arguments: hold the local cache, check what can be known
+here, plan, hand over to the initiator. ``managers/remote.py`` and ``cpp_api/transfers.py`` are two such forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_datadist.cache import layout
+from llm_datadist.managers import arguments
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llm_datadist.cache.layout import Geometry, LayerSelection
+    from llm_datadist.deadline import Deadline
+    from llm_datadist.engine import Engine
+    from llm_datadist.grant import Grant
+    from llm_datadist.native import Plan
+    from llm_datadist.transfer import RemoteName
+
+__all__ = ["Move", "pull_blocks", "pull_pieces", "pull_row", "push_blocks", "push_row"]
+
+
+@dataclass(slots=True)
+class Move:
+    """One public call, its own arguments checked. Used by one thread.
+
+    Attributes:
+        engine: Whose cache it is.
+        what: What the caller knows the call as: in errors, logs and statistics.
+        argument: What the caller knows the local cache as.
+        cache_id: The local cache.
+        name: The remote one.
+        layers: Which of their layers.
+        deadline: Until when.
+    """
+
+    engine: Engine
+    what: str
+    argument: str
+    cache_id: int
+    name: RemoteName
+    layers: LayerSelection
+    deadline: Deadline
+
+    @property
+    def local(self) -> str:
+        """What an error calls the local cache."""
+        return f"{self.what}: {self.argument}"
+
+
+def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into either row.
+
+    Raises:
+        CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.pull`.
+    """
+    engine, layers = move.engine, move.layers
+    with (
+        engine.meters.span(move.what, "%s -> %d[%d]", move.name, move.cache_id, row) as span,
+        engine.store.holding(move.cache_id, move.local) as local,
+    ):
+        dst = local.geometry
+        dst.require_row("batch_index", row)
+        arguments.check_size(size, dst, dst_offset)
+        layers.check_local("dst_layer_range", dst.num_tensors)
+
+        def plan(src: Geometry, src_row: int, same: bool) -> Plan:
+            return layout.plan_row(
+                src,
+                dst,
+                src_row=src_row,
+                dst_row=row,
+                size=size,
+                layers=layers,
+                src_offset=src_offset,
+                dst_offset=dst_offset,
+            )
+
+        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
+
+
+def pull_blocks(
+    move: Move,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    grant: Grant | None = None,
+    *,
+    name: str = "dst_blocks",
+) -> None:
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
+
+    ``name``: what the caller knows ``dst_blocks`` as.
+    """
+    engine, layers = move.engine, move.layers
+    with (
+        engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
+        engine.store.holding(move.cache_id, move.local) as local,
+    ):
+        dst = local.geometry
+        arguments.check_blocks(name, dst_blocks, dst)
+        layers.check_local("dst_layer_range", dst.num_tensors)
+
+        def plan(src: Geometry, row: int, same: bool) -> Plan:
+            return layout.plan_blocks(src, dst, src_blocks, dst_blocks, layers, alias=same)
+
+        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what, grant)
+
+
+def pull_pieces(move: Move, dst_blocks: NDArray[np.int64]) -> None:
+    """Pull the remote row in pieces of the local block size, piece i into ``dst_blocks[i]``. As :func:`pull_row`."""
+    engine, layers = move.engine, move.layers
+    with (
+        engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
+        engine.store.holding(move.cache_id, move.local) as local,
+    ):
+        dst = local.geometry
+        arguments.check_blocks("dst_blocks", dst_blocks, dst)
+        layers.check_local("dst_layer_range", dst.num_tensors)
+
+        def plan(src: Geometry, row: int, same: bool) -> Plan:
+            return layout.plan_pieces(src, dst, src_row=row, dst_blocks=dst_blocks, layers=layers)
+
+        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
+
+
+def push_row(move: Move, row: int) -> None:
+    """Push the local ``row`` into the remote one. Errors as :func:`pull_row`."""
+    engine, layers = move.engine, move.layers
+    with (
+        engine.meters.span(move.what, "%d[%d] -> %s", move.cache_id, row, move.name) as span,
+        engine.store.holding(move.cache_id, move.local) as local,
+    ):
+        src = local.geometry
+        src.require_row("src_batch_index", row)
+        layers.check_local("src_layer_range", src.num_tensors)
+
+        def plan(dst: Geometry, dst_row: int, same: bool) -> Plan:
+            return layout.plan_row(src, dst, src_row=row, dst_row=dst_row, size=src.stride, layers=layers)
+
+        span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
+
+
+def push_blocks(move: Move, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
+    engine, layers = move.engine, move.layers
+    with (
+        engine.meters.span(move.what, "%d -> %s, %d blocks", move.cache_id, move.name, len(src_blocks)) as span,
+        engine.store.holding(move.cache_id, move.local) as local,
+    ):
+        src = local.geometry
+        arguments.check_blocks("src_blocks", src_blocks, src)
+        layers.check_local("src_layer_range", src.num_tensors)
+
+        def plan(dst: Geometry, row: int, same: bool) -> Plan:
+            return layout.plan_blocks(src, dst, src_blocks, dst_blocks, layers, alias=same)
+
+        span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)

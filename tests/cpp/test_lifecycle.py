@@ -1,0 +1,348 @@
+"""Initialize, Finalize, links, statuses and their reasons in the C++-shaped interface (API §9, §3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import cpp_api
+from llm_datadist.cpp_api import (
+    OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
+    OPTION_LOCAL_COMM_RES,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CachePlacement,
+    ClusterInfo,
+    DataType,
+    IpInfo,
+    KvCacheExtParam,
+    LlmDataDist,
+    LlmRole,
+    LLMStatusCode,
+)
+from llm_datadist.errors import NotInitialized, NotLinked, ParamError
+from tests.support.cpp import BAD, OK, Shape, attempt, cluster, dist, link, made, run, show, start, start_pair
+from tests.support.linking import alone
+from tests.support.moves import Use, moved, picture, same_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+    from tests.support.world import World
+
+FAILED = LLMStatusCode.LLM_FAILED
+LISTEN = {OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}
+
+
+@pytest.fixture
+def one(end: LocalEnd) -> Iterator[LlmDataDist]:
+    """An LlmDataDist that is not initialised yet; the end sees that nothing of it is left."""
+    made = LlmDataDist(1, LlmRole.kMix)
+    end.world.memory["dist"] = made
+    yield made
+    made.Finalize()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_structs_have_the_defaults_of_cpp() -> None:
+    desc = CacheDesc()
+    assert (desc.placement, desc.num_tensors, desc.shape) == (CachePlacement.kDevice, 0, [])
+    assert desc.data_type is cpp_api.DT_UNDEFINED
+    cache = Cache()
+    assert (cache.cache_id, cache.tensor_addrs, cache.cache_desc) == (-1, [], desc)
+    assert KvCacheExtParam() == KvCacheExtParam((-1, -1), (-1, -1), 2)
+    info = ClusterInfo()
+    assert (info.remote_cluster_id, info.remote_role_type) == (0, 0)
+    assert (info.local_ip_infos, info.remote_ip_infos) == ([], [])
+    assert IpInfo() == IpInfo("", 0)
+    assert cpp_api.RegisterCfg() == cpp_api.RegisterCfg()
+    info.local_ip_infos.append(IpInfo("1.2.3.4", 5))
+    assert ClusterInfo().local_ip_infos == []
+
+
+def test_enumerations_have_the_values_of_the_header() -> None:
+    assert {each.name: each.value for each in CachePlacement} == {"kHost": 0, "kDevice": 1}
+    roles = {each.name: each.value for each in LlmRole}
+    assert roles == {"kPrompt": 1, "kDecoder": 2, "kMix": 3, "kEnd": 4}
+
+
+def test_option_keys_have_the_spelling_of_the_header() -> None:
+    options = {name: value for name, value in vars(cpp_api).items() if name.startswith("OPTION_")}
+    assert options == {
+        "OPTION_BUF_POOL_CFG": "llm.BufPoolCfg",
+        "OPTION_DEVICE_ID": "llm.DeviceId",
+        "OPTION_ENABLE_SET_ROLE": "llm.EnableSwitchRole",
+        "OPTION_GLOBAL_RESOURCE_CONFIG": "llm.GlobalResourceConfig",
+        "OPTION_LISTEN_IP_INFO": "llm.ListenIpInfo",
+        "OPTION_LOCAL_COMM_RES": "llm.LocalCommRes",
+        "OPTION_SYNC_CACHE_WAIT_TIME": "llm.SyncKvCacheWaitTime",
+        "OPTION_TRANSFER_BACKEND": "llm.TransferBackend",
+    }
+
+
+def test_the_names_of_the_package_exist() -> None:
+    assert [name for name in cpp_api.__all__ if not hasattr(cpp_api, name)] == []
+    calls = [*NOTHING, "Initialize", "Finalize"]
+    assert [name for name in calls if not (getattr(LlmDataDist, name).__doc__ or "").strip()] == []
+
+
+# --- Initialize and Finalize ------------------------------------------------------------------------------------------
+
+
+def test_initialize_repeated_succeeds_and_changes_nothing(one: LlmDataDist) -> None:
+    assert one.Initialize(LISTEN) is OK
+    port = one.datadist.listen_port
+    assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: "nonsense"}) is OK
+    assert one.datadist.listen_port == port
+
+
+def test_finalize_is_repeatable_and_initialize_works_again(one: LlmDataDist) -> None:
+    assert one.Finalize() is OK
+    array = np.zeros((2, 4), np.int32)
+    desc = CacheDesc(CachePlacement.kDevice, 1, DataType.DT_INT32, [2, 4])
+    for _ in range(2):
+        assert one.Initialize(LISTEN) is OK
+        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 1)
+        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 2)
+        assert one.Finalize() is OK
+        assert one.Finalize() is OK
+        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (FAILED, None)
+
+
+def test_initialize_forces_rca_and_cache_manager_mode_whatever_the_options_say(one: LlmDataDist) -> None:
+    off = {"llm.EnableRemoteCacheAccessible": "0", "llm.EnableCacheManager": "0"}
+    given = LISTEN | off
+    assert one.Initialize(given) is OK
+    engine = one.datadist._engine
+    assert engine is not None
+    assert (engine.options.remote_accessible, engine.options.cache_manager) == (True, True)
+    assert given == LISTEN | off  # the caller's dict is the caller's
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, ("llm.DeviceId", "None")),
+        ({OPTION_DEVICE_ID: ""}, ("llm.DeviceId", "''")),
+        ({OPTION_DEVICE_ID: "x"}, ("llm.DeviceId", "'x'")),
+        ({OPTION_DEVICE_ID: "-1"}, ("llm.DeviceId", "'-1'")),
+        ({OPTION_DEVICE_ID: "0;1"}, ("llm.DeviceId", "'0;1'")),
+        ({OPTION_DEVICE_ID: str(2**31)}, ("2147483648",)),
+        (LISTEN | {OPTION_LISTEN_IP_INFO: "127.0.0.1"}, ("127.0.0.1", "ip:port")),
+        (LISTEN | {OPTION_LISTEN_IP_INFO: "127.0.0.1:65536"}, ("65536",)),
+        (LISTEN | {"llm.SyncKvCacheWaitTime": "0"}, ("llm.SyncKvCacheWaitTime", "'0'")),
+        (LISTEN | {"llm.TransferBackend": "other"}, ("llm.TransferBackend", "'other'")),
+        (LISTEN | {"llm.GlobalResourceConfig": "{"}, ("llm.GlobalResourceConfig",)),
+        (LISTEN | {"llm.MemPoolConfig": "{}"}, ("memory_size",)),
+    ],
+)
+def test_initialize_refuses_options_that_break_their_rule(
+    one: LlmDataDist, options: dict[str, str], parts: tuple[str, ...]
+) -> None:
+    assert one.Initialize(options) is BAD
+    assert [part for part in parts if part not in str(one.last_error)] == [], one.last_error
+    assert one.Initialize(LISTEN) is OK
+
+
+@pytest.mark.parametrize(("cluster_id", "role"), [(-1, LlmRole.kMix), (2**64, LlmRole.kMix), (1, LlmRole.kEnd)])
+def test_initialize_refuses_what_the_constructor_was_given(cluster_id: int, role: LlmRole) -> None:
+    made = LlmDataDist(cluster_id, role)  # never an engine, so nothing to wait for
+    assert made.Initialize(LISTEN) is BAD
+    assert isinstance(made.last_error, ParamError)
+    assert made.Finalize() is OK
+
+
+@pytest.mark.usefixtures("end")  # it waits until nothing is left
+def test_a_cluster_id_above_2_to_the_63_is_one() -> None:
+    made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
+    assert made.Initialize(LISTEN) is OK
+    assert made.datadist.cluster_id == 2**64 - 1
+    assert made.Finalize() is OK
+
+
+def test_initialize_fails_where_the_address_is_taken(one: LlmDataDist) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
+        assert address in str(one.last_error)
+    assert one.Initialize(LISTEN) is OK
+
+
+def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.dup(0)]
+    while gaps[-1] < highest:
+        gaps.append(os.dup(0))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (gaps[-1] + 1, hard))  # not one descriptor more
+        assert one.Initialize(LISTEN) is FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in gaps:
+            os.close(each)
+    assert "Too many open files" in str(one.last_error)
+    assert one.Initialize(LISTEN) is OK
+
+
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "LinkLlmClusters": ([ClusterInfo()],),
+    "UnlinkLlmClusters": ([ClusterInfo()],),
+    "SetRole": (LlmRole.kPrompt,),
+    "RegisterKvCache": (CacheDesc(), [1]),
+    "UnregisterKvCache": (1,),
+    "AllocateCache": (CacheDesc(),),
+    "DeallocateCache": (1,),
+    "PullKvCache": (CacheIndex(), Cache()),
+    "PullKvBlocks": (CacheIndex(), Cache(), [0], [0]),
+    "PushKvCache": (Cache(), CacheIndex()),
+    "PushKvBlocks": (Cache(), CacheIndex(), [0], [0]),
+    "CopyKvCache": (Cache(), Cache()),
+    "CopyKvBlocks": (Cache(), Cache(), [0], [[0]]),
+}
+
+
+@pytest.mark.usefixtures("end")
+@pytest.mark.parametrize("method", NOTHING)
+def test_not_initialised_is_a_failure(method: str) -> None:
+    made = LlmDataDist(1, LlmRole.kMix)
+    for _ in range(2):  # before the first Initialize, and after Finalize
+        result = getattr(made, method)(*NOTHING[method])
+        assert (result[0] if isinstance(result, tuple) else result) is FAILED
+        assert isinstance(made.last_error, NotInitialized)
+        assert method in str(made.last_error)
+        assert made.Initialize(LISTEN) is OK
+        assert made.Finalize() is OK
+
+
+def test_the_datadist_underneath_is_there_from_the_first_initialize_on(one: LlmDataDist) -> None:
+    with pytest.raises(NotInitialized, match="Initialize"):
+        one.datadist  # noqa: B018 (a property that raises)
+    assert "not initialised" in repr(one)
+    assert one.Initialize(LISTEN) is OK
+    assert one.datadist.cluster_id == 1
+    assert "MIX cluster 1: 0 links" in repr(one)
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
+    one: LlmDataDist, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert one.Initialize(LISTEN) is OK
+    assert one.last_error is None
+    with caplog.at_level(logging.WARNING, "LLM_DATADIST"):
+        assert one.UnregisterKvCache(2**63) is BAD
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("UnregisterKvCache returns LLMStatusCode.LLM_PARAM_INVALID: cache_id: ")
+    assert record.filename == "test_lifecycle.py"
+    first = one.last_error
+    assert isinstance(first, ParamError)
+
+    def elsewhere() -> None:
+        seen.append(one.last_error)
+        one.PushKvBlocks(Cache(1), CacheIndex(7, 1), [0], [0])
+        seen.append(one.last_error)
+
+    seen: list[Exception | None] = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen[0] is None
+    assert "id 1" in str(seen[1])
+    assert one.last_error is first
+    assert one.UnregisterKvCache(1) is OK
+    assert one.last_error is first  # of the last call that failed
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_r28_a_cluster_id_of_zero_is_learned(shm_pair: Pair) -> None:
+    port = start_pair(shm_pair, linked=False)
+    assert shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port)], 10_000) == (OK, [OK])
+    assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
+
+
+def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:
+    port = start_pair(shm_pair, linked=False)
+    nobody = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
+    wrong = cluster(4, port)
+    result = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(1, port), nobody, wrong], 10_000)
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    assert result == (failed, [OK, BAD, failed])
+    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port)])
+    assert status is LLMStatusCode.LLM_ALREADY_LINK
+    assert "cluster 1 LLM_ALREADY_LINK" in text
+
+
+def _status_of_link(world: World, clusters: list[ClusterInfo]) -> tuple[LLMStatusCode, str]:
+    status, _ = run(world, "LinkLlmClusters", clusters, 10_000)
+    return status, str(dist(world).last_error)
+
+
+def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(pair: Pair) -> None:
+    port = pair.prompt.do(start, LlmRole.kPrompt, 1, pair.transport, {})
+    assert port is not None
+    silent = {OPTION_LISTEN_IP_INFO: ""}
+    pair.decoder.do(start, LlmRole.kDecoder, 2, pair.transport, silent)
+    status, text = pair.decoder.do(attempt, "LinkLlmClusters", [cluster(1, port)])
+    assert status is BAD
+    assert "clusters[0].local_ip_infos" in text
+    info = cluster(1, port)
+    info.local_ip_infos.append(IpInfo("127.0.0.1", 0))
+    assert pair.decoder.do(run, "LinkLlmClusters", [info], 10_000) == (OK, [OK])
+    assert pair.decoder.do(run, "Finalize") is OK
+    pair.decoder.do(start, LlmRole.kDecoder, 2, pair.transport, silent | {OPTION_LOCAL_COMM_RES: "{}"})
+    link(pair.decoder, 1, port)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_unlink_then_link_again(pair: Pair, force: bool) -> None:
+    port = start_pair(pair)
+    mine, theirs = pair.decoder.do(made, "kv", Shape(), 1), pair.prompt.do(made, "kv", Shape(), 2)
+    clusters = [cluster(1, port)]
+    assert pair.decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, force) == (OK, [OK])
+    if force:
+        assert pair.prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
+    alone(pair.decoder, pair.prompt)
+    assert pair.decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, True) == (OK, [OK])
+    status, text = pair.decoder.do(attempt, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2])
+    assert status is LLMStatusCode.LLM_NOT_YET_LINK
+    assert isinstance(pair.decoder.do(_last_error), NotLinked), text
+    link(pair.decoder, 1, port)
+    assert pair.decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2]) is OK
+    same_bytes(pair.decoder.do(show, "kv"), moved(mine, theirs, [(2, 1)]))
+
+
+def _last_error(world: World) -> Exception | None:
+    return dist(world).last_error
+
+
+def test_a_link_without_a_listener_at_the_other_end_fails_in_time(shm_pair: Pair) -> None:
+    start_pair(shm_pair, linked=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    status, statuses = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(1, port)], 500)
+    assert status in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_TIMEOUT)
+    assert statuses == [status]
+    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 500)
+    assert status is OK  # it is not linked

@@ -1,0 +1,236 @@
+"""What the tests of the C++-shaped interface send to an end: an LlmDataDist, its caches, its calls by name."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist.cpp_api import (
+    OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CachePlacement,
+    ClusterInfo,
+    DataType,
+    IpInfo,
+    LlmDataDist,
+    LlmRole,
+    LLMStatusCode,
+)
+from tests.support.moves import Use, nothing_happens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+__all__ = [
+    "BAD",
+    "DEVICE",
+    "GONE",
+    "HOST",
+    "OK",
+    "UNLINKED",
+    "Shape",
+    "addresses",
+    "attempt",
+    "cluster",
+    "dist",
+    "index",
+    "link",
+    "made",
+    "run",
+    "show",
+    "start",
+    "start_pair",
+    "unchanged",
+]
+
+OK = LLMStatusCode.LLM_SUCCESS
+BAD = LLMStatusCode.LLM_PARAM_INVALID
+GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
+HOST, DEVICE = CachePlacement.kHost, CachePlacement.kDevice
+_POOL = '{"memory_size": 33554432, "page_shift": 12}'
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cache to make: ``tensors`` tensors of ``rows`` rows or blocks of ``width`` int32.
+
+    ``memory``: "pool" allocates it, "private" registers memory of the process's own, "inside" registers pool memory.
+    """
+
+    tensors: int = 4
+    rows: int = 8
+    width: int = 16
+    placement: CachePlacement = DEVICE
+    memory: str = "pool"
+
+    @property
+    def desc(self) -> CacheDesc:
+        return CacheDesc(self.placement, self.tensors, DataType.DT_INT32, [self.rows, self.width])
+
+
+def start(
+    world: World, role: LlmRole, cluster_id: int, transport: str, options: dict[str, str], device: Any = None
+) -> int | None:
+    """Initialise a fresh LlmDataDist with both pools; return its port. Of ``options`` an empty one is left out."""
+    every = {
+        OPTION_DEVICE_ID: "0",
+        OPTION_LISTEN_IP_INFO: "127.0.0.1:0",
+        "llm.SyncKvCacheWaitTime": "10000",
+        "llm.MemPoolConfig": _POOL,
+        "llm.HostMemPoolConfig": _POOL,
+        "llm.Transport": transport,
+    } | options
+    world.memory["dist"] = made = LlmDataDist(cluster_id, role, device=device)
+    assert made.Initialize({key: value for key, value in every.items() if value}) is OK, made.last_error
+    world.dd = made.datadist  # what World.stop ends and what pictures are taken of
+    return made.datadist.listen_port
+
+
+def dist(world: World) -> LlmDataDist:
+    found: LlmDataDist = world.memory["dist"]
+    return found
+
+
+def start_pair(
+    pair: Pair, *, linked: bool = True, transport: str | None = None, options: dict[str, str] | None = None
+) -> int:
+    """Start clusters 1 (kPrompt) and 2 (kDecoder), both listening; the decoder links. Return the prompt's port."""
+    raw = {f"llm.{name}": value for name, value in (options or {}).items()}
+    port = pair.prompt.do(start, LlmRole.kPrompt, 1, transport or pair.transport, raw)
+    pair.decoder.do(start, LlmRole.kDecoder, 2, transport or pair.transport, raw)
+    assert port is not None
+    if linked:
+        link(pair.decoder, 1, port)
+    return port
+
+
+def cluster(cluster_id: int, port: int) -> ClusterInfo:
+    return ClusterInfo(cluster_id, remote_ip_infos=[IpInfo("127.0.0.1", port)])
+
+
+def link(end: End, cluster_id: int, port: int) -> None:
+    assert end.do(run, "LinkLlmClusters", [cluster(cluster_id, port)], 10_000) == (OK, [OK])
+
+
+def addresses(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
+def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
+    """Make a cache and fill every byte of it; return the bytes, one (rows, stride) array per tensor."""
+    cache = _allocated(world, shape) if shape.memory != "private" else _registered(world, name, shape)
+    if shape.memory == "inside":
+        world.memory[f"memory of {name}"] = cache
+        status, cache_id = dist(world).RegisterKvCache(shape.desc, cache.tensor_addrs)
+        assert cache_id is not None, dist(world).last_error
+        assert status is OK
+        cache = Cache(cache_id, cache.tensor_addrs, shape.desc)
+    world.memory[f"cache {name}"] = cache
+    random = np.random.default_rng(seed)
+    for view in _views(cache):
+        view[:] = random.integers(0, 256, view.shape, dtype=np.uint8)
+    return show(world, name)
+
+
+def _allocated(world: World, shape: Shape) -> Cache:
+    status, cache = dist(world).AllocateCache(shape.desc)
+    assert cache is not None, dist(world).last_error
+    assert status is OK
+    return cache
+
+
+def _registered(world: World, name: str, shape: Shape) -> Cache:
+    arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
+    world.memory[f"memory of {name}"] = arrays
+    status, cache_id = dist(world).RegisterKvCache(shape.desc, addresses(arrays))
+    assert cache_id is not None, dist(world).last_error
+    assert status is OK
+    return Cache(cache_id, addresses(arrays), shape.desc)
+
+
+def _views(cache: Cache) -> list[NDArray[np.uint8]]:
+    """Return every byte of a cache, as arrays over its memory."""
+    rows, nbytes = cache.cache_desc.shape[0], int(np.prod(cache.cache_desc.shape)) * 4
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).reshape(rows, -1)
+        for address in cache.tensor_addrs
+    ]
+
+
+def show(world: World, name: str) -> Bytes:
+    """Return a copy of every byte of a cache."""
+    return [view.copy() for view in _views(world.memory[f"cache {name}"])]
+
+
+def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
+    """Return how peers name a cache of this end."""
+    return CacheIndex(world.dd.cluster_id, world.memory[f"cache {name}"].cache_id, batch_index)
+
+
+def run(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method; :class:`Use` arguments become caches of this end."""
+    real = [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
+    return getattr(dist(world), method)(*real, **kwargs)
+
+
+def attempt(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMStatusCode, str]:
+    """Call a method; return its status and the text of the reason, which is kept for this thread."""
+    before = dist(world).last_error
+    result = run(world, method, *args, **kwargs)
+    status = result[0] if isinstance(result, tuple) else result
+    if isinstance(result, tuple) and status is not OK:
+        assert not result[1], f"{method} failed and returned {result}"
+    error = dist(world).last_error
+    assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
+    if status is not OK:
+        assert error is not None
+        assert error.__traceback__ is None
+        assert "\n" not in str(error)
+    return status, "" if status is OK else str(error)
+
+
+def unchanged(
+    ends: Sequence[End],
+    names: Iterable[str],
+    status: LLMStatusCode,
+    parts: Sequence[str],
+    method: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """The first end's call returns ``status``, its reason holds ``parts``; tables and bytes are then as before."""
+    names = tuple(names)
+    shown = [end.do(_shown, names) for end in ends]
+
+    def action() -> None:
+        got, text = ends[0].do(_attempt, method, args, kwargs)
+        assert got is status, f"{method}: {got}: {text}"
+        assert [part for part in parts if part not in text] == [], text
+
+    nothing_happens(ends, (), action)
+    for end, before in zip(ends, shown, strict=True):
+        for name, old in before.items():
+            new = end.do(show, name)
+            assert all(np.array_equal(a, b) for a, b in zip(new, old, strict=True)), name
+
+
+def _attempt(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LLMStatusCode, str]:
+    return attempt(world, method, *args, **kwargs)
+
+
+def _shown(world: World, names: tuple[str, ...]) -> dict[str, Bytes]:
+    return {name: show(world, name) for name in names if f"cache {name}" in world.memory}
