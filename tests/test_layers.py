@@ -28,7 +28,7 @@ LAYERS: Final[dict[int, str]] = {
     "locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist cpp_api",
-    8: "cli demo testing prometheus",
+    8: "cli demo testing prometheus compat configs status utils v2",
 }
 _PUBLIC_LAYER: Final = 7
 

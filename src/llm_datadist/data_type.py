@@ -11,7 +11,10 @@ __all__ = ["DataType", "dtype_to_np_dtype", "np_dtype_to_dtype", "valid_np_dtype
 
 
 class DataType(Enum):
-    """Element type of a tensor; the numbers are the interface's own codes."""
+    """Element type of a tensor; the numbers are the interface's own codes.
+
+    Source: API §1.2.
+    """
 
     DT_FLOAT = 0
     DT_FLOAT16 = 1

@@ -114,7 +114,7 @@ def test_the_options_are_not_changed_and_no_listener_without_listen_ip_info() ->
     datadist.finalize()
 
 
-def test_init_again_on_the_same_port_with_peers_each_time() -> None:
+def test_i14_i11_init_again_on_the_same_port_with_peers_each_time() -> None:
     server, client = live(1, **LISTENING), live(2)
     listen = {"listen_ip_info": f"127.0.0.1:{server.listen_port}"}
     for _ in range(8):

@@ -237,7 +237,7 @@ def pulls(world: World) -> int:
 
 
 @BOTH_TRANSPORTS
-def test_r22_the_link_to_a_third_process_moves_data_all_the_while(family: Family, tmp_path: Path) -> None:
+def test_r22_i15_the_link_to_a_third_process_moves_data_all_the_while(family: Family, tmp_path: Path) -> None:
     prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
     caches(prompt, decoder)

@@ -53,7 +53,10 @@ OPTION_ENABLE_SET_ROLE: Final = "llm.EnableSwitchRole"
 
 
 class LlmRole(IntEnum):
-    """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role."""
+    """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role.
+
+    Source: API §1.2.
+    """
 
     kPrompt = 1
     kDecoder = 2
@@ -62,14 +65,20 @@ class LlmRole(IntEnum):
 
 
 class CachePlacement(IntEnum):
-    """Where a cache's memory is."""
+    """Where a cache's memory is.
+
+    Source: API §1.2.
+    """
 
     kHost = 0
     kDevice = 1
 
 
 class Undefined(Enum):
-    """The type of :data:`DT_UNDEFINED`."""
+    """The type of :data:`DT_UNDEFINED`.
+
+    Source: API §9.
+    """
 
     DT_UNDEFINED = "undefined"
 
@@ -90,6 +99,8 @@ class CacheDesc:
         num_tensors: uint32.
         data_type: Element type; a call needs one.
         shape: Shape of one tensor, int64; ``shape[0]`` counts batch rows or blocks.
+
+    Source: API §9.
     """
 
     placement: CachePlacement = CachePlacement.kDevice
@@ -106,6 +117,8 @@ class Cache:
         cache_id: int64, from RegisterKvCache or AllocateCache; what the calls look the cache up by. -1: none.
         tensor_addrs: Address of each tensor.
         cache_desc: What it looks like.
+
+    Source: API §9.
     """
 
     cache_id: int = -1
@@ -123,6 +136,8 @@ class CacheIndex:
         cluster_id: uint64: the owner; selects the link.
         cache_id: int64: the cache's id there.
         batch_index: uint32: the row; 0 where blocks are addressed.
+
+    Source: API §9.
     """
 
     cluster_id: int = 0
@@ -132,7 +147,10 @@ class CacheIndex:
 
 @dataclass(slots=True)
 class IpInfo:
-    """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16."""
+    """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16.
+
+    Source: API §9.
+    """
 
     ip: str = ""
     port: int = 0
@@ -147,6 +165,8 @@ class ClusterInfo:
         remote_role_type: Has no effect, as documented.
         local_ip_infos: This host's address; the port does not matter.
         remote_ip_infos: The peer's listening endpoint, exactly one.
+
+    Source: API §9.
     """
 
     remote_cluster_id: int = 0
@@ -163,6 +183,8 @@ class KvCacheExtParam:
         src_layer_range: First and last layer at the source, both **inclusive**, int32; (-1, -1): all.
         dst_layer_range: The same at the destination; as many layers.
         tensor_num_per_layer: uint8; must divide ``num_tensors`` when a range is given.
+
+    Source: API §9.
     """
 
     src_layer_range: tuple[int, int] = (-1, -1)
@@ -172,4 +194,7 @@ class KvCacheExtParam:
 
 @dataclass(slots=True)
 class RegisterCfg:
-    """Reserved by the interface: it has no fields."""
+    """Reserved by the interface: it has no fields.
+
+    Source: API §9.
+    """
