@@ -10,7 +10,6 @@ from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
     CacheKeyByIdAndIndex,
-    LLMDataDist,
     LLMException,
     LLMRole,
     LLMStatusCode,
@@ -350,7 +349,6 @@ def _switch(world: World, role: LLMRole, options: dict[str, str] | None) -> None
     getattr(world.dd, method)(role, options)
 
 
-@pytest.mark.skipif(not hasattr(LLMDataDist, "switch_role"), reason="this version has no switch_role")
 def test_i13_a_role_is_not_switched_while_there_is_a_link_whoever_made_it(pair: Pair) -> None:
     pair.start()
     wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
