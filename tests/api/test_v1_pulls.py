@@ -116,7 +116,8 @@ def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pa
         is_refused(ValueError, -1, {"dst_cache_offset": at}, f"dst_cache_offset={at}", "48 bytes")
     is_refused(ValueError, 9, {"dst_cache_offset": 40}, "size=9", "dst_cache_offset=40", "48 bytes")
     for size, at in ((-1, 0), (32, 1), (1, 32), (1, 2**64 - 1)):
-        is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48")
+        named = [f"src_cache_offset={at} to dst_cache_offset=0"] if at else []
+        is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48", *named)
 
 
 @pytest.mark.parametrize("memory", ["pool", "direct"])
