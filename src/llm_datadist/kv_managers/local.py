@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.checks import check_int32, check_rule, check_type
 from llm_datadist.kv_cache import KvCache
-from llm_datadist.kv_managers.base import KvUser, check_cache, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache
 from llm_datadist.managers import arguments
 from llm_datadist.managers.local import LocalCalls
 from llm_datadist.tensor import Tensor, TensorDesc
+from llm_datadist.v1codes import v1_codes
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:

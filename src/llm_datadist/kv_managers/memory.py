@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from llm_datadist.cache.layout import CacheKind, Geometry
 from llm_datadist.checks import check_list, check_rule, check_type
 from llm_datadist.kv_cache import KvCache
-from llm_datadist.kv_managers.base import KvUser, check_cache, require_device, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache, require_device
 from llm_datadist.managers import arguments
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, LLMRole
+from llm_datadist.v1codes import v1_codes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
