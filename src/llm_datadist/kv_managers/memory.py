@@ -90,14 +90,17 @@ class KvMemoryCalls(KvUser):
             entry = engine.store.allocate(geometry, keys, self._deadline())
         storage = entry.storage
         blocks = geometry.kind is CacheKind.BLOCKS
-        cache = Cache(entry.cache_id, cache_desc, storage.tensors.bases.tolist(), blocks, memory=storage)
+        cache = Cache(
+            entry.cache_id, cache_desc, storage.tensors.bases.tolist(), blocks, memory=storage, granter=engine.grants
+        )
         return KvCache(cache, self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Give a cache back, of either kind; ``per_device_tensor_addrs`` is emptied.
 
         A continuous cache is freed once its keys are pulled or removed too, a blocks cache at once with its key.
-        Unknown and freed caches: no-op.
+        Unknown and freed caches: no-op. A handle of another LLMDataDist, or from before ``finalize``: no-op, and a
+        warning.
 
         Raises:
             TypeError: Not a KvCache (``NoneArgument`` for None).
@@ -107,6 +110,8 @@ class KvMemoryCalls(KvUser):
         """
         engine = self._engine
         check_cache("cache", cache)
+        if not arguments.made_here("deallocate_cache", cache._cache, engine):
+            return
         with v1_codes(), engine.meters.span("deallocate_cache", "id=%d", cache.cache_id):
             cache._cache._empty()  # first: whoever still finds addresses in the handle finds the cache in the registry
             engine.store.deallocate(cache.cache_id)

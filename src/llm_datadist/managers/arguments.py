@@ -22,6 +22,7 @@ from llm_datadist.checks import (
 )
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.grant import Grant
+from llm_datadist.log import logger
 from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
+    from llm_datadist.engine import Engine
 
 __all__ = [
     "accessible",
@@ -51,6 +53,7 @@ __all__ = [
     "copy_pairs",
     "equal_lengths",
     "layer_selection",
+    "made_here",
     "naming_request",
     "remote_name",
     "require_rca",
@@ -113,6 +116,14 @@ def check_mem_infos(mem_infos: object) -> None:
             raise ParamError(f"mem_infos[{i}] is {type(info).__name__}: must be MemInfo")
         check_rule(info.mem_type is Memtype.MEM_TYPE_DEVICE, f"mem_infos[{i}].mem_type={info.mem_type}: only device")
         check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
+
+
+def made_here(call: str, cache: Cache, engine: Engine) -> bool:
+    """Return False for a handle of another LLMDataDist, or from before ``finalize``: its id is another cache's here."""
+    if cache._granter is None or cache._granter is engine.grants:
+        return True
+    logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
+    return False
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
