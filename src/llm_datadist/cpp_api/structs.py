@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
-"""Required: the device, in digits; 0 where there is only the host."""
+"""Required: the device, in digits; 0: only the host is there. Python's ``ge.exec.deviceId`` counts if given too."""
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
-"""ip:port to listen on; port 0 picks a free one."""
+"""ip:port to listen on; port 0 picks a free one. Python's ``llm.listenIpInfo`` counts if given too."""
 OPTION_SYNC_CACHE_WAIT_TIME: Final = "llm.SyncKvCacheWaitTime"
 """Milliseconds that one operation may take; 1000 when left out."""
 OPTION_LOCAL_COMM_RES: Final = "llm.LocalCommRes"
