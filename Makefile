@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
 
-.PHONY: help install demo test test-torch faults lint clean
+.PHONY: help install demo test test-torch faults lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make lint   ruff, mypy strict, layers"
+	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make clean  remove what the other words made"
 
@@ -50,6 +51,14 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/native/*.so

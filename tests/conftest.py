@@ -28,8 +28,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Do so again after each file, for tests that look with other eyes than :func:`tests.support.world.baseline`."""
+    """Collect after each file what was frozen while it lived, such as a scene that the tests of a file share."""
     if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
 

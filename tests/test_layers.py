@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Modules by layer; a package stands for everything in it, unless a longer name is listed.
 LAYERS: Final[dict[int, str]] = {
     0: "errors deadline log checks enums data_type keys grant descriptors cluster transfer_types types "
-    "config options pool_options metrics kv_cache",
+    "config options pool_options metrics kv_cache v1codes",
     1: "native",
     2: "memory",
     3: "cache",
@@ -28,7 +28,7 @@ LAYERS: Final[dict[int, str]] = {
     "locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist cpp_api",
-    8: "cli demo testing prometheus",
+    8: "cli demo testing prometheus compat configs status utils v2",
 }
 _PUBLIC_LAYER: Final = 7
 

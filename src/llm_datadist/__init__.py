@@ -5,15 +5,12 @@ An independent implementation of the LLM-DataDist interface; docs/architecture.m
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from llm_datadist.config import LLMConfig, LlmConfig
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMException, LLMStatusCode, Status
-from llm_datadist.kv_cache import KvCache
-from llm_datadist.tasks import CacheTask
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -32,7 +29,9 @@ from llm_datadist.types import (
 )
 
 if TYPE_CHECKING:
+    from llm_datadist.kv_cache import KvCache
     from llm_datadist.kv_cache_manager import KvCacheManager
+    from llm_datadist.tasks import CacheTask
     from llm_datadist.tensor import Tensor, TensorDesc
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
@@ -45,33 +44,38 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     # caches and their keys
     "CacheDesc",
     "Cache",
-    "CacheKey",
+    "KvCache",
     "BlocksCacheKey",
+    "CacheKey",
     "CacheKeyByIdAndIndex",
     "DataType",
     "Placement",
-    # caches of the older interface (v1)
-    "KvCacheManager",
-    "KvCache",
-    "Tensor",
-    "TensorDesc",
     # memory of the user
     "MemInfo",
     "Memtype",
     "RegisterMemStatus",
     # layer-wise transfer
+    "CacheTask",
     "LayerSynchronizer",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
-    "CacheTask",
     # what went wrong
     "LLMException",
     "LLMStatusCode",
     "Status",
+    # the KvCacheManager mode
+    "KvCacheManager",
+    "Tensor",
+    "TensorDesc",
 ]
 
-#: Where the names are that are only imported when somebody asks for them.
+#: All but the last three, which the original has in a package of its own.
+v2_list = __all__[:23]
+
+#: Loaded when they are first asked for: most programs use one of the two managers, and no layer-wise task.
 _LATE = {
+    "CacheTask": "llm_datadist.tasks",
+    "KvCache": "llm_datadist.kv_cache",
     "KvCacheManager": "llm_datadist.kv_cache_manager",
     "Tensor": "llm_datadist.tensor",
     "TensorDesc": "llm_datadist.tensor",
@@ -79,8 +83,15 @@ _LATE = {
 
 
 def __getattr__(name: str) -> object:
-    module = _LATE.get(name)
-    if module is None:
+    """Import a name of ``_LATE``; any other one is no attribute of the package."""
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    from importlib import import_module
+
+    value: object = getattr(import_module(_LATE[name]), name)
+    globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

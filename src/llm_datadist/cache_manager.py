@@ -23,6 +23,8 @@ class CacheManager(MemoryCalls, AwaitedCalls, LayerwiseCalls):
     (``managers/local.py``), transfers (``managers/remote.py``), layer-wise ones (``managers/layerwise.py``), and for
     asyncio (``managers/asynchronous.py``). After ``finalize`` every method raises ``StateError`` with
     ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist has been initialised again: that made a new manager.
+
+    Source: API §6.0.
     """
 
     @staticmethod

@@ -165,6 +165,8 @@ class LLMConfig:
 
     Every property is checked when it is assigned: a wrong type is a TypeError (NoneArgument for None where a value is
     needed), a value outside its range a ParamError. Where None is accepted it means "not assigned".
+
+    Source: API §2.
     """
 
     device_id: _Setting[int | Sequence[int] | None] = _Setting(
@@ -194,7 +196,8 @@ class LLMConfig:
         _text,
         _if_any,
         none_resets=False,
-        doc='Device pool, JSON: ``{"memory_size": bytes, "page_shift": 10..30, 16 by default}``. Parsed by ``init``.',
+        doc='Device pool, JSON: ``{"memory_size": bytes, "page_shift": 10..30, 16 by default}``. Parsed by ``init``. '
+        "Source: [seed:deprecated], API §7.1.",
     )
     host_mem_pool_cfg = _Setting(
         keys.HOST_MEM_POOL,
@@ -202,7 +205,8 @@ class LLMConfig:
         _text,
         _if_any,
         none_resets=False,
-        doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``.",
+        doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``. "
+        "Source: [seed:deprecated], API §7.1.",
     )
     local_comm_res = _Setting(
         keys.LOCAL_COMM_RES,
@@ -275,7 +279,10 @@ class LLMConfig:
         self._ge_options = {} if ge_options is None else check_dict("ge_options", ge_options, str, str)
 
     def generate_options(self) -> dict[str, str]:
-        """Return the option dict: always the same one, so what the caller adds, and what was once set, stays in it."""
+        """Return the option dict: always the same one, so what the caller adds, and what was once set, stays in it.
+
+        Source: API §2.
+        """
         self._options.update(self._ge_options)
         for setting in _SETTINGS:
             text = setting.text(self)

@@ -45,6 +45,8 @@ class CacheDesc:
     Raises:
         ParamError: an integer outside its width, or a dimension index outside the shape.
         TypeError: anything of a wrong type (NoneArgument for None).
+
+    Source: API §4, §5.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class CacheDesc:
         Raises:
             TypeError: the shape was given as a tuple, or an argument is no int.
             ParamError: ``dim_index`` outside the shape, ``dim_value`` outside int64.
+
+        Source: API §4.
         """
         index = check_int("dim_index", dim_index)
         value = check_int64("dim_value", dim_value)
@@ -165,6 +169,8 @@ class Cache:
 
     Not made by users. The memory stays mapped while the handle lives, so the addresses can be used as long as it
     is not deallocated.
+
+    Source: API §4.
     """
 
     __slots__ = ("__weakref__", "_addrs", "_desc", "_granter", "_id", "_is_blocks", "_memory")
@@ -198,6 +204,8 @@ class Cache:
         Raises:
             ParamError: another placement, or another number of addresses than ``num_tensors``.
             TypeError: a wrong type; ``addrs`` must be a list (NoneArgument for None).
+
+        Source: API §4.
         """
         check_type("cache_desc", cache_desc, CacheDesc)
         addresses = check_uint64_list("addrs", addrs, tuple_ok=False)

@@ -18,7 +18,10 @@ class _NamedIntEnum(IntEnum):
 
 
 class LLMRole(_NamedIntEnum):
-    """What an instance does in a cluster; in CacheManager mode a label with no effect on transfers."""
+    """What an instance does in a cluster; in CacheManager mode a label with no effect on transfers.
+
+    Source: API §1.2.
+    """
 
     PROMPT = 1
     DECODER = 2
@@ -26,14 +29,20 @@ class LLMRole(_NamedIntEnum):
 
 
 class Placement(_NamedIntEnum):
-    """Where a cache's memory is."""
+    """Where a cache's memory is.
+
+    Source: API §1.2.
+    """
 
     HOST = 0
     DEVICE = 1
 
 
 class RegisterMemStatus(Enum):
-    """How far a link made by ``link()`` has come."""
+    """How far a link made by ``link()`` has come.
+
+    Source: API §1.2.
+    """
 
     OK = 0
     PREPARING = 1
@@ -41,14 +50,20 @@ class RegisterMemStatus(Enum):
 
 
 class Memtype(Enum):
-    """Where the memory of a :class:`MemInfo` is. Note the order: opposite to :class:`Placement`."""
+    """Where the memory of a :class:`MemInfo` is. Note the order: opposite to :class:`Placement`.
+
+    Source: API §1.2.
+    """
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
 
 
 class PushType(Enum):
-    """How the target of a layer-wise transfer is addressed."""
+    """How the target of a layer-wise transfer is addressed.
+
+    Source: API §1.2.
+    """
 
     NO_CACHE_KEY = 0
     BLOCKS_CACHE_KEY = 1

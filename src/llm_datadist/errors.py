@@ -40,7 +40,10 @@ _BASE = 0x5010B000
 
 
 class LLMStatusCode(IntEnum):
-    """Status of an operation (API §1.2). ``int(LLM_SUCCESS) == 0``; ``str()`` is ``LLMStatusCode.NAME``."""
+    """Status of an operation (API §1.2). ``int(LLM_SUCCESS) == 0``; ``str()`` is ``LLMStatusCode.NAME``.
+
+    Source: API §1.2.
+    """
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
@@ -77,7 +80,10 @@ class LLMStatusCode(IntEnum):
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the status with the numeric value ``code``; a value without a name is ``LLM_FAILED`` (API §1.2)."""
+    """Return the status with the numeric value ``code``; a value without a name is ``LLM_FAILED`` (API §1.2).
+
+    Source: API §1.2.
+    """
     try:
         return LLMStatusCode(code)
     except ValueError:
@@ -85,13 +91,19 @@ def code_2_status(code: int) -> LLMStatusCode:
 
 
 class Status:
-    """A status code with the question that is usually asked of it (API §1.2)."""
+    """A status code with the question that is usually asked of it (API §1.2).
+
+    Source: API §1.2.
+    """
 
     def __init__(self, status: int) -> None:
         self._status = code_2_status(status)
 
     def is_ok(self) -> bool:
-        """Return True for ``LLM_SUCCESS``."""
+        """Return True for ``LLM_SUCCESS``.
+
+        Source: API §1.2.
+        """
         return self._status is LLMStatusCode.LLM_SUCCESS
 
     @property
@@ -113,6 +125,8 @@ class LLMException(RuntimeError):
         retryable: True when the same call may succeed later without a change by the caller.
         peer: Cluster id of the peer involved, or None.
         phase: Step of the operation that failed (``resolve``, ``copy``, ...), or None.
+
+    Source: API §1.3.
     """
 
     default_status = LLMStatusCode.LLM_SUCCESS
@@ -136,7 +150,7 @@ class LLMException(RuntimeError):
         return self._status_code
 
     def restate(self, status_code: LLMStatusCode) -> None:
-        """Carry another status from now on: the older interface has its own for some failures."""
+        """Carry another status from now on: the older interface has its own for some failures (extension)."""
         self._status_code = status_code
 
     def __reduce__(self) -> tuple[Any, ...]:

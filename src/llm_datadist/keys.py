@@ -44,6 +44,8 @@ class CacheKey:
     Raises:
         ParamError: too many, missing, repeated or unknown arguments; a value outside uint64.
         TypeError: a value that is no int (NoneArgument for None).
+
+    Source: API §4.
     """
 
     cluster_id: int
@@ -86,6 +88,8 @@ class BlocksCacheKey:
 
     ``BlocksCacheKey(cluster_id, model_id=0)``, positional or by keyword, ``prompt_cluster_id`` as in
     :class:`CacheKey`, and the same errors. Hashable, comparable, immutable.
+
+    Source: API §4.
     """
 
     cluster_id: int
@@ -114,6 +118,8 @@ class CacheKeyByIdAndIndex:
         cluster_id: The owner's cluster, uint64.
         cache_id: Its ``Cache.cache_id``, int64.
         batch_index: The row, uint32.
+
+    Source: API §4.
     """
 
     cluster_id: int

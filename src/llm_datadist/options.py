@@ -77,6 +77,8 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     Raises:
         ParamError: not exactly two parts, no ip, a port that is no number or outside 0..65535 (0: pick a free one).
         TypeError: no str.
+
+    Source: API §2.
     """
     parts = check_type("listen_ip_info", listen_ip_info, str).split(":")
     if len(parts) != 2 or not parts[0]:

@@ -246,6 +246,8 @@ class CacheTask:
         Raises:
             TypeError, ParamError: ``timeout_in_millis`` is no uint32.
             StateError: Called by the transfer's own synchronizer, or in a forked child.
+
+        Source: API §4.
         """
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
@@ -264,6 +266,8 @@ class CacheTask:
 
         Raises:
             TypeError, ParamError, StateError: As :meth:`synchronize`.
+
+        Source: API §4.
         """
         over = self._wait(timeout_in_millis)
         results = self._job.results()[1]

@@ -32,6 +32,8 @@ class MemInfo:
         mem_type: Where it is.
         addr: Its address.
         size: Its length in bytes.
+
+    Source: API §4.
     """
 
     mem_type: Memtype
@@ -56,6 +58,8 @@ class TransferConfig:
     Raises:
         ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
         TypeError: a wrong type (NoneArgument for None).
+
+    Source: API §4.
     """
 
     def __init__(
@@ -130,6 +134,8 @@ class TransferWithCacheKeyConfig:
     Raises:
         ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
         TypeError: a wrong type (NoneArgument for None, also for the ranges).
+
+    Source: API §4.
     """
 
     def __init__(
@@ -191,7 +197,7 @@ class TransferWithCacheKeyConfig:
         self._src_batch_index = row
 
     def check_lengths(self) -> None:
-        """Raise ParamError unless both ranges have the same length.
+        """Raise ParamError unless both ranges have the same length (extension).
 
         The setters do not ask for it, since the ranges can only be changed one after the other; the transfer does.
         """
@@ -215,7 +221,10 @@ def _check_row(row: int, key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
 
 
 class LayerSynchronizer(ABC):
-    """Tells ``transfer_cache_async`` when a layer's cache has been computed; implemented by the user."""
+    """Tells ``transfer_cache_async`` when a layer's cache has been computed; implemented by the user.
+
+    Source: API §4.
+    """
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -227,4 +236,6 @@ class LayerSynchronizer(ABC):
 
         Returns:
             True when the layer may be sent; False stops the whole job.
+
+        Source: API §4.
         """

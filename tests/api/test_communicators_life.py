@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist.errors import NotLinked
+from llm_datadist import BlocksCacheKey, LLMStatusCode
+from llm_datadist.errors import CacheNotFound, NotLinked
 from tests.support.ends import ChildEnd
-from tests.support.linking import alone, bytes_move_both_ways, links
-from tests.support.moves import Spec, make, picture, wait_until
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
+from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.ranks import (
     FAILED,
     OK,
@@ -85,6 +86,35 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
     four[3].do(drop, 1)
     wait_until(lambda: all(len(end.do(links)) == 2 for end in four[:3]))
     bytes_move_both_ways(four[0], four[1])
+
+
+def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[ChildEnd]) -> None:
+    """Two of three members are linked; link_clusters makes that link usable, and keeps it when the rest fails."""
+    for cluster_id, end in enumerate(four[:2], 1):
+        end.start("MIX", cluster_id, listen_ip_info="127.0.0.1:0", link_total_time=3 if cluster_id == 1 else 60)
+    ranks, name, rank_table = {1: 0, 2: 1, 3: 2}, new_name(), table(*[host(0)] * 3)
+    for end in four[:2]:
+        end.do(join, name, ranks, rank_table)
+    wait_until(lambda: all(end.do(links) for end in four[:2]))
+    four[1].do(make, "kv", Spec(blocks=True), 1)
+    not_linked(four[1], 1)
+    assert four[1].do(link, [info(1, four[0].port)]) == SUCCESS
+    already = LLMStatusCode.LLM_ALREADY_LINK
+    assert four[1].do(link, [info(1, four[0].port)]) == (already, [already])
+    four[1].do(drop, 1)
+    assert four[1].do(links) == {1: "ready"}
+    with pytest.raises(CacheNotFound):
+        four[1].do(call, "pull_blocks", BlocksCacheKey(1, 0), Use("kv"), [0], [0])
+    # At the other end the communicator fails, and its link with it: who asked for it by link_clusters dials again.
+    assert settle(four[:1], [1]) == [FAILED]
+    wait_until(lambda: four[1].do(is_redialled, 1))
+    bytes_move_both_ways(*four[:2])
+
+
+def is_redialled(world: World, peer: int) -> bool:
+    engine = world.dd._engine
+    link_ = None if engine is None else engine.links.peek(peer)
+    return link_ is not None and link_.redialled and link_.usable
 
 
 def test_r20_ends_of_one_process_join_each_other_and_others(local_pair: Pair) -> None:

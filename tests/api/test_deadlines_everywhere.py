@@ -166,7 +166,7 @@ def every_local_call(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("stall", STALLS)
-def test_r06_r07_every_call_ends_in_time_and_the_link_is_good_afterwards(
+def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
     shm_pair: Pair, tmp_path: Path, stall: str
 ) -> None:
     shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)

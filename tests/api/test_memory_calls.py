@@ -274,7 +274,7 @@ def test_r11_a_bad_pool_text_fails_init_and_init_can_be_repeated(
     assert [each.capacity_bytes for each in end.world.dd.statistics().pools] == [2**25, 2**25]
 
 
-def test_r11_page_shift_is_16_unless_given_and_capacity_whole_pages(end: LocalEnd) -> None:
+def test_r11_i6_page_shift_is_16_unless_given_and_capacity_whole_pages(end: LocalEnd) -> None:
     end.start(
         "PROMPT",
         1,

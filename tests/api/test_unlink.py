@@ -86,7 +86,7 @@ def test_after_an_unlink_neither_end_is_linked_and_nothing_else_has_changed(
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_unlinking_what_is_not_linked_is_a_success(pair: Pair, force: bool) -> None:
+def test_i2_unlinking_what_is_not_linked_is_a_success(pair: Pair, force: bool) -> None:
     pair.start()
     clusters = [info(77, pair.prompt.port), info(1, pair.prompt.port), info(1, pair.prompt.port)]
     assert pair.decoder.do(unlink, clusters, 5000, force) == (SUCCESS[0], SUCCESS[1] * 3)
@@ -290,7 +290,7 @@ def test_an_unlink_that_is_not_answered_keeps_the_link_for_when_the_peer_goes_on
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
 
 
-def test_a_forced_unlink_never_contacts_the_peer(shm_pair: Pair) -> None:
+def test_i2_a_forced_unlink_never_contacts_the_peer(shm_pair: Pair) -> None:
     shm_pair.start()
     with stopped_process(shm_pair.prompt):
         assert shm_pair.decoder.do(unlink, [info(1)], 200, True) == SUCCESS

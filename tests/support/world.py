@@ -70,6 +70,7 @@ class World:
             if self.dd._engine is not None:
                 self.dd.check_integrity()
             self.dd.finalize()
+            del self.dd  # what is alive between tests is frozen: see baseline
         self.caches.clear()
         self.memory.clear()
 

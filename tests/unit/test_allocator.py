@@ -23,7 +23,7 @@ def full_of_pages(pages: int) -> tuple[PageAllocator, list[int]]:
     return allocator, [offset for offset in offsets if offset is not None]
 
 
-def test_sizes_are_rounded_up_to_pages_and_the_capacity_down() -> None:
+def test_i6_sizes_are_rounded_up_to_pages_and_the_capacity_down() -> None:
     allocator = PageAllocator(10 * KIB + 1023, 10)
     assert (allocator.capacity, allocator.page_bytes) == (10 * KIB, KIB)
     assert allocator.allocate(1) == 0

@@ -79,6 +79,12 @@ def test_code_2_status_maps_unnamed_codes_to_failed(native_only: int) -> None:
     assert code_2_status(native_only) is LLMStatusCode.LLM_FAILED
 
 
+@pytest.mark.parametrize("value", ["0", None, 0.5, [], LLMStatusCode])
+def test_code_2_status_of_what_is_no_number_is_failed(value: object) -> None:
+    assert code_2_status(value) is LLMStatusCode.LLM_FAILED  # type: ignore[arg-type]
+    assert not Status(value).is_ok()  # type: ignore[arg-type]
+
+
 def test_status_says_whether_it_is_ok() -> None:
     assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()
     assert not Status(LLMStatusCode.LLM_TIMEOUT).is_ok()
@@ -162,6 +168,14 @@ def test_every_class_survives_pickle_and_copy(kind: type[LLMException]) -> None:
         assert again.args == ("what failed",)
         assert str(again) == "what failed"
         assert (again.status_code, again.peer, again.phase) == (LLMStatusCode.LLM_LINK_BUSY, 2**64 - 1, "copy")
+
+
+def test_a_restated_exception_carries_the_other_status_and_all_else() -> None:
+    error = DeadlineExceeded("late", phase="copy", budget_ms=5.0, peer=7)
+    error.restate(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+    assert error.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    assert (str(error), error.phase, error.budget_ms, error.peer) == ("late", "copy", 5.0, 7)
+    assert DeadlineExceeded("late").status_code is LLMStatusCode.LLM_TIMEOUT
 
 
 def test_own_fields_survive_pickle() -> None:

@@ -76,6 +76,14 @@ def test_keys_of_numpy_integers_equal_keys_of_ints() -> None:
         (TypeError, lambda c: c(1, 2.0), ("req_id", "2.0")),
         (NoneArgument, lambda c: c(1, None), ("req_id",)),
         (NoneArgument, lambda c: c(1, 2, prefix_id=None), ("prefix_id",)),
+        (NoneArgument, lambda c: c(None, 2), ("cluster_id",)),
+        (TypeError, lambda c: c(1, 2, "3"), ("model_id", "'3'")),
+        (TypeError, lambda c: c(1, 2, prefix_id=[4]), ("prefix_id", "list")),
+        (ParamError, lambda c: c(2**64, 2), ("cluster_id", str(2**64))),
+        (ParamError, lambda c: c(1, -1), ("req_id", "-1")),
+        (ParamError, lambda c: c(1, 2, 2**64), ("model_id", str(2**64))),
+        (ParamError, lambda c: c(1, 2, prefix_id=-1), ("prefix_id", "-1")),
+        (ParamError, lambda c: c(), ("cluster_id is required",)),
     ],
 )
 def test_r1_cache_key_refuses(
@@ -94,6 +102,11 @@ def test_r1_cache_key_refuses(
         (ParamError, lambda c: c(1, 2**64), ("model_id", str(2**64))),
         (TypeError, lambda c: c("1"), ("cluster_id", "only support", "'1'")),
         (NoneArgument, lambda c: c(1, None), ("model_id",)),
+        (NoneArgument, lambda c: c(None), ("cluster_id",)),
+        (TypeError, lambda c: c(1, 2.0), ("model_id", "2.0")),
+        (ParamError, lambda c: c(2**64), ("cluster_id", str(2**64))),
+        (ParamError, lambda c: c(1, -1), ("model_id", "-1")),
+        (ParamError, lambda c: c(cluster_id=1, prompt_cluster_id=1), ("prompt_cluster_id=1", "already 1")),
     ],
 )
 def test_r1_blocks_key_refuses(
@@ -111,6 +124,13 @@ def test_r1_blocks_key_refuses(
         (ParamError, lambda c: c(1, 1, -1), ("batch_index", "-1")),
         (TypeError, lambda c: c(1, "1"), ("cache_id", "'1'")),
         (NoneArgument, lambda c: c(1, 1, None), ("batch_index",)),
+        (NoneArgument, lambda c: c(None, 1), ("cluster_id",)),
+        (NoneArgument, lambda c: c(1, None), ("cache_id",)),
+        (TypeError, lambda c: c("1", 1), ("cluster_id", "'1'")),
+        (TypeError, lambda c: c(1, 1, 0.0), ("batch_index", "0.0")),
+        (TypeError, lambda c: c(1), ("cache_id",)),
+        (ParamError, lambda c: c(-1, 1), ("cluster_id", "-1")),
+        (ParamError, lambda c: c(1, -(2**63) - 1), ("cache_id", str(-(2**63) - 1))),
     ],
 )
 def test_r1_key_by_id_refuses(

@@ -37,6 +37,9 @@ def test_mem_info_checks_types_only(refused: Callable[..., None]) -> None:
     refused(TypeError, lambda: MemInfo(0, 1, 1), "mem_type", "Memtype")  # type: ignore[arg-type]
     refused(TypeError, lambda: MemInfo(Memtype.MEM_TYPE_HOST, "1", 1), "addr")  # type: ignore[arg-type]
     refused(NoneArgument, lambda: MemInfo(Memtype.MEM_TYPE_HOST, 1, None), "size")  # type: ignore[arg-type]
+    refused(NoneArgument, lambda: MemInfo(None, 1, 1), "mem_type")  # type: ignore[arg-type]
+    refused(NoneArgument, lambda: MemInfo(Memtype.MEM_TYPE_HOST, None, 1), "addr")  # type: ignore[arg-type]
+    refused(TypeError, lambda: MemInfo(Memtype.MEM_TYPE_HOST, 1, 1.0), "size", "1.0")  # type: ignore[arg-type]
 
 
 def test_transfer_config_defaults() -> None:
@@ -241,6 +244,8 @@ def test_unparsable_ip_is_the_documented_runtime_error() -> None:
         ("remote_cluster_id", None, NoneArgument, ()),
         ("remote_role_type", "PROMPT", TypeError, ("'PROMPT'",)),
         ("remote_role_type", None, NoneArgument, ()),
+        ("remote_role_type", 1.0, TypeError, ("1.0",)),
+        ("remote_cluster_id", 1.0, TypeError, ("1.0",)),
     ],
 )
 def test_r1_cluster_info_refuses(

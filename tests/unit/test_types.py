@@ -46,6 +46,13 @@ def test_enumerations_have_the_documented_values(enum: type[Enum], values: dict[
     assert {member.name: member.value for member in enum} == values
 
 
+@pytest.mark.parametrize("enum", [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType])
+@pytest.mark.parametrize("value", [-1, 5_000, "PROMPT", None, 0.5])
+def test_r01_a_number_that_no_member_has_is_a_value_error(enum: type[Enum], value: object) -> None:
+    with pytest.raises(ValueError, match=f"{value!r} is not a valid {enum.__name__}"):
+        enum(value)
+
+
 @pytest.mark.parametrize(("member", "text"), [(LLMRole.MIX, "LLMRole.MIX"), (Placement.DEVICE, "Placement.DEVICE")])
 def test_int_enums_are_ints_with_the_name_as_text(member: int, text: str) -> None:
     assert str(member) == f"{member}" == text
@@ -86,6 +93,8 @@ def test_numpy_types_map_back_except_bfloat16() -> None:
 def test_numpy_dtype_objects_find_their_type_too() -> None:
     assert np_dtype_to_dtype[np.zeros(1, np.uint16).dtype] is DataType.DT_UINT16
     assert np_dtype_to_dtype[np.array([b"abc"]).dtype] is DataType.DT_STRING
+    for two_names in (np.longlong, np.int_):
+        assert np_dtype_to_dtype[np.dtype(two_names)] is DataType.DT_INT64
     with pytest.raises(KeyError):
         np_dtype_to_dtype[np.dtype(np.complex64)]
 
@@ -140,6 +149,11 @@ def test_desc_accepts_numpy_integers_without_overflow() -> None:
         (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=1), ("seq_len_dim_index", "1")),
         (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=-2), ("seq_len_dim_index", "-2")),
         (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=2**31), ("seq_len_dim_index", "int32")),
+        (NoneArgument, lambda: CacheDesc(1, [None], HALF), ("shape[0]",)),  # type: ignore[list-item]
+        (ParamError, lambda: CacheDesc(1, [-(2**63) - 1], HALF), ("shape[0]", "int64")),
+        (NoneArgument, lambda: CacheDesc(1, [1], HALF, batch_dim_index=None), ("batch_dim_index",)),  # type: ignore[arg-type]
+        (NoneArgument, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=None), ("seq_len_dim_index",)),  # type: ignore[arg-type]
+        (TypeError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index="0"), ("seq_len_dim_index",)),  # type: ignore[arg-type]
         (TypeError, lambda: CacheDesc(1, [1], HALF, kv_tensor_format=1), ("kv_tensor_format", "str")),  # type: ignore[arg-type]
     ],
 )

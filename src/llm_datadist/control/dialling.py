@@ -66,7 +66,7 @@ class Dialling:
         since = self._table.now()
         silent = self._usable(wanted)
         if silent is not None and self._rivals.answers(silent, deadline):
-            silent.claim(since, mutual=mutual)
+            _claim(silent, since, address, mutual=mutual)
             return
         try:
             present = self._dial_until_linked(wanted, address, deadline, since)
@@ -75,7 +75,7 @@ class Dialling:
                 raise silent.already() from None  # whoever cannot be reached twice is still linked
             raise
         if present is not None:
-            present.claim(since, mutual=mutual)
+            _claim(present, since, address, mutual=mutual)
 
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
@@ -180,3 +180,10 @@ class Dialling:
             if not self._rivals.answers(present, deadline):
                 self._rivals.lose(present, "its peer knows nothing of it", deadline)
             raise
+
+
+def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
+    """``link_clusters`` found this link: see :meth:`Link.claim`."""
+    link.claim(since, mutual=mutual)
+    if link.by_table:
+        link.address = address  # from now on it is known where to dial, should it be lost

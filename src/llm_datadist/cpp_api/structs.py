@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
-"""Required: the device, in digits; 0 where there is only the host."""
+"""Required: the device, in digits; 0: only the host is there. Python's ``ge.exec.deviceId`` counts if given too."""
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
-"""ip:port to listen on; port 0 picks a free one."""
+"""ip:port to listen on; port 0 picks a free one. Python's ``llm.listenIpInfo`` counts if given too."""
 OPTION_SYNC_CACHE_WAIT_TIME: Final = "llm.SyncKvCacheWaitTime"
 """Milliseconds that one operation may take; 1000 when left out."""
 OPTION_LOCAL_COMM_RES: Final = "llm.LocalCommRes"
@@ -53,7 +53,10 @@ OPTION_ENABLE_SET_ROLE: Final = "llm.EnableSwitchRole"
 
 
 class LlmRole(IntEnum):
-    """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role."""
+    """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role.
+
+    Source: API §1.2.
+    """
 
     kPrompt = 1
     kDecoder = 2
@@ -62,14 +65,20 @@ class LlmRole(IntEnum):
 
 
 class CachePlacement(IntEnum):
-    """Where a cache's memory is."""
+    """Where a cache's memory is.
+
+    Source: API §1.2.
+    """
 
     kHost = 0
     kDevice = 1
 
 
 class Undefined(Enum):
-    """The type of :data:`DT_UNDEFINED`."""
+    """The type of :data:`DT_UNDEFINED`.
+
+    Source: API §9.
+    """
 
     DT_UNDEFINED = "undefined"
 
@@ -90,12 +99,33 @@ class CacheDesc:
         num_tensors: uint32.
         data_type: Element type; a call needs one.
         shape: Shape of one tensor, int64; ``shape[0]`` counts batch rows or blocks.
+
+    Source: API §9.
     """
 
     placement: CachePlacement = CachePlacement.kDevice
     num_tensors: int = 0
     data_type: DataType | Undefined = DT_UNDEFINED
     shape: list[int] = field(default_factory=list)
+
+
+class _Mapped:
+    """What a cache's addresses point into; held only so that it outlives them.
+
+    The struct is a plain value, so copies of it hold the same memory, never one of its own; in another process, where
+    the addresses mean nothing, a pickled one holds none.
+    """
+
+    __slots__ = ("_views",)
+
+    def __init__(self, views: tuple[object, ...] = ()) -> None:
+        self._views = views
+
+    def __deepcopy__(self, memo: object) -> _Mapped:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Mapped], tuple[()]]:
+        return _Mapped, ()
 
 
 @dataclass(slots=True)
@@ -106,13 +136,14 @@ class Cache:
         cache_id: int64, from RegisterKvCache or AllocateCache; what the calls look the cache up by. -1: none.
         tensor_addrs: Address of each tensor.
         cache_desc: What it looks like.
+
+    Source: API §9.
     """
 
     cache_id: int = -1
     tensor_addrs: list[int] = field(default_factory=list)
     cache_desc: CacheDesc = field(default_factory=CacheDesc)
-    #: What the addresses point into; held only so that it outlives them.
-    _memory: object = field(default=None, init=False, repr=False, compare=False)
+    _memory: _Mapped | None = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -123,6 +154,8 @@ class CacheIndex:
         cluster_id: uint64: the owner; selects the link.
         cache_id: int64: the cache's id there.
         batch_index: uint32: the row; 0 where blocks are addressed.
+
+    Source: API §9.
     """
 
     cluster_id: int = 0
@@ -132,7 +165,10 @@ class CacheIndex:
 
 @dataclass(slots=True)
 class IpInfo:
-    """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16."""
+    """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16.
+
+    Source: API §9.
+    """
 
     ip: str = ""
     port: int = 0
@@ -147,6 +183,8 @@ class ClusterInfo:
         remote_role_type: Has no effect, as documented.
         local_ip_infos: This host's address; the port does not matter.
         remote_ip_infos: The peer's listening endpoint, exactly one.
+
+    Source: API §9.
     """
 
     remote_cluster_id: int = 0
@@ -163,6 +201,8 @@ class KvCacheExtParam:
         src_layer_range: First and last layer at the source, both **inclusive**, int32; (-1, -1): all.
         dst_layer_range: The same at the destination; as many layers.
         tensor_num_per_layer: uint8; must divide ``num_tensors`` when a range is given.
+
+    Source: API §9.
     """
 
     src_layer_range: tuple[int, int] = (-1, -1)
@@ -172,4 +212,7 @@ class KvCacheExtParam:
 
 @dataclass(slots=True)
 class RegisterCfg:
-    """Reserved by the interface: it has no fields."""
+    """Reserved by the interface: it has no fields.
+
+    Source: API §9.
+    """

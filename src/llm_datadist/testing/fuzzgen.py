@@ -179,7 +179,7 @@ def _verify(rng: random.Random) -> list[Any]:
 def _locate(rng: random.Random) -> list[Any]:
     count = rng.choice((1, 2, 2, 8, 4096, 4097))
     near = [rng.choice((0, 1, 2**12, 2**47, 2**64 - 1, rng.randrange(2**48))) for _ in range(min(count, 8))]
-    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + bytes(8 * (count - len(near))), _id(rng)]
+    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + rng.randbytes(8 * (count - len(near))), _id(rng)]
 
 
 def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:

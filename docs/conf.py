@@ -1,0 +1,54 @@
+"""How `make docs` builds the pages of this folder and the reference in api/, with Sphinx; the output is build/docs."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project: Final = "open-datadist"
+author: Final = "the open-datadist contributors"
+html_title: Final = "open-datadist"
+html_theme: Final = "alabaster"
+extensions: Final = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+exclude_patterns: Final = ["_build"]
+
+# Links such as errors.md#the-tree need the headings' anchors.
+myst_heading_anchors: Final = 3
+# A page outside of this folder is no page of the site; tests/test_docs.py checks every link.
+# Two classes are called Cache, and two CacheDesc: the interface has one of each in Python and in C++.
+suppress_warnings: Final = ["myst.xref_missing", "ref.python"]
+
+autodoc_member_order: Final = "bysource"
+autodoc_typehints: Final = "signature"
+python_use_unqualified_type_names: Final = True
+napoleon_google_docstring: Final = True
+napoleon_numpy_docstring: Final = False
+napoleon_use_rtype: Final = False
+
+
+def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Give what has no source of its own that of its class: properties, settings, members of enumerations."""
+    text = "\n".join(lines)
+    if "Source:" not in text and "extension" not in text.lower():
+        if what in ("attribute", "property", "method"):
+            owner = inspect.getdoc(_owner(name)) or ""
+            lines += ["", *[line.strip() for line in owner.splitlines() if "Source:" in line], ""]
+        elif what == "exception":
+            lines += ["", "An extension: the interface has LLMException and its status codes.", ""]
+    if what in ("attribute", "property"):
+        lines[:0] = ["..", ""]  # an empty comment: napoleon takes what is before a colon in the first line for a type
+
+
+def _owner(name: str) -> object:
+    """Return the class of a documented member, by the member's dotted name."""
+    module, _, cls = name.rpartition(".")[0].rpartition(".")
+    return getattr(import_module(module), cls, None)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the hook, before napoleon's."""
+    app.connect("autodoc-process-docstring", _add_source, priority=100)

@@ -1,0 +1,252 @@
+"""Helpers that code written for the original imports by path: checks, status handling, layer arithmetic (R23).
+
+The library itself uses ``checks.py``, which is stricter; what differs is here, and only here. The alias modules
+(``llm_datadist.status``, ``llm_datadist.utils.utils``, ``llm_datadist.v2.llm_types`` and ``llm_utils``) import from it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from llm_datadist.checks import (
+    check_int,
+    check_int32,
+    check_int64,
+    check_range,
+    check_type,
+    check_uint8,
+    check_uint16,
+    check_uint32,
+    check_uint64,
+)
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError, code_2_status
+from llm_datadist.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "check_dict",
+    "check_isinstance",
+    "check_layer_range",
+    "check_list_int32",
+    "check_list_int64",
+    "check_list_uint8",
+    "check_list_uint16",
+    "check_list_uint32",
+    "check_list_uint64",
+    "check_positive_or_set_default",
+    "handle_llm_status",
+    "layer_range_to_tensor_indices",
+    "raise_if_false",
+    "raise_if_true",
+]
+
+Types = type | list[type] | tuple[type, ...]
+
+_UNSET: Final = -1
+
+
+# --- statuses --------------------------------------------------------------------------------------------------------
+
+
+def raise_if_false(
+    pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
+) -> None:
+    """Unless ``pred`` is true, log a text at ERROR and raise it.
+
+    Args:
+        pred: Any object; its truth counts.
+        fmt: The text, a template for ``args`` in ``%`` or ``{}`` style.
+        args: What goes into it.
+        status_code: What the exception carries.
+
+    Raises:
+        ParamError: With ``LLM_PARAM_INVALID`` (also an LLMException).
+        LLMException: With another status.
+
+    Source: API §1.3.
+    """
+    if not pred:
+        _log_and_raise(_filled(fmt, args), status_code)
+
+
+def raise_if_true(
+    pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
+) -> None:
+    """If ``pred`` is true, do what :func:`raise_if_false` does.
+
+    Source: API §1.3.
+    """
+    if pred:
+        _log_and_raise(_filled(fmt, args), status_code)
+
+
+def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: object = "") -> None:
+    """Raise for a status that is not success; the text has ``func_name``, the status' name and ``other_info``.
+
+    Args:
+        status: Any number; one without a name counts as ``LLM_FAILED``.
+        func_name: Who asks, such as ``"[pull_cache]"``.
+        other_info: What else to say.
+
+    Raises:
+        ParamError: For ``LLM_PARAM_INVALID``.
+        LLMException: For any other status but ``LLM_SUCCESS``.
+        TypeError: ``status`` is no int.
+
+    Source: API §1.3.
+    """
+    code = code_2_status(check_int("status", status))
+    if code is not LLMStatusCode.LLM_SUCCESS:
+        _log_and_raise(f"{func_name} failed: {code.name} ({check_int('status', status)}), {other_info}", code)
+
+
+def _log_and_raise(text: str, status_code: LLMStatusCode) -> NoReturn:
+    logger.error("%s", text, stacklevel=3)
+    if status_code is LLMStatusCode.LLM_PARAM_INVALID:
+        raise ParamError(text)
+    raise LLMException(text, status_code=status_code)
+
+
+def _filled(fmt: str, args: tuple[object, ...]) -> str:
+    """Fill a template in either style; one that does not fit its arguments must not hide what went wrong."""
+    if not args:
+        return fmt
+    try:
+        return fmt.format(*args) if "{" in fmt else fmt % args
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return f"{fmt} {args}"
+
+
+# --- argument checks -------------------------------------------------------------------------------------------------
+
+
+def check_isinstance(
+    name: str,
+    value: object,
+    types: Types,
+    inner: Types | None = None,
+    extra_fmt: str = "",
+    allow_none: bool = True,
+) -> None:
+    """Check the type of an argument, and of the elements of a container. **None passes** unless told otherwise.
+
+    Args:
+        name: What the text calls the argument.
+        value: The argument; a bool counts as int.
+        types: The class or classes allowed.
+        inner: The class or classes of its elements (of its keys, for a dict); None: not checked.
+        extra_fmt: Put before the text.
+        allow_none: Let None pass.
+
+    Raises:
+        TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
+            ``NoneArgument`` where None is refused.
+
+    Source: API §1.3.
+    """
+    if value is None and allow_none:
+        return
+    if not isinstance(value, _classes(types)):
+        raise _refusal(f"{extra_fmt}{name} only support", types, value)
+    if inner is not None:
+        _check_inner(f"{extra_fmt}{name}", value, inner)
+
+
+def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
+    """Check that ``d`` is a dict, the types of its keys and values, and of what is in the values.
+
+    Raises:
+        TypeError: One of them is of another type (``NoneArgument`` for None).
+
+    Source: API §1.3.
+    """
+    check_isinstance(name, d, dict, ktype, allow_none=False)
+    for key, value in check_type(name, d, dict).items():
+        check_isinstance(f"{name}[{key!r}]", value, vtype, v_inner, allow_none=False)
+
+
+def check_positive_or_set_default(name: str, value: object) -> int:
+    """Return an int that is not negative, or -1 for None.
+
+    Raises:
+        TypeError: No int.
+        ParamError: Negative (also a ValueError).
+
+    Source: API §1.3.
+    """
+    if value is None:
+        return _UNSET
+    number = check_int(name, value)
+    if number < 0:
+        raise ParamError(f"{name}: {number} is negative")
+    return number
+
+
+def _check_inner(name: str, value: object, inner: Types) -> None:
+    elements: Iterable[object] = value if isinstance(value, (list, tuple, set, frozenset, dict)) else ()
+    for element in elements:
+        if not isinstance(element, _classes(inner)):
+            raise _refusal(f"{name} inner type only support", inner, element)
+
+
+def _classes(types: Types) -> tuple[type, ...]:
+    return (types,) if isinstance(types, type) else tuple(types)
+
+
+def _refusal(rule: str, types: Types, value: object) -> TypeError:
+    text = f"{rule} [{', '.join(each.__name__ for each in _classes(types))}] but got {type(value).__name__}"
+    return NoneArgument(text) if value is None else TypeError(text)
+
+
+def _list_check(kind: str, check: Callable[[str, object], int]) -> Callable[[str, object], None]:
+    def check_each(name: str, value: object) -> None:
+        for i, element in enumerate(check_type(name, value, (list, tuple))):
+            check(f"{name}[{i}]", element)
+
+    check_each.__name__ = check_each.__qualname__ = f"check_list_{kind}"
+    check_each.__doc__ = (
+        f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError.\n\n"
+        f"Source: API §1.3."
+    )
+    return check_each
+
+
+check_list_uint64 = _list_check("uint64", check_uint64)
+check_list_uint32 = _list_check("uint32", check_uint32)
+check_list_uint16 = _list_check("uint16", check_uint16)
+check_list_uint8 = _list_check("uint8", check_uint8)
+check_list_int64 = _list_check("int64", check_int64)
+check_list_int32 = _list_check("int32", check_int32)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def check_layer_range(name: str, layer_range: object) -> None:
+    """Check a layer range of a push or a transfer: a ``range`` with step 1 and ``0 <= start < stop``.
+
+    Raises:
+        TypeError: No range (``NoneArgument`` for None).
+        ParamError: Another step, a negative start, or nothing in it.
+
+    Source: API §6.12.
+    """
+    check_range(name, layer_range, empty_ok=False)
+
+
+def layer_range_to_tensor_indices(layer_range: range, tensor_num_per_layer: int = 2) -> list[int]:
+    """Return the tensors of some layers: layer k has ``[k * tensor_num_per_layer, (k + 1) * tensor_num_per_layer)``.
+
+    Raises:
+        TypeError: Wrong types (``NoneArgument`` for None).
+        ParamError: A range with another step or a negative start, or no tensor per layer.
+
+    Source: API §5.
+    """
+    layers = check_range("layer_range", layer_range)
+    per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
+    if per_layer == 0:
+        raise ParamError("tensor_num_per_layer: 0, a layer has at least one tensor")
+    return list(range(layers.start * per_layer, layers.stop * per_layer)) if layers else []

@@ -1,0 +1,1 @@
+"""Other paths of ``llm_datadist``'s helpers (R23)."""

@@ -1,0 +1,20 @@
+"""Another path of the logger ``LLM_DATADIST`` (R23); what is logged here is logged there, with its caller's line."""
+
+from logging import Logger
+
+from llm_datadist.log import logger
+
+__all__ = ["debug", "error", "get_logger", "info", "warn", "warning"]
+
+debug, info, warning, error = logger.debug, logger.info, logger.warning, logger.error
+warn = warning
+#: (file, line, function, stack) of the code that calls it.
+_find_caller = logger.findCaller
+
+
+def get_logger() -> Logger:
+    """Return the library's logger.
+
+    Source: API §12.
+    """
+    return logger

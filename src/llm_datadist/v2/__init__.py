@@ -1,0 +1,1 @@
+"""Other paths of the CacheManager mode (R23)."""

@@ -1,0 +1,5 @@
+"""Another path of LLMDataDist (R23)."""
+
+from llm_datadist.datadist import LLMDataDist, _shutdown_handler
+
+__all__ = ["LLMDataDist", "_shutdown_handler"]

@@ -1,0 +1,5 @@
+"""Another path of the KvCacheManager mode (R23)."""
+
+from llm_datadist import KvCache, KvCacheManager, Tensor, TensorDesc
+
+__all__ = ["KvCache", "KvCacheManager", "Tensor", "TensorDesc"]

@@ -1,0 +1,152 @@
+"""The module paths of API §1.1: each name is there, and is the very object that the package has (R23)."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from typing import Final
+
+import pytest
+
+import llm_datadist
+import llm_datadist_wrapper
+from llm_datadist import LLMStatusCode
+from llm_datadist.utils import log
+from tests.support.source import ROOT, SOURCE
+
+#: Path -> what must be importable from it, and the module of the same name here.
+PATHS: Final = {
+    "llm_datadist.configs": {
+        "LlmConfig": "llm_datadist.config",
+        "LLMConfig": "llm_datadist.config",
+        "LLMRole": "llm_datadist",
+        "LLMClusterInfo": "llm_datadist",
+        "trans_str_ip": "llm_datadist.cluster",
+    },
+    "llm_datadist.status": {
+        "LLMException": "llm_datadist",
+        "LLMStatusCode": "llm_datadist",
+        "Status": "llm_datadist",
+        "code_2_status": "llm_datadist.errors",
+        "handle_llm_status": "llm_datadist.compat",
+        "raise_if_false": "llm_datadist.compat",
+        "raise_if_true": "llm_datadist.compat",
+    },
+    "llm_datadist.data_type": {"DataType": "llm_datadist"},
+    "llm_datadist.utils.utils": {
+        **{
+            f"check_{kind}": "llm_datadist.checks" for kind in ("uint64", "uint32", "uint16", "uint8", "int64", "int32")
+        },
+        "check_isinstance": "llm_datadist.compat",
+        "check_dict": "llm_datadist.compat",
+        "check_list_uint64": "llm_datadist.compat",
+        "check_list_int32": "llm_datadist.compat",
+        "check_positive_or_set_default": "llm_datadist.compat",
+    },
+    "llm_datadist.v2.llm_types": {
+        "RegisterMemStatus": "llm_datadist",
+        "Cache": "llm_datadist",
+        "TransferWithCacheKeyConfig": "llm_datadist",
+        "PushType": "llm_datadist.enums",
+        "check_layer_range": "llm_datadist.compat",
+    },
+    "llm_datadist.v2.llm_datadist": {
+        "LLMDataDist": "llm_datadist",
+        "_shutdown_handler": "llm_datadist.datadist",
+    },
+    "llm_datadist.v2.llm_utils": {
+        "layer_range_to_tensor_indices": "llm_datadist.compat",
+        "parse_listen_ip_info": "llm_datadist.options",
+    },
+    "llm_datadist.v2.cache_manager": {"CacheManager": "llm_datadist.cache_manager"},
+    "llm_datadist.v2.config": {"Options": "llm_datadist.options"},
+    "llm_datadist_v1": dict.fromkeys(("KvCacheManager", "KvCache", "Tensor", "TensorDesc"), "llm_datadist"),
+}
+
+CASES: Final = [(path, name, home) for path, names in PATHS.items() for name, home in names.items()]
+
+
+@pytest.mark.parametrize(("path", "name", "home"), CASES, ids=[f"{path}.{name}" for path, name, _ in CASES])
+def test_r23_a_documented_path_has_the_very_same_object(path: str, name: str, home: str) -> None:
+    assert getattr(import_module(path), name) is getattr(import_module(home), name)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_r23_a_documented_path_alone_can_be_imported_first(path: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"import {path}"],
+        env={"PYTHONPATH": str(SOURCE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_r23_v2_list_is_the_first_23_of_26_names() -> None:
+    assert (len(llm_datadist.v2_list), len(llm_datadist.__all__)) == (23, 26)
+    assert llm_datadist.__all__[:23] == llm_datadist.v2_list
+    assert set(llm_datadist.__all__[23:]) == {"KvCacheManager", "Tensor", "TensorDesc"}
+    assert all(hasattr(llm_datadist, name) for name in llm_datadist.v2_list)
+    assert set(llm_datadist.__all__) <= set(dir(llm_datadist))
+
+
+def test_r23_every_package_is_in_the_wheel() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["scikit-build"]["wheel"]["packages"]
+    packages = sorted(f"src/{folder.parent.name}" for folder in SOURCE.parent.glob("*/__init__.py"))
+    assert sorted(listed) == packages
+    assert len(packages) == 3
+
+
+@pytest.mark.parametrize("name", ["nothing", "kv_cache_manager_", "EngineConfig", "__wrapped__"])
+def test_an_unknown_name_of_the_package_is_an_attribute_error(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+        getattr(llm_datadist, name)
+
+
+@pytest.mark.parametrize("name", ["EngineConfig", "ClusterConfig"])
+def test_names_without_a_published_contract_are_not_there(name: str) -> None:
+    with pytest.raises(ImportError, match=name):
+        exec(f"from llm_datadist.v2.config import {name}")
+
+
+# --- llm_datadist_wrapper --------------------------------------------------------------------------------------------
+
+
+def test_r23_wrapper_constants_are_the_status_codes() -> None:
+    from llm_datadist_wrapper import kFailed, kKvCacheNotExist, kSuccess
+
+    assert (kSuccess, kFailed, kKvCacheNotExist) == (0, 0xFFFFFFFF, 0x5010B002)
+    assert {getattr(llm_datadist_wrapper, name) for name in llm_datadist_wrapper.__all__} == set(
+        map(int, LLMStatusCode)
+    )
+    assert len(llm_datadist_wrapper.__all__) == len(LLMStatusCode)
+    assert {"kSuccess", "kFailed"} <= set(dir(llm_datadist_wrapper))
+    with pytest.raises(AttributeError, match="has no attribute 'kNothing'"):
+        _ = llm_datadist_wrapper.kNothing
+
+
+# --- llm_datadist.utils.log ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["info", "warn", "warning", "error", "debug"])
+def test_r23_log_functions_log_to_the_librarys_logger_with_the_callers_line(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "LLM_DATADIST")
+    getattr(log, level)("moved %d blocks", 3)
+    record = caplog.records[-1]
+    assert record.name == log.get_logger().name == "LLM_DATADIST"
+    assert record.levelname == {"warn": "WARNING"}.get(level, level.upper())
+    assert (record.getMessage(), record.pathname) == ("moved 3 blocks", __file__)
+
+
+def test_r23_find_caller_names_the_code_that_calls_it() -> None:
+    file, line, function, _ = log._find_caller()
+    assert (file, function) == (__file__, "test_r23_find_caller_names_the_code_that_calls_it")
+    assert line > 100
