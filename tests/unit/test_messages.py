@@ -87,6 +87,7 @@ _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
         _FIXED,
     ),
     "present": st.booleans(),
+    "allocated": st.booleans(),
 }
 
 
