@@ -69,6 +69,20 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
         end.close()
 
 
+@pytest.fixture
+def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
+    """Four processes; afterwards nothing may be left in the two that go on."""
+    before = [child.do(_residue) for child in children]
+    ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
+    all_of_them = list(ends)
+    yield ends
+    for end in ends[::-1]:  # but those that a test has killed
+        end.stop()
+    for end in all_of_them[2:]:
+        end.close()
+    assert [child.do(_settled, was) for child, was in zip(children, before, strict=True)] == before
+
+
 @pytest.fixture(params=TRANSPORTS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two ends over each transport: two processes but for inproc; afterwards nothing may be left in either process."""

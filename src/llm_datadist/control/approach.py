@@ -32,6 +32,11 @@ _GROWTH: Final = 1.5
 class Approach:
     """One member that is to be dialled. Used by one thread at a time; :meth:`hang_up` by any.
 
+    Args:
+        communicator: For whom.
+        cluster_id: Who has to answer.
+        again: It was met, and is lost: no hurry, so that a link which breaks at once costs little.
+
     Attributes:
         communicator: For whom.
         cluster_id: Who has to answer.
@@ -41,14 +46,14 @@ class Approach:
         due: When it is to be tried next, on the monotonic clock.
     """
 
-    def __init__(self, communicator: Communicator, cluster_id: int, host: str, ports: list[int]) -> None:
+    def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
         self.communicator = communicator
         self.cluster_id = cluster_id
-        self.host = host
-        self.ports = ports
+        self.host = communicator.plan.addresses[cluster_id]
+        self.ports = communicator.ports[cluster_id]
         self.cancelled = False
-        self.due = 0.0
-        self._delay = _FIRST_SECONDS
+        self._delay = _LONGEST_SECONDS if again else _FIRST_SECONDS
+        self.due = time.monotonic() + self._delay if again else 0.0
         self._dial: Dial | None = None
 
     @property

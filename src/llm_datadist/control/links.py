@@ -345,6 +345,7 @@ class LinkManager(Dialling):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
             self._on_end(link)
+            self.communicators.lost(link.peer.cluster_id)
 
     def _on_pong(self, link: Link, message: Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)
