@@ -157,17 +157,18 @@ class LinkManager(Dialling):
         """Where this process listens, with the port that was picked; None when it does not."""
         return self._listener.address if self._listener is not None else None
 
-    def listen(self, listening: socket.socket | None) -> None:
+    def listen(self, listening: socket.socket | None, *, even_if_linked: bool = False) -> None:
         """Take another listening socket in the place of the one there is; None: listen no more.
 
         Raises:
             StateError: There is a link, or one is on its way (``LLM_EXIST_LINK``): nothing has changed, and the socket
                 is still the caller's.
         """
-        self._control.call(self._listen, listening)
+        self._control.call(self._listen, listening, even_if_linked)
 
-    def _listen(self, listening: socket.socket | None) -> None:
-        self.refuse_if_linked()
+    def _listen(self, listening: socket.socket | None, even_if_linked: bool) -> None:
+        if not even_if_linked:
+            self.refuse_if_linked()
         if self._listener is not None:
             self._listener.close()
         self._listener = None if listening is None else self.listener_for(None, listening)
@@ -179,6 +180,7 @@ class LinkManager(Dialling):
     def refuse_if_linked(self) -> None:
         """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
         there = [f"the link to {link.peer}" for link in self.all() if not link.ended]
+        there += self._table.dials()
         there += self.communicators.preparing()
         if there:
             raise StateError(

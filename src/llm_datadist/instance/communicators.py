@@ -48,7 +48,8 @@ class CommunicatorLinks(EngineOwner):
         are like those of ``link_clusters``: each works both ways, and :meth:`explain` shows it. A link to a member
         that is there already is used; a second communicator with the same members gets an id of its own. A member that
         is lost while others are still missing has to come again, and is dialled again; one that is lost after OK is
-        not: ``unlink`` and ``link`` anew, at both ends. The reason of a failure is logged at WARNING and in :meth:`explain_communicator`.
+        not: ``unlink`` and ``link`` anew, at both ends. The reason of a failure is logged at WARNING and in
+        :meth:`explain_communicator`.
 
         Of two members the one with the lower cluster id waits for the other one at its address in the table, on a
         port that follows from ``comm_name``: one of eight in 27000-31999, the first that is free. The environment
