@@ -347,27 +347,21 @@ dd = LLMDataDist(LLMRole.MIX, 1)
 dd.init(make_config())
 cache = dd.cache_manager.allocate_blocks_cache(CacheDesc(2, [4, 64], DataType.DT_UINT8))
 
-async def copied(ahead):
-    await dd.cache_manager.copy_blocks_async(cache, {0: [1]})
-    return ahead
+async def bounded(call):
+    await asyncio.wait_for(call, 20)
 
-async def main():
-    await copied(None)  # there are worker threads by now
-    ahead = dd.cache_manager.copy_blocks_async(cache, {0: [2]})
-    child = os.fork()
-    if child:
-        await ahead
-    else:
-        try:
-            await asyncio.wait_for(ahead, 20)
-        except StateError as error:
-            os._exit(0 if "fork" in str(error) else 4)
-        os._exit(3)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-code = asyncio.run(main())
+asyncio.run(bounded(dd.cache_manager.copy_blocks_async(cache, {0: [1]})))  # there is a worker thread by now
+ahead = bounded(dd.cache_manager.copy_blocks_async(cache, {0: [2]}))
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(ahead)
+    except StateError as error:
+        os._exit(0 if "fork" in str(error) else 4)
+    os._exit(3)
+asyncio.run(ahead)
 dd.finalize()
-raise SystemExit(code)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
