@@ -1,8 +1,8 @@
 """Approaches: the members of communicators that this end has to dial, tried again until they are there.
 
 A member may call ``link()`` long after this end: whoever dials tries the ports where the other one may listen, over
-and over. An attempt that finds nobody takes no time and no thread, and all attempts together are bounded: neither one that
-never comes nor hundreds of them hold up anybody.
+and over. An attempt that finds nobody takes no time and no thread, and all attempts together are bounded: neither one
+that never comes nor hundreds of them hold up anybody.
 """
 
 from __future__ import annotations

@@ -268,10 +268,10 @@ class LinkManager(Dialling):
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
-        try:
-            self.communicators.joined(hello)
-        except LinkRefused as error:
-            self._end(link, str(error), lost=False)
+        if link.by_table:
+            # Joined once it has answered: it may have given this attempt up by now, and would come again.
+            link.greeting = hello
+            link.ping()
 
     def recognise(self, hello: Hello) -> int:
         """A communicator of the peer is to use the link that there is; return this end's number of it."""
@@ -352,3 +352,9 @@ class LinkManager(Dialling):
     def _on_pong(self, link: Link, message: Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)
         self._table.touch()
+        hello, link.greeting = link.greeting, None
+        if hello is not None:
+            try:
+                self.communicators.joined(hello)
+            except LinkRefused as error:
+                self._end(link, str(error), lost=False)
