@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Modules by layer; a package stands for everything in it, unless a longer name is listed.
 LAYERS: Final[dict[int, str]] = {
     0: "errors deadline log checks enums data_type keys grant descriptors cluster transfer_types types "
-    "config options pool_options metrics kv_cache",
+    "config options pool_options metrics kv_cache v1codes",
     1: "native",
     2: "memory",
     3: "cache",

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["DataType", "dtype_to_np_dtype", "np_dtype_to_dtype", "valid_np_dtypes"]
+__all__ = ["DataType", "canonical_type", "dtype_to_np_dtype", "np_dtype_to_dtype", "valid_np_dtypes"]
 
 
 class DataType(Enum):
@@ -57,12 +57,18 @@ dtype_to_np_dtype: Final[dict[DataType, type[np.generic]]] = {
 """The NumPy scalar type of each element type (14 entries)."""
 
 
+def canonical_type(dtype: np.dtype[Any]) -> type[np.generic]:
+    """Return the one scalar type of all dtypes with these bits: NumPy has two for int64, as C has two names for it."""
+    scalar: type[np.generic] = np.dtype(dtype.str).type
+    return scalar
+
+
 class _ByScalarType(dict[Any, DataType]):
     """Keyed by scalar type (``np.float32``); a ``np.dtype`` finds its entry too, since arrays carry dtypes."""
 
     def __missing__(self, key: object) -> DataType:
-        if isinstance(key, np.dtype) and key.type in self:
-            return self[key.type]
+        if isinstance(key, np.dtype) and (scalar := canonical_type(key)) in self:
+            return self[scalar]
         raise KeyError(key)
 
 

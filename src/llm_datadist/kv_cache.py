@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from llm_datadist.checks import check_rule, check_type
 from llm_datadist.descriptors import Cache, CacheDesc
@@ -17,7 +17,8 @@ class KvCache:
     """The handle of a cache that a KvCacheManager made, or of host memory for ``swap_blocks``. Not made by users.
 
     A handle that is dropped while its cache is still allocated gives that back, as ``deallocate_cache`` would, at the
-    manager's next call: keep the handle for as long as you use the addresses.
+    manager's next call: keep the handle for as long as you use the addresses. For the same reason there is one handle
+    to a cache: ``copy`` returns the handle itself, and it cannot be pickled.
 
     Source: API §4.
     """
@@ -69,6 +70,16 @@ class KvCache:
         """For each device (one here) the address of each tensor; empty once deallocated."""
         addresses = self._cache.tensor_addrs
         return [addresses] if addresses else []
+
+    # A second handle would give the cache back under the first one.
+    def __copy__(self) -> KvCache:
+        return self
+
+    def __deepcopy__(self, memo: object) -> KvCache:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")
 
     def __del__(self) -> None:
         # Nothing but this: the collector may call it anywhere, under any lock.

@@ -31,8 +31,9 @@ __all__ = ["LocalCopies", "Operand"]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side of a copy between two caches: geometry and addresses."""
+    """One side of a copy between two caches: what the caller knows it as, geometry and addresses."""
 
+    name: str
     geometry: Geometry
     tensors: Tensors
 
@@ -45,7 +46,7 @@ class Operand:
         """
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
-        return cls(geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
+        return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
 
 
 class LocalCopies:
@@ -89,19 +90,29 @@ class LocalCopies:
             self._execute(plan, entry.storage.tensors, entry.storage.tensors, deadline, "copy_blocks")
             return plan.nbytes
 
-    def swap_blocks(self, src: Cache, dst: Cache, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> int:
+    def swap_blocks(
+        self,
+        src: Cache,
+        dst: Cache,
+        src_blocks: NDArray[np.int64],
+        dst_blocks: NDArray[np.int64],
+        *,
+        ends: tuple[str, str] = ("src_cache", "dst_cache"),
+    ) -> int:
         """Move blocks between a HOST and a DEVICE blocks cache (R10); return the bytes moved.
+
+        ``ends``: what the caller knows the two caches as.
 
         Raises:
             ParamError: Sizes, counts, indices, placements do not fit, an address is zero, or a cache was deallocated.
             OutOfMemory: No staging memory on the device.
         """
-        with self._operand("src_cache", src) as source, self._operand("dst_cache", dst) as target:
+        with self._operand(ends[0], src) as source, self._operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_two(source, target, src_blocks, dst_blocks, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
                 raise ParamError(
-                    f"swap_blocks: src_cache and dst_cache are both on {Placement(source.geometry.placement).name}; "
+                    f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
                     "one must be HOST and one DEVICE"
                 )
             _refuse_overlap(source, target, alias, "swap_blocks")
@@ -125,7 +136,7 @@ class LocalCopies:
                 raise ParamError(f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
                 # Not the handle's descriptor: its shape is the user's own list, and may have changed since.
-                yield Operand(entry.geometry, entry.storage.tensors)
+                yield Operand(name, entry.geometry, entry.storage.tensors)
             else:
                 yield Operand.of(name, geometry, addresses)
 
@@ -155,7 +166,7 @@ class LocalCopies:
             OutOfMemory: No staging memory on the device.
             DeadlineExceeded: The addressed blocks are undefined.
         """
-        with self._held(f"{what}: src_cache", src) as source, self._held(f"{what}: dst_cache", dst) as target:
+        with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
             plan, alias = _plan_two(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
             host = [side.geometry.placement == Placement.HOST for side in (source, target)]
             if all(host):
@@ -168,13 +179,13 @@ class LocalCopies:
             return plan.nbytes
 
     @contextmanager
-    def _held(self, name: str, operand: int | Operand) -> Iterator[Operand]:
+    def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
         if isinstance(operand, Operand):
             yield operand
             return
-        with self._store.holding(operand, name) as entry:
-            entry.geometry.require_kind(name, CacheKind.BLOCKS)
-            yield Operand(entry.geometry, entry.storage.tensors)
+        with self._store.holding(operand, f"{what}: {name}") as entry:
+            entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
+            yield Operand(name, entry.geometry, entry.storage.tensors)
 
     def _swap_plan(self, plan: Plan, source: Operand, target: Operand) -> None:
         block_bytes, to_device = target.geometry.stride, target.geometry.placement == Placement.DEVICE
@@ -206,10 +217,13 @@ def _plan_two(
     src, dst = source.geometry, target.geometry
     if src.stride != dst.stride:
         raise CacheMismatch(
-            f"{what}: block sizes differ: blocks of src_cache have {src.stride} bytes, of dst_cache {dst.stride}"
+            f"{what}: block sizes differ: blocks of {source.name} have {src.stride} bytes, "
+            f"of {target.name} {dst.stride}"
         )
     if src.num_tensors != dst.num_tensors:
-        raise CacheMismatch(f"{what}: num_tensors differ: src_cache has {src.num_tensors}, dst_cache {dst.num_tensors}")
+        raise CacheMismatch(
+            f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
+        )
     # Host memory may be the "device" here, so both caches may lie on the same tensors.
     alias = np.array_equal(source.tensors.bases, target.tensors.bases)
     if dst_blocks.ndim > 1:
@@ -227,7 +241,7 @@ def _check_lists(name: str, lists: NDArray[np.int64], rows: int) -> None:
 
 def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
     if not alias and _overlap(source.tensors, target.tensors):
-        raise ParamError(f"{what}: tensors of src_cache and dst_cache overlap without being the same")
+        raise ParamError(f"{what}: tensors of {source.name} and {target.name} overlap without being the same")
 
 
 def _overlap(one: Tensors, other: Tensors) -> bool:

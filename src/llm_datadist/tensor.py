@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from llm_datadist.checks import check_int, check_int64, check_rule, check_type
-from llm_datadist.data_type import DataType, np_dtype_to_dtype
+from llm_datadist.data_type import DataType, canonical_type, np_dtype_to_dtype
 from llm_datadist.errors import ParamError
 from llm_datadist.memory.segment import ExternalSegment
 from llm_datadist.views import numpy_type
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 __all__ = ["Tensor", "TensorDesc"]
+
+_ADDRESS_END: Final = 2**64
 
 
 class TensorDesc:
@@ -123,7 +125,7 @@ class Tensor:
 
 def _described(array: Array) -> TensorDesc:
     """Return the descriptor of an array; ParamError where the interface has none for it."""
-    dtype = DataType.DT_STRING if array.dtype.kind in "US" else np_dtype_to_dtype.get(array.dtype.type)
+    dtype = DataType.DT_STRING if array.dtype.kind in "US" else np_dtype_to_dtype.get(canonical_type(array.dtype))
     check_rule(dtype is not None and array.dtype.isnative, f"data: element type {array.dtype} is not supported")
     check_rule(
         array.flags.c_contiguous,
@@ -151,4 +153,5 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     dtype = numpy_type("tensor_desc.dtype", desc.dtype)
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
+    check_rule(0 < address <= _ADDRESS_END - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
     return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

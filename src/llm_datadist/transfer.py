@@ -358,8 +358,8 @@ def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMExce
     pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
     return LLMException(
         f"{what}: cache {cache_id} of {link.peer} is memory outside its pools{pools} which "
-        f"{link.connection.capabilities.name} cannot reach; leave llm.Transport at auto, or allocate it there with "
-        "allocate_cache or allocate_blocks_cache, or register memory that lies inside a pool"
+        f"{link.connection.capabilities.name} cannot reach; leave llm.Transport at auto, or give that end a pool "
+        "(mem_pool_cfg) and allocate the cache there, or register memory that lies inside a pool"
         + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         peer=link.peer.cluster_id,

@@ -45,7 +45,10 @@ def taken(address: str, numbers: list[int], *, listening: bool) -> Iterator[None
     with contextlib.ExitStack() as stack:
         for number in numbers:
             sock = stack.enter_context(socket.socket())
+            # Past connections of that port do not count, but from now on it is taken.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((address, number))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             if listening:
                 sock.listen(64)
         yield

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -13,7 +10,6 @@ from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
     CacheKeyByIdAndIndex,
-    LLMDataDist,
     LLMException,
     LLMRole,
     LLMStatusCode,
@@ -21,6 +17,7 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked
 from tests.support.ends import ChildEnd
+from tests.support.frozen import freeze, frozen
 from tests.support.linking import (
     SUCCESS,
     alone,
@@ -73,16 +70,6 @@ def consumed(prompt: End) -> None:
     wait_until(lambda: keys(prompt) == 0 and prompt.do(picture).pins == 0)
 
 
-@contextmanager
-def stopped(end: ChildEnd) -> Iterator[None]:
-    """A process that answers nothing meanwhile."""
-    os.kill(end.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(end.pid, signal.SIGCONT)
-
-
 @pytest.fixture
 def newborn() -> Iterator[Callable[[str], ChildEnd]]:
     """More processes than the pair's two. Those that live at the end must have nothing left."""
@@ -128,7 +115,7 @@ def test_i02_unlink_is_idempotent_and_by_force_the_peer_is_not_contacted(shm_pai
         alone(pair.decoder, pair.prompt)
     pair.link()
     assert isinstance(pair.prompt, ChildEnd)
-    with stopped(pair.prompt):
+    with frozen(pair.prompt):
         assert pair.decoder.do(unlink, [info(1)], 5000, True) == SUCCESS
         assert pair.decoder.do(links) == {}
 
@@ -285,7 +272,7 @@ def test_i12_every_call_ends_at_its_timeout_while_the_peer_answers_nothing(shm_p
     pair.decoder.do(make, "paged", Spec(blocks=True), 4)
     clusters = [info(1, pair.prompt.port)]
     assert isinstance(pair.prompt, ChildEnd)
-    with stopped(pair.prompt):
+    with frozen(pair.prompt):
         if call_ in ("link", "unlink"):
             function = link if call_ == "link" else unlink
             assert pair.decoder.do(function, clusters, 300) == (LLMStatusCode.LLM_TIMEOUT, [LLMStatusCode.LLM_TIMEOUT])
@@ -332,7 +319,7 @@ def test_i15_one_dead_peer_does_not_block_traffic_with_others(
     assert pair.decoder.do(link, [info(3, dead.port)]) == SUCCESS
     dead.do(make, "kv", Spec(blocks=True, blocks_key=BlocksCacheKey(3, 0)), 1)
     pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    os.kill(dead.pid, signal.SIGSTOP)
+    freeze(dead)
     try:
         pair.decoder.do(begin_there, "stuck", call, "pull_blocks", BlocksCacheKey(3, 0), Use("kv"), [0], [0])
         wait_until(lambda: pair.decoder.do(_waits, 3))
@@ -362,7 +349,6 @@ def _switch(world: World, role: LLMRole, options: dict[str, str] | None) -> None
     getattr(world.dd, method)(role, options)
 
 
-@pytest.mark.skipif(not hasattr(LLMDataDist, "switch_role"), reason="this version has no switch_role")
 def test_i13_a_role_is_not_switched_while_there_is_a_link_whoever_made_it(pair: Pair) -> None:
     pair.start()
     wait_until(lambda: pair.prompt.do(links) == {2: "ready"})

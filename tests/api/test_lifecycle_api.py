@@ -83,6 +83,46 @@ def test_r20_an_instance_that_came_first_is_the_engine_instance_again_only_while
     second.finalize()
 
 
+def _v2(datadist: LLMDataDist, blocks: bool) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
+    manager = datadist.cache_manager
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    deallocate = manager.deallocate_blocks_cache if blocks else manager.deallocate_cache
+    return allocate, deallocate, lambda: datadist.statistics().caches.live
+
+
+def _v1(datadist: LLMDataDist, blocks: bool) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
+    manager = datadist.kv_cache_manager
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    return allocate, manager.deallocate_cache, lambda: datadist.statistics().caches.live
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("calls", [_v1, _v2])
+def test_r20_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
+    calls: Any, blocks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"enable_cache_manager": calls is _v2}
+    first, second = live(1, **settings), live(2, **settings)
+    allocate, deallocate, count = calls(first, blocks)
+    ours, theirs = allocate(DESC), calls(second, blocks)[0](DESC)
+    assert ours.cache_id == theirs.cache_id == 1
+    deallocate(theirs)
+    assert (count(), second.statistics().caches.live) == (1, 1)
+    first.finalize()
+    first.init(make_config(**settings))
+    allocate, deallocate, count = calls(first, blocks)
+    again = allocate(DESC)
+    deallocate(ours)
+    assert (again.cache_id, count()) == (1, 1)
+    assert caplog.text.count("was made by another LLMDataDist, or before finalize") == 2
+    deallocate(again)
+    assert count() == 0
+    calls(second, blocks)[1](theirs)  # it has lost nothing
+    assert second.statistics().caches.live == 0
+    first.finalize()
+    second.finalize()
+
+
 # --- init and finalize ------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support.ends import ChildEnd
+from tests.support.frozen import freeze
 from tests.support.gates import stopped
 from tests.support.linking import (
     SUCCESS,
@@ -31,6 +31,7 @@ from tests.support.world import World, fill, make_config, residue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import Pair
     from tests.support.ends import End
@@ -91,17 +92,6 @@ def files_of_ours() -> list[str]:
 
 def _residue(world: World) -> dict[str, Any]:
     return residue()
-
-
-def freeze(end: ChildEnd) -> None:
-    """SIGSTOP, and wait until no thread of it runs any more."""
-    end.signal(signal.SIGSTOP)
-    threads = Path(f"/proc/{end.pid}/task")
-
-    def state(thread: Path) -> str:
-        return (thread / "stat").read_text("ascii").rpartition(")")[2].split()[0]
-
-    wait_until(lambda: all(state(thread) == "T" for thread in threads.iterdir()))
 
 
 def waiting(world: World, peer: int) -> int:

@@ -246,12 +246,18 @@ def _copies() -> list[Case]:
     for pairs, kind in wrong_types(*wrong, broken=broken):
         cases.append(case("swap_blocks", (PAGED, CPU, pairs), kind, "src_to_dst"))
     cases += [
-        case("swap_blocks", (PAGED, Use("other size"), {0: 1}), CacheMismatch, "block sizes differ"),
-        case("swap_blocks", (PAGED, KV, {0: 1}), ParamError, "both on DEVICE"),
-        case("swap_blocks", (CPU, CPU, {0: 1}), ParamError, "both on HOST"),
-        case("swap_blocks", (PAGED, Use("cpu of 3"), {0: 1}), CacheMismatch, "num_tensors differ"),
-        case("swap_blocks", (PAGED, Use("cpu at 0"), {0: 1}), ParamError, "tensor_addrs[0]=0"),
-        case("swap_blocks", (Use("freed"), CPU, {0: 1}), ParamError, "deallocated"),
+        case(
+            "swap_blocks",
+            (PAGED, Use("other size"), {0: 1}),
+            CacheMismatch,
+            "block sizes differ: blocks of src have",
+            "of dst",
+        ),
+        case("swap_blocks", (PAGED, KV, {0: 1}), ParamError, "src and dst are both on DEVICE"),
+        case("swap_blocks", (CPU, CPU, {0: 1}), ParamError, "src and dst are both on HOST"),
+        case("swap_blocks", (PAGED, Use("cpu of 3"), {0: 1}), CacheMismatch, "num_tensors differ: src has 4, dst 3"),
+        case("swap_blocks", (PAGED, Use("cpu at 0"), {0: 1}), ParamError, "dst: tensor_addrs[0]=0"),
+        case("swap_blocks", (Use("freed"), CPU, {0: 1}), ParamError, "src: it has no memory any more (deallocated)"),
         case("get_cache_tensors", (Use("freed"), 0), ParamError, "deallocated"),
     ]
     for value, kind in wrong_types(1, V2_CACHE):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +200,19 @@ def test_a_handle_may_be_dropped_under_a_lock_of_the_library(end: LocalEnd, prom
     assert not thread.is_alive()
     prompt.remove_cache_key(PLACEHOLDER)
     assert end.do(picture).caches.live == 0
+
+
+def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd, prompt: KvCacheManager) -> None:
+    cache = prompt.allocate_cache(desc())
+    for duplicate in (copy.copy, copy.deepcopy):
+        twin = duplicate(cache)
+        assert twin is cache
+        del twin
+    with pytest.raises(TypeError, match=r"KvCache 1: .* cannot be pickled"):
+        pickle.dumps(cache)
+    gc.collect()
+    prompt.remove_cache_key(PLACEHOLDER)
+    assert end.do(picture).caches.live == 1, "a copy that is dropped must not free the cache"
 
 
 def test_a_deallocated_handle_and_a_cpu_cache_queue_nothing(end: LocalEnd, prompt: KvCacheManager) -> None:

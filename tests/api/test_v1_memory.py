@@ -1,26 +1,45 @@
-"""v1 without a pool: freed memory is unmapped, but never under somebody of this process (R7, R12)."""
+"""v1 without a pool: freed memory is unmapped, but never under somebody who may still be at it (R7, R12)."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import signal
+from typing import TYPE_CHECKING, Any
 
-from llm_datadist import BlocksCacheKey
-from llm_datadist.errors import PeerLost, TransferFailed
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
+from llm_datadist.errors import CacheNotFound, PeerLost, TransferFailed
 from llm_datadist.memory import direct
-from llm_datadist.testing.gates import Gate
-from tests.support.linking import begin_there, result_there
-from tests.support.moves import Use, picture, wait_until
-from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_call, kv_make, start_v1
+from llm_datadist.testing.gates import Gate, shut
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.layers import Always
+from tests.support.linking import SUCCESS, begin_there, info, link, links, result_there
+from tests.support.moves import Use, picture, same_bytes, show, wait_until
+from tests.support.pushers import freeze, quarantined
+from tests.support.v1 import (
+    DIRECT,
+    POOL,
+    desc,
+    gated_call_v1,
+    kv_call,
+    kv_id,
+    kv_make,
+    kv_properties,
+    start_end,
+    start_v1,
+)
+from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    import pytest
-
     from tests.conftest import Pair
+    from tests.support.world import World
 
-BLOCKS = BlocksCacheKey(1, 3)
+BLOCKS, ROW = BlocksCacheKey(1, 3), CacheKey(1, 10)
 
 
 def pulling(pair: Pair, folder: Path, **settings: object) -> Gate:
@@ -60,3 +79,162 @@ def test_memory_that_is_read_at_finalize_stays_mapped(
     finally:
         gate.open()
         direct._kept_mapped.clear()
+
+
+# --- with a peer in another process that is killed -------------------------------------------------------------------
+
+NBYTES = 4 * 4096  # of one cache of desc(): a page per tensor
+
+
+class Prompted:
+    """The DECODER here (cluster 2), without a pool, and a PROMPT in a child (cluster 1) that a test may kill."""
+
+    def __init__(self, *, blocks: bool) -> None:
+        self.blocks = blocks
+        self.before = residue()
+        self.decoder = LocalEnd("decoder")
+        self.prompt = ChildEnd("prompt")
+        extra = {"llm.PeerTimeout": "600"}
+        start_end(self.prompt, "PROMPT", 1, extra=extra, **DIRECT)
+        start_end(self.decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
+        assert self.decoder.do(link, [info(1, self.prompt.port)]) == SUCCESS
+        self.prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
+        self.decoder.do(kv_make, "kv", desc(), 2, (), blocks)
+        self.decoder.do(kv_make, "other", desc(), 3)
+
+    def end(self) -> None:
+        """Nothing may be left here, whatever became of the child."""
+        self.prompt.kill()
+        self.decoder.stop()
+        direct._kept_mapped.clear()
+        assert settled(self.before) == self.before
+
+    def begin_to_send(self, folder: Path) -> None:
+        """Let the PROMPT send into the DECODER's cache, and stop the whole process right before it writes."""
+        self.prompt.begin(_send, self.decoder.do(kv_properties, "kv")[1][0], folder)
+        Gate(folder).wait()
+        freeze(self.prompt)
+
+
+def _send(world: World, addrs: list[int], folder: Path) -> Any:
+    with shut(world.dd, "before write", folder, peer=2):
+        return kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs)]).get_results()
+
+
+@pytest.fixture(params=["row", "blocks"])
+def prompted(request: pytest.FixtureRequest) -> Iterator[Prompted]:
+    ends = Prompted(blocks=request.param == "blocks")
+    try:
+        yield ends
+    finally:
+        ends.end()
+
+
+def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(prompted: Prompted, tmp_path: Path) -> None:
+    decoder = prompted.decoder
+    other = decoder.do(show, "other")
+    prompted.begin_to_send(tmp_path)
+    decoder.do(kv_call, "deallocate_cache", Use("kv"))
+    # The place of a row is pinned for its writer, that of blocks is not.
+    assert decoder.do(quarantined) == (NBYTES if prompted.blocks else 0)
+    decoder.do(kv_make, "next", desc(), 4)  # in memory of its own
+    assert decoder.do(picture).pools[0].used_bytes == 3 * NBYTES
+    prompted.prompt.signal(signal.SIGKILL)
+    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == 2 * NBYTES)
+    assert decoder.do(quarantined) == 0
+    same_bytes(decoder.do(show, "other"), other)
+
+
+def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
+    prompted: Prompted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompted.begin_to_send(tmp_path)
+    kept = prompted.decoder.world.caches["kv"]
+    before = show(prompted.decoder.world, "kv")
+    address = kept.tensor_addrs[0]
+    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+        prompted.decoder.stop()
+    assert "registered memory is still in use by cluster 1" in caplog.text
+    assert "stay mapped" in caplog.text
+    assert [view.ctypes.data for view in direct._kept_mapped] == [address]
+    assert np.array_equal(direct._kept_mapped[0][:48], before[0][0])
+
+
+def test_a_pull_from_a_killed_prompt_fails_and_the_memory_of_the_decoder_goes_back(
+    prompted: Prompted, tmp_path: Path
+) -> None:
+    decoder = prompted.decoder
+    args = ("pull_blocks", BLOCKS, Use("kv"), [0], [1]) if prompted.blocks else ("pull_cache", ROW, Use("kv"))
+    decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, *args)
+    gate = Gate(tmp_path)
+    try:
+        gate.wait()
+        prompted.prompt.signal(signal.SIGKILL)
+        wait_until(lambda: decoder.do(links) == {})
+    finally:
+        gate.open()
+        error = decoder.do(result_there, "pull")
+    assert isinstance(error, PeerLost)
+    assert error.status_code is LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
+    assert error.peer == 1
+    decoder.do(kv_call, "deallocate_cache", Use("kv"))
+    assert decoder.do(picture).pools[0].used_bytes == NBYTES
+    decoder.world.dd.check_integrity()
+
+
+def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
+    local_pair: Pair, tmp_path: Path
+) -> None:
+    start_v1(local_pair, **DIRECT)
+    src = local_pair.prompt.do(kv_make, "kv", desc(), 1)
+    local_pair.decoder.do(kv_make, "kv", desc(), 2)
+    number = local_pair.prompt.do(kv_id, "kv")
+    local_pair.prompt.do(begin_there, "send", _send, local_pair.decoder.do(kv_properties, "kv")[1][0], tmp_path)
+    gate = Gate(tmp_path)
+    try:
+        gate.wait()
+        del local_pair.prompt.world.memory["kv kv"], local_pair.prompt.world.caches["kv"]  # type: ignore[attr-defined]
+        with pytest.raises(CacheNotFound):  # the call that gives the dropped one back, and then looks for it
+            local_pair.prompt.do(_lookup, number)
+        assert local_pair.prompt.do(picture).pools[0].used_bytes == NBYTES
+    finally:
+        gate.open()
+        results = local_pair.prompt.do(result_there, "send")
+    assert results == [0]
+    wait_until(lambda: local_pair.prompt.do(picture).pools[0].used_bytes == 0)
+    same_bytes([each[:1] for each in local_pair.decoder.do(show, "kv")], [each[:1] for each in src])
+
+
+def _lookup(world: World, number: int) -> None:
+    manager = world.dd.kv_cache_manager
+    manager.remove_cache_key(CacheKey(1, 2**64 - 1))
+    assert world.dd._engine is not None
+    world.dd._engine.store.registry.lookup(number)
+
+
+# --- many ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [DIRECT, POOL], ids=["direct", "pool"])
+def test_a_thousand_caches_made_and_dropped_leave_nothing(end: LocalEnd, settings: dict[str, Any]) -> None:
+    start_end(end, "PROMPT", **settings)
+    manager = end.world.dd.kv_cache_manager
+    held = [manager.allocate_cache(desc()) for _ in range(10)]
+    del held
+    manager.remove_cache_key(CacheKey(1, 0))
+    before, engine = residue(), end.world.dd._engine
+    assert engine is not None
+    for i in range(1000):
+        keys = [CacheKey(1, i)] if i % 3 == 0 else []
+        cache = manager.allocate_cache(desc(), keys) if i % 2 else manager.allocate_blocks_cache(desc())
+        if i % 5 == 0:
+            manager.deallocate_cache(cache)
+        if keys:
+            manager.remove_cache_key(keys[0])
+        del cache
+    manager.remove_cache_key(CacheKey(1, 0))
+    assert residue() == before
+    assert engine.store._guard_table().live == 0
+    caches, pools = end.do(picture).caches, end.do(picture).pools
+    assert (caches.live, caches.deferred, pools[0].used_bytes) == (0, 0, 0)
+    end.world.dd.check_integrity()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, NotLinked
+from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, LLMException, NotLinked
 from llm_datadist.testing.gates import Gate
+from tests.support.linking import begin_there, result_there
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.v1 import DIRECT, POOL, desc, drop, gated_call_v1, kv_call, kv_id, kv_make, start_v1
 
@@ -116,7 +117,8 @@ def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pa
         is_refused(ValueError, -1, {"dst_cache_offset": at}, f"dst_cache_offset={at}", "48 bytes")
     is_refused(ValueError, 9, {"dst_cache_offset": 40}, "size=9", "dst_cache_offset=40", "48 bytes")
     for size, at in ((-1, 0), (32, 1), (1, 32), (1, 2**64 - 1)):
-        is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48")
+        named = [f"src_cache_offset={at} to dst_cache_offset=0"] if at else []
+        is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48", *named)
 
 
 @pytest.mark.parametrize("memory", ["pool", "direct"])
@@ -203,3 +205,28 @@ def test_what_is_not_there_is_told_by_its_own_code(pair: Pair) -> None:
     pair.decoder.do(kv_call, "deallocate_cache", Use("kv"))
     number = (str(pair.decoder.do(kv_id, "kv")),)
     refused(ends, [], CacheNotFound, number, kv_call, "pull_cache", KEYS[0], Use("kv"), status=missing)
+
+
+def _pull_until_unlinked(world: Any) -> list[str]:
+    """Pull again and again until the link is gone; return what the errors said."""
+    texts: list[str] = []
+    while True:
+        try:
+            kv_call(world, "pull_blocks", BlocksCacheKey(1), Use("kv"), [0], [0])
+        except NotLinked as error:
+            return [*texts, str(error)]
+        except LLMException as error:
+            texts.append(str(error))
+
+
+def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair: Pair) -> None:
+    start_v1(shm_pair)
+    shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BlocksCacheKey(1))
+    shm_pair.decoder.do(kv_make, "kv", desc(), 2, (), True)
+    for i in range(4):
+        shm_pair.decoder.do(begin_there, f"pull {i}", _pull_until_unlinked)
+    shm_pair.prompt.stop()
+    for i in range(4):
+        *during, after = shm_pair.decoder.do(result_there, f"pull {i}")
+        assert [text for text in during if not text.startswith("pull_blocks: ")] == []
+        assert "cluster 1" in after

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.clients.omni import DECODER_ID, DST, KINDS, PROMPT_ID, SRC, attempts, do, holds, register, start, told
+from tests.support.frozen import frozen
 from tests.support.linking import links
 from tests.support.moves import wait_until
 
@@ -84,12 +83,8 @@ def test_a_prompt_that_is_stopped_fails_the_request_and_serves_the_next_one(ends
     prompt, decoder = ends
     port = prompt.do(start, True, 10)
     decoder.do(start, False, 20)
-    os.kill(prompt.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(RuntimeError, match=r"link to .*LLM_TIMEOUT"):
-            decoder.do(do, "pull_kv", told(port), SRC, DST)
-    finally:
-        os.kill(prompt.pid, signal.SIGCONT)
+    with frozen(prompt), pytest.raises(RuntimeError, match=r"link to .*LLM_TIMEOUT"):
+        decoder.do(do, "pull_kv", told(port), SRC, DST)
     decoder.do(do, "pull_kv", told(port), SRC, DST)
     holds(decoder, 20, 10)
 

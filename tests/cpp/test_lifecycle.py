@@ -290,7 +290,15 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
     assert result == (failed, [OK, BAD, failed])
     status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port)])
     assert status is LLMStatusCode.LLM_ALREADY_LINK
-    assert "cluster 1 LLM_ALREADY_LINK" in text
+    assert "1 of 1 failed: clusters[0] LLM_ALREADY_LINK: already linked to cluster 1" in text
+    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), nobody, wrong])
+    assert status is failed
+    for part in ("3 of 3", "clusters[0] LLM_ALREADY_LINK: ", "clusters[1] LLM_PARAM_INVALID: ", "2 remote ips", "id=4"):
+        assert part in text, text
+    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), nobody], 10_000)
+    text = str(shm_pair.decoder.do(_last_error))
+    assert status is BAD
+    assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3 has 2 remote ips" in text
 
 
 def _status_of_link(world: World, clusters: list[ClusterInfo]) -> tuple[LLMStatusCode, str]:

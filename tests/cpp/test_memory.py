@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+import pickle
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from llm_datadist import DataType
 from llm_datadist.cpp_api import CacheDesc, LlmRole
@@ -13,6 +17,9 @@ from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, dist, made, run, sho
 from tests.support.moves import same_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist.cpp_api import Cache
     from tests.support.ends import LocalEnd
 
 
@@ -21,6 +28,29 @@ def test_what_is_allocated_is_of_both_uses_and_outlives_finalize_for_its_reader(
     wanted = end.do(made, "kv", Shape(), 1)
     assert dist(end.world).Finalize() is OK
     same_bytes(end.do(show, "kv"), wanted)  # the struct keeps the pool mapped
+
+
+def _sent(cache: Cache) -> Any:
+    data = pickle.dumps(cache)
+    assert len(data) < 4096, "the bytes of the pool went along"
+    return pickle.loads(data)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, replace, asdict, _sent])
+def test_a_copy_of_the_struct_is_the_same_fields_and_never_a_copy_of_the_memory(
+    end: LocalEnd, duplicate: Callable[[Cache], Any]
+) -> None:
+    end.do(start, LlmRole.kMix, 1, "auto", {})
+    end.do(made, "kv", Shape(), 1)
+    cache = end.world.memory["cache kv"]
+    before = end.world.dd.statistics()
+    twin = duplicate(cache)
+    given = twin if isinstance(twin, dict) else {name: getattr(twin, name) for name in ("cache_id", "tensor_addrs")}
+    assert (given["cache_id"], given["tensor_addrs"]) == (cache.cache_id, cache.tensor_addrs)
+    assert isinstance(twin, dict) or twin == cache
+    assert duplicate is not copy.deepcopy or twin._memory is cache._memory
+    del twin, given
+    assert end.world.dd.statistics().caches == before.caches  # it frees nothing either
 
 
 def test_allocate_fails_without_changing_anything(end: LocalEnd) -> None:

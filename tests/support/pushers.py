@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import BlocksCacheKey
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.moves import Spec, Use, call, make, wait_until
+from tests.support.frozen import freeze
+from tests.support.moves import Spec, Use, call, make
 from tests.support.world import World, cluster_info, residue, settled
 
 if TYPE_CHECKING:
@@ -70,17 +70,6 @@ class Pushed:
 def _link(world: World, port: int) -> None:
     code, _ = world.dd.link_clusters([cluster_info(1, port)], 10_000)
     assert code == 0, code
-
-
-def freeze(end: ChildEnd) -> None:
-    """SIGSTOP, and wait until no thread of it runs any more."""
-    end.signal(signal.SIGSTOP)
-    threads = Path(f"/proc/{end.pid}/task")
-
-    def state(thread: Path) -> str:
-        return (thread / "stat").read_text("ascii").rpartition(")")[2].split()[0]
-
-    wait_until(lambda: all(state(thread) == "T" for thread in threads.iterdir()))
 
 
 def writing(world: World, name: str) -> int:

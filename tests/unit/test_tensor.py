@@ -29,6 +29,16 @@ def test_a_tensor_over_an_array_is_the_array(scalar: Any) -> None:
     assert np.shares_memory(same.numpy(), array)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(np.longlong, DataType.DT_INT64), (np.ulonglong, DataType.DT_UINT64), (np.int_, DataType.DT_INT64)],
+)
+def test_both_of_numpys_types_for_one_integer_are_that_integer(name: Any, dtype: DataType) -> None:
+    array = np.arange(3, dtype=name)
+    assert Tensor(array).tensor_desc.dtype is dtype
+    assert Tensor(array, TensorDesc(dtype, [3])).numpy() is array
+
+
 @pytest.mark.parametrize("bits", [np.uint16, np.float16])
 def test_bf16_comes_as_float32_by_value(bits: Any) -> None:
     patterns = np.array([0x0000, 0x8000, 0x3F80, 0xBF00, 0x4049, 0x7F80, 0x0001], np.uint16)
@@ -85,9 +95,9 @@ HALF = np.zeros((2, 3), np.float16)
         (HALF.astype(">f4"), None, ">f4"),
         (np.zeros(2, "M8[s]"), None, "datetime64"),
         (4096, None, "tensor_desc"),
-        (0, TensorDesc(DataType.DT_INT8, [4]), "address 0"),
-        (-1, TensorDesc(DataType.DT_INT8, [4]), "address -1"),
-        (2**64 - 2, TensorDesc(DataType.DT_INT8, [4]), "range of addresses"),
+        (0, TensorDesc(DataType.DT_INT8, [4]), "data=0: 4 bytes"),
+        (-1, TensorDesc(DataType.DT_INT8, [4]), "data=-1: 4 bytes"),
+        (2**64 - 2, TensorDesc(DataType.DT_INT8, [4]), f"data={2**64 - 2}: 4 bytes"),
         (4096, TensorDesc(DataType.DT_INT8, [4, 0]), "[4, 0]"),
         (4096, TensorDesc(DataType.DT_STRING, [4]), "DT_STRING"),
     ],

@@ -93,6 +93,8 @@ def test_numpy_types_map_back_except_bfloat16() -> None:
 def test_numpy_dtype_objects_find_their_type_too() -> None:
     assert np_dtype_to_dtype[np.zeros(1, np.uint16).dtype] is DataType.DT_UINT16
     assert np_dtype_to_dtype[np.array([b"abc"]).dtype] is DataType.DT_STRING
+    for two_names in (np.longlong, np.int_):
+        assert np_dtype_to_dtype[np.dtype(two_names)] is DataType.DT_INT64
     with pytest.raises(KeyError):
         np_dtype_to_dtype[np.dtype(np.complex64)]
 

@@ -197,7 +197,7 @@ def plan_row(
     dst.require_row("batch_index", dst_row)
     length = dst.stride - dst_offset if size == -1 else size
     if length < 1 or src_offset + length > src.stride or dst_offset + length > dst.stride:
-        at = f" from offset {src_offset} to offset {dst_offset}" if src_offset or dst_offset else ""
+        at = f" from src_cache_offset={src_offset} to dst_cache_offset={dst_offset}" if src_offset or dst_offset else ""
         raise CacheMismatch(
             f"size={size}: {length} bytes per tensor{at} do not fit, a source row has {src.stride} bytes and a "
             f"destination row {dst.stride}"

@@ -181,7 +181,7 @@ class Link:
                 raise self.lost_error(what, phase)
             self._waiters[number] = waiter
         try:
-            self.send(build(number))
+            self.send(build(number), what, phase)
             if meanwhile is not None:
                 meanwhile()
             waiter.wait(deadline)
@@ -200,8 +200,8 @@ class Link:
             )
         return answer
 
-    def send(self, message: Message) -> None:
-        """Send a message that nobody answers.
+    def send(self, message: Message, what: str | None = None, phase: str = "send") -> None:
+        """Send a message that nobody answers; ``what`` and ``phase`` are what an error says was going on.
 
         Raises:
             PeerLost: The link broke.
@@ -213,7 +213,7 @@ class Link:
         try:
             channel.send(message)
         except NotLinked as error:
-            raise self.lost_error(type(message).__name__, "send") from error
+            raise self.lost_error(what or type(message).__name__, phase) from error
 
     def count_verified(self, nbytes: int) -> None:
         """Add to the bytes that both ends were found to hold alike after a transfer."""

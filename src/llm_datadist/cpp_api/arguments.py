@@ -42,6 +42,7 @@ from llm_datadist.cpp_api.structs import (
 )
 from llm_datadist.errors import ParamError
 from llm_datadist.local import Operand
+from llm_datadist.managers.arguments import equal_lengths
 from llm_datadist.native import parse_indices
 from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.transfer import RemoteName
@@ -60,7 +61,6 @@ __all__ = [
     "operand",
     "remote_name",
     "role",
-    "size",
     "switch_options",
 ]
 
@@ -233,18 +233,11 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
     return range(first, last + 1)
 
 
-def size(value: int) -> int:
-    """Return a number of bytes: above 0, or -1 for a whole row."""
-    nbytes = check_int64("size", value)
-    check_rule(nbytes == -1 or nbytes > 0, f"size={nbytes}: must be -1 or above 0")
-    return nbytes
-
-
 def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the two lists of a transfer: not empty, equally long."""
     sources, targets = parse_indices("src_blocks", src_blocks), parse_indices("dst_blocks", dst_blocks)
     check_rule(sources.size, "src_blocks is empty: at least one block is needed")
-    _equally_long("dst_blocks", sources, targets)
+    equal_lengths(sources, targets)
     return sources, targets
 
 
@@ -256,10 +249,5 @@ def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np
     check_rule(sources.size, "src_blocks is empty: at least one block is needed")
     check_rule(targets, "dst_blocks_list is empty: at least one list of blocks is needed")
     for i, each in enumerate(targets):
-        _equally_long(f"dst_blocks_list[{i}]", sources, each)
+        equal_lengths(sources, each, ("src_blocks", f"dst_blocks_list[{i}]"))
     return sources, np.stack(targets)
-
-
-def _equally_long(name: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-    if sources.size != targets.size:
-        raise ParamError(f"src_blocks has {sources.size} entries and {name} {targets.size}: equal lengths are needed")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from llm_datadist.checks import check_rule, check_uint32, check_uint64
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
+from llm_datadist.managers.arguments import byte_count
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class CopyCalls(StatusCalls):
             src, dst = arguments.cache_id("src_cache", src_cache), arguments.cache_id("dst_cache", dst_cache)
             src_row = check_uint32("src_batch_index", src_batch_index)
             dst_row = check_uint32("dst_batch_index", dst_batch_index)
-            start, nbytes = check_uint64("offset", offset), arguments.size(size)
+            start, nbytes = check_uint64("offset", offset), byte_count(size)
             # Ids are never used again, so what is looked up here is what is copied.
             placement = engine.store.registry.lookup(src, "CopyKvCache: src").geometry.placement
             check_rule(placement == Placement.DEVICE, "src_cache: it is on kHost; only rows on kDevice can be copied")

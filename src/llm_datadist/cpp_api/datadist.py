@@ -27,7 +27,8 @@ class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
 
     The calls are documented where they are written: ``cpp_api/links.py``, ``cpp_api/memory.py``,
     ``cpp_api/transfers.py``, ``cpp_api/copies.py``. Every one of them returns ``LLM_FAILED`` when not initialised, and
-    may return ``LLM_FAILED`` where the operating system refuses something.
+    may return ``LLM_FAILED`` where the operating system refuses something. There is no destructor: an object that is
+    dropped goes on listening and serving until Finalize or the end of the process.
 
     Args:
         cluster_id: uint64, unique among all that link to each other. Checked by Initialize.

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.checks import check_int32, check_rule, check_type
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls
+from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LinkError, LLMStatusCode
+from llm_datadist.instance.clusters import log_failure
 
 if TYPE_CHECKING:
     from llm_datadist.cpp_api.structs import ClusterInfo, LlmRole
+    from llm_datadist.errors import LLMException
+    from llm_datadist.types import LLMClusterInfo
 
 __all__ = ["LinkCalls"]
 
@@ -46,8 +50,10 @@ class LinkCalls(StatusCalls):
             _check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
-            overall, statuses = self._initialized("LinkLlmClusters").link_clusters(infos, timeout)
-            _require_all("LinkLlmClusters", clusters, overall, statuses)
+            reasons = _Reasons()
+            _, link = self._initialized("LinkLlmClusters")._linking(infos, timeout, reasons.report)
+            overall, statuses = link(Deadline.after_ms(timeout))
+            reasons.require_success("LinkLlmClusters", infos, overall, statuses)
         return call.status, statuses
 
     def UnlinkLlmClusters(
@@ -75,8 +81,10 @@ class LinkCalls(StatusCalls):
             _check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
-            overall, statuses = dist.unlink_clusters(infos, timeout, force)
-            _require_all("UnlinkLlmClusters", clusters, overall, statuses)
+            reasons = _Reasons()
+            _, unlink = dist._unlinking(infos, timeout, force, reasons.report)
+            overall, statuses = unlink(Deadline.after_ms(timeout))
+            reasons.require_success("UnlinkLlmClusters", infos, overall, statuses)
         return call.status, statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
@@ -110,13 +118,30 @@ def _check_timeout(timeout: int) -> None:
     check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
-def _require_all(what: str, clusters: list[ClusterInfo], overall: LLMStatusCode, statuses: list[LLMStatusCode]) -> None:
-    if overall is LLMStatusCode.LLM_SUCCESS:
-        return
-    failed = [
-        f"cluster {cluster.remote_cluster_id} {status.name}"
-        for cluster, status in zip(clusters, statuses, strict=True)
-        if status is not LLMStatusCode.LLM_SUCCESS
-    ]
-    text = f"{what}: {', '.join(failed)} ({len(failed)} of {len(statuses)}); the warnings before this one say why"
-    raise LinkError(text, status_code=overall)
+class _Reasons:
+    """Why clusters failed, of one call: for ``last_error``, since statuses alone do not say. Filled by any thread."""
+
+    def __init__(self) -> None:
+        self._errors: dict[int, LLMException] = {}  # by the identity of the cluster info
+
+    def report(self, verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+        """Keep one reason, and log it."""
+        log_failure(verb, cluster, error)
+        self._errors[id(cluster)] = error
+
+    def require_success(
+        self,
+        what: str,
+        infos: list[LLMClusterInfo],
+        overall: LLMStatusCode,
+        statuses: list[LLMStatusCode],
+    ) -> None:
+        """Raise LinkError with every reason unless the call succeeded."""
+        if overall is LLMStatusCode.LLM_SUCCESS:
+            return
+        failed = [
+            f"clusters[{i}] {status.name}: {self._errors[id(info)]}"
+            for i, (info, status) in enumerate(zip(infos, statuses, strict=True))
+            if status is not LLMStatusCode.LLM_SUCCESS
+        ]
+        raise LinkError(f"{what}: {len(failed)} of {len(statuses)} failed: {'; '.join(failed)}", status_code=overall)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist.checks import check_int64, check_type
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
-from llm_datadist.cpp_api.structs import Cache, CacheDesc, RegisterCfg
+from llm_datadist.cpp_api.structs import Cache, CacheDesc, RegisterCfg, _Mapped
 from llm_datadist.managers.arguments import addresses, check_addresses
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class CacheCalls(StatusCalls):
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
             # C++ would let the addresses dangle after Finalize; Python should not crash.
-            cache._memory = tuple(segment.view() for segment in entry.storage.segments)
+            cache._memory = _Mapped(tuple(segment.view() for segment in entry.storage.segments))
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:

@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
-"""Required: the device, in digits; 0 where there is only the host."""
+"""Required: the device, in digits; 0: only the host is there. Python's ``ge.exec.deviceId`` counts if given too."""
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
-"""ip:port to listen on; port 0 picks a free one."""
+"""ip:port to listen on; port 0 picks a free one. Python's ``llm.listenIpInfo`` counts if given too."""
 OPTION_SYNC_CACHE_WAIT_TIME: Final = "llm.SyncKvCacheWaitTime"
 """Milliseconds that one operation may take; 1000 when left out."""
 OPTION_LOCAL_COMM_RES: Final = "llm.LocalCommRes"
@@ -109,6 +109,25 @@ class CacheDesc:
     shape: list[int] = field(default_factory=list)
 
 
+class _Mapped:
+    """What a cache's addresses point into; held only so that it outlives them.
+
+    The struct is a plain value, so copies of it hold the same memory, never one of its own; in another process, where
+    the addresses mean nothing, a pickled one holds none.
+    """
+
+    __slots__ = ("_views",)
+
+    def __init__(self, views: tuple[object, ...] = ()) -> None:
+        self._views = views
+
+    def __deepcopy__(self, memo: object) -> _Mapped:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Mapped], tuple[()]]:
+        return _Mapped, ()
+
+
 @dataclass(slots=True)
 class Cache:
     """A cache of this process.
@@ -124,8 +143,7 @@ class Cache:
     cache_id: int = -1
     tensor_addrs: list[int] = field(default_factory=list)
     cache_desc: CacheDesc = field(default_factory=CacheDesc)
-    #: What the addresses point into; held only so that it outlives them.
-    _memory: object = field(default=None, init=False, repr=False, compare=False)
+    _memory: _Mapped | None = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
 from llm_datadist.cpp_api.structs import Cache, CacheIndex, KvCacheExtParam
 from llm_datadist.managers import moves
+from llm_datadist.managers.arguments import byte_count
 from llm_datadist.managers.moves import Move
 from llm_datadist.types import Placement
 
@@ -62,7 +63,7 @@ class TransferCalls(StatusCalls):
             engine = self._engine("PullKvCache")
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
             cache_id = arguments.cache_id("dst_cache", dst_cache)
-            row, nbytes = check_uint32("batch_index", batch_index), arguments.size(size)
+            row, nbytes = check_uint32("batch_index", batch_index), byte_count(size)
             layers = arguments.layers(ext_param)
             move = Move(engine, "PullKvCache", "dst_cache", cache_id, name, layers, deadline_of(engine))
             moves.pull_row(move, row, nbytes)
@@ -132,7 +133,7 @@ class TransferCalls(StatusCalls):
             engine = self._engine("PushKvCache")
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
-            row, nbytes = check_uint32("src_batch_index", src_batch_index), arguments.size(size)
+            row, nbytes = check_uint32("src_batch_index", src_batch_index), byte_count(size)
             check_rule(nbytes == -1, f"size={nbytes}: only -1 (the whole row) can be pushed")
             layers = arguments.layers(ext_param)
             # Ids are never used again, so what is looked up here is what is pushed.

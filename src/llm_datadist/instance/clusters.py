@@ -22,11 +22,18 @@ if TYPE_CHECKING:
     Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
     Call = Callable[[Deadline], Statuses]
+    #: Is told of each failure: "link" or "unlink", which cluster, why. From several threads.
+    Report = Callable[[str, LLMClusterInfo, LLMException], None]
 
-__all__ = ["ClusterLinks"]
+__all__ = ["ClusterLinks", "log_failure"]
 
 #: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
 _LINK_THREADS = 128
+
+
+def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+    """Log why a cluster was not linked or unlinked: the callers get statuses only."""
+    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
 
 
 class ClusterLinks(EngineOwner):
@@ -66,7 +73,7 @@ class ClusterLinks(EngineOwner):
         _, call = self._linking(clusters, timeout)
         return call(Deadline.after_ms(timeout))
 
-    def _linking(self, clusters: Clusters, timeout: int) -> tuple[Engine, Call]:
+    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> tuple[Engine, Call]:
         """Check the arguments; return what is left to do."""
         engine = self._require_engine("link_clusters")
         self._check_clusters(clusters, timeout)
@@ -83,7 +90,7 @@ class ClusterLinks(EngineOwner):
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-            return _each(clusters, link, "link")
+            return _each(clusters, link, "link", report)
 
         def call_v1(deadline: Deadline) -> Statuses:
             return link_v1(engine, role, clusters, timeout, lambda: call(deadline))
@@ -117,7 +124,9 @@ class ClusterLinks(EngineOwner):
         _, call = self._unlinking(clusters, timeout, force)
         return call(Deadline.after_ms(timeout))
 
-    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> tuple[Engine, Call]:
+    def _unlinking(
+        self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure
+    ) -> tuple[Engine, Call]:
         """Check the arguments; return what is left to do."""
         engine = self._require_engine("unlink_clusters")
         self._check_clusters(clusters, timeout)
@@ -139,7 +148,7 @@ class ClusterLinks(EngineOwner):
                     _remote_address(cluster)
                 engine.links.unlink(cluster_id, deadline, force=forced)
 
-            overall, codes = _each(clusters, unlink, "unlink")
+            overall, codes = _each(clusters, unlink, "unlink", report)
             return (overall, codes) if v2 else unlinked_v1(codes)
 
         return engine, call
@@ -158,16 +167,14 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
     return trans_int_ip(ip), port
 
 
-def _each(
-    clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], work: Callable[[LLMClusterInfo], None], verb: str
-) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:
     """Do ``work`` for every cluster, in parallel; overall status = the last one that is no success (API §3.4)."""
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
         try:
             work(cluster)
         except LLMException as error:
-            logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
+            report(verb, cluster, error)
             return error.status_code
         return LLMStatusCode.LLM_SUCCESS
 

@@ -15,6 +15,7 @@ from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinke
 from llm_datadist.instance.base import EngineOwner
 from llm_datadist.log import logger
 from llm_datadist.types import LLMRole
+from llm_datadist.v1codes import v1_code, v1_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,9 +69,8 @@ class V1Links(EngineOwner):
         if link.ended:
             raise link.lost_error("check_link_status", "ping")
         if not answered:
-            late = deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
-            late.restate(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
-            raise late
+            with v1_codes():
+                raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
 
 
 def link_v1(
@@ -102,7 +102,7 @@ def link_v1(
         unheard = ("", LLMStatusCode.LLM_LINK_FAILED)
         return list(refused.values())[-1][1], [refused.get(i, unheard)[1] for i in range(len(clusters))]
     overall, statuses = each()
-    codes = [_v1_code(status) for status in statuses]
+    codes = [v1_code(status) for status in statuses]
     if overall is _OK or not clusters:
         return overall, codes
     dialled = {link.address: link for link in engine.links.all() if link.dialled}
@@ -165,7 +165,7 @@ def unlink_v1(engine: Engine, cluster_id: int, deadline: Deadline, *, force: boo
 
 def unlinked_v1(statuses: list[LLMStatusCode]) -> Codes:
     """Return what v1 says of these statuses: a cluster that was not linked is told, and no failure of the call."""
-    codes = [_v1_code(status) for status in statuses]
+    codes = [v1_code(status) for status in statuses]
     failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
     if not codes:
         return LLMStatusCode.LLM_PARAM_INVALID, []
@@ -178,7 +178,3 @@ def _busy(link: Link, call: str) -> LinkError:
         status_code=LLMStatusCode.LLM_LINK_BUSY,
         peer=link.peer.cluster_id,
     )
-
-
-def _v1_code(code: LLMStatusCode) -> LLMStatusCode:
-    return LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT if code is LLMStatusCode.LLM_TIMEOUT else code

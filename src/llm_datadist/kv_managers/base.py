@@ -1,28 +1,21 @@
-"""What the calls of v1 share: roles, dropped handles, and the status codes that v1 has of its own."""
+"""What the calls of v1 share: roles, and handles that were dropped."""
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from llm_datadist.checks import check_rule, check_type
-from llm_datadist.errors import KeyInUse, LLMException, LLMStatusCode
 from llm_datadist.kv_cache import KvCache
 from llm_datadist.managers.base import EngineUser
 from llm_datadist.types import CacheDesc, LLMRole, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist.engine import Engine
 
-__all__ = ["KvUser", "check_cache", "require_device", "v1_codes", "v1_status"]
-
-_V1_CODES = {
-    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
-    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
-}
+__all__ = ["KvUser", "check_cache", "require_device"]
 
 
 class KvUser(EngineUser):
@@ -67,20 +60,3 @@ def require_device(name: str, desc: CacheDesc) -> None:
     check_rule(
         desc.placement is Placement.DEVICE, f"{name}: placement is {desc.placement.name}, only DEVICE is possible here"
     )
-
-
-def v1_status(error: LLMException) -> LLMStatusCode:
-    """Return the status that v1 has for a failure: its own for time-outs, memory and keys in use (API §8)."""
-    if isinstance(error, KeyInUse):
-        return LLMStatusCode.LLM_FAILED
-    return _V1_CODES.get(error.status_code, error.status_code)
-
-
-@contextmanager
-def v1_codes() -> Iterator[None]:
-    """Give every LLMException of the block its status in v1; its class stays."""
-    try:
-        yield
-    except LLMException as error:
-        error.restate(v1_status(error))
-        raise

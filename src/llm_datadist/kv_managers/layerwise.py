@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LLMStatusCode
-from llm_datadist.kv_managers.base import KvUser, check_cache, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache
 from llm_datadist.managers.layerwise import Blocks, start_transfer
 from llm_datadist.types import LLMRole
+from llm_datadist.v1codes import v1_code, v1_codes
 
 if TYPE_CHECKING:
     from llm_datadist.kv_cache import KvCache
@@ -56,7 +57,7 @@ class KvLayerwiseCalls(KvUser):
         self._require_role("transfer_cache_async", LLMRole.PROMPT)
         cache = check_cache("src_cache", src_cache)
         blocks = Blocks(src_block_indices, dst_block_indices, dst_block_memory_size)
-        waited = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+        waited = v1_code(LLMStatusCode.LLM_TIMEOUT)
         with v1_codes():
             return start_transfer(
                 engine,

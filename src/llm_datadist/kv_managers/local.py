@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.checks import check_int32, check_rule, check_type
 from llm_datadist.kv_cache import KvCache
-from llm_datadist.kv_managers.base import KvUser, check_cache, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache
 from llm_datadist.managers import arguments
 from llm_datadist.managers.local import LocalCalls
 from llm_datadist.tensor import Tensor, TensorDesc
+from llm_datadist.v1codes import v1_codes
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class KvLocalCalls(KvUser):
         src_blocks, dst_blocks = arguments.swap_pairs(src_to_dst)
         ids = (src.cache_id, dst.cache_id, len(src_to_dst))
         with v1_codes(), engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
-            span.nbytes = engine.local.swap_blocks(src._cache, dst._cache, src_blocks, dst_blocks)
+            both = (src._cache, dst._cache)
+            span.nbytes = engine.local.swap_blocks(*both, src_blocks, dst_blocks, ends=("src", "dst"))
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return one tensor of the cache for each device (one here), over the cache's own memory.

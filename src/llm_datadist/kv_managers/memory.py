@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from llm_datadist.cache.layout import CacheKind, Geometry
 from llm_datadist.checks import check_list, check_rule, check_type
 from llm_datadist.kv_cache import KvCache
-from llm_datadist.kv_managers.base import KvUser, check_cache, require_device, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache, require_device
 from llm_datadist.managers import arguments
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, LLMRole
+from llm_datadist.v1codes import v1_codes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,14 +90,17 @@ class KvMemoryCalls(KvUser):
             entry = engine.store.allocate(geometry, keys, self._deadline())
         storage = entry.storage
         blocks = geometry.kind is CacheKind.BLOCKS
-        cache = Cache(entry.cache_id, cache_desc, storage.tensors.bases.tolist(), blocks, memory=storage)
+        cache = Cache(
+            entry.cache_id, cache_desc, storage.tensors.bases.tolist(), blocks, memory=storage, granter=engine.grants
+        )
         return KvCache(cache, self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Give a cache back, of either kind; ``per_device_tensor_addrs`` is emptied.
 
         A continuous cache is freed once its keys are pulled or removed too, a blocks cache at once with its key.
-        Unknown and freed caches: no-op.
+        Unknown and freed caches: no-op. A handle of another LLMDataDist, or from before ``finalize``: no-op, and a
+        warning.
 
         Raises:
             TypeError: Not a KvCache (``NoneArgument`` for None).
@@ -106,6 +110,8 @@ class KvMemoryCalls(KvUser):
         """
         engine = self._engine
         check_cache("cache", cache)
+        if not arguments.made_here("deallocate_cache", cache._cache, engine):
+            return
         with v1_codes(), engine.meters.span("deallocate_cache", "id=%d", cache.cache_id):
             cache._cache._empty()  # first: whoever still finds addresses in the handle finds the cache in the registry
             engine.store.deallocate(cache.cache_id)

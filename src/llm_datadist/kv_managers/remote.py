@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist.checks import check_int64, check_rule, check_type, check_uint32, check_uint64
-from llm_datadist.kv_managers.base import KvUser, check_cache, v1_codes
+from llm_datadist.kv_managers.base import KvUser, check_cache
 from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
 from llm_datadist.managers.moves import Move
 from llm_datadist.native import parse_indices
 from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMRole
+from llm_datadist.v1codes import v1_codes
 
 if TYPE_CHECKING:
     from llm_datadist.kv_cache import KvCache
@@ -66,9 +67,9 @@ class KvRemoteCalls(KvUser):
         check_type("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         cache = check_cache("kv_cache", kv_cache)._cache
         check_uint32("batch_index", batch_index)
-        wanted = check_int64("size", size)
+        check_int64("size", size)
         check_rule(not cache.is_blocks_cache, "kv_cache: a blocks cache; use pull_blocks")
-        check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
+        wanted = arguments.byte_count(size)
         src_offset = 0 if src_cache_offset is None else check_uint64("src_cache_offset", src_cache_offset)
         dst_offset = 0 if dst_cache_offset is None else check_uint64("dst_cache_offset", dst_cache_offset)
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -113,10 +114,7 @@ class KvRemoteCalls(KvUser):
         sources = parse_indices("prompt_blocks", check_type("prompt_blocks", prompt_blocks, list))
         targets = parse_indices("decoder_blocks", check_type("decoder_blocks", decoder_blocks, list))
         check_rule(sources.size, "prompt_blocks is empty: at least one block is needed")
-        check_rule(
-            sources.size == targets.size,
-            f"prompt_blocks has {sources.size} entries and decoder_blocks {targets.size}: equal lengths are needed",
-        )
+        arguments.equal_lengths(sources, targets, ("prompt_blocks", "decoder_blocks"))
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)

@@ -22,6 +22,7 @@ from llm_datadist.checks import (
 )
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.grant import Grant
+from llm_datadist.log import logger
 from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
+    from llm_datadist.engine import Engine
 
 __all__ = [
     "accessible",
     "addresses",
     "blocks_keys",
+    "byte_count",
     "check_addresses",
     "check_blocks",
     "check_copy",
@@ -48,7 +51,9 @@ __all__ = [
     "check_single_id",
     "check_size",
     "copy_pairs",
+    "equal_lengths",
     "layer_selection",
+    "made_here",
     "naming_request",
     "remote_name",
     "require_rca",
@@ -113,6 +118,14 @@ def check_mem_infos(mem_infos: object) -> None:
         check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
 
 
+def made_here(call: str, cache: Cache, engine: Engine) -> bool:
+    """Return False for a handle of another LLMDataDist, or from before ``finalize``: its id is another cache's here."""
+    if cache._granter is None or cache._granter is engine.grants:
+        return True
+    logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
+    return False
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,10 +144,10 @@ def check_copy(
     check_uint32("dst_batch_index", dst_batch_index)
     check_uint32("src_batch_index", src_batch_index)
     check_uint64("offset", offset)
-    wanted = check_int64("size", size)
+    check_int64("size", size)
     check_rule(not source.is_blocks_cache, "src: a blocks cache; use copy_blocks")
     check_rule(not target.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
-    check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
+    byte_count(size)
     if req_id is not None:
         check_uint64("req_id", req_id)
 
@@ -239,9 +252,16 @@ def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: o
         check_type("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
     local = check_type("cache", cache, Cache)
     check_uint32("batch_index", batch_index)
-    wanted = check_int64("size", size)
+    check_int64("size", size)
     check_rule(not local.is_blocks_cache, "cache: a blocks cache; use pull_blocks")
-    check_rule(wanted == -1 or wanted > 0, f"size={wanted}: must be -1 or above 0")
+    byte_count(size)
+
+
+def byte_count(size: object) -> int:
+    """Return ``size``, bytes per tensor: above 0, or -1, which stands for the rest of a row."""
+    nbytes = check_int64("size", size)
+    check_rule(nbytes == -1 or nbytes > 0, f"size={nbytes}: must be -1 or above 0")
+    return nbytes
 
 
 def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
@@ -264,7 +284,7 @@ def check_pull_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: ND
     check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
     if isinstance(key, BlocksCacheKey):
         check_rule(src_blocks.size, "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
-        _equal_lengths(src_blocks, dst_blocks)
+        equal_lengths(src_blocks, dst_blocks)
         return
     check_rule(not src_blocks.size, f"src_blocks has {src_blocks.size} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
@@ -292,13 +312,18 @@ def check_push_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: ND
     """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
     check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
     check_rule(src_blocks.size, "src_blocks is empty: at least one block is needed")
-    _equal_lengths(src_blocks, dst_blocks)
+    equal_lengths(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
 
 
-def _equal_lengths(src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def equal_lengths(
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    names: tuple[str, str] = ("src_blocks", "dst_blocks"),
+) -> None:
+    """Pair i is source i and destination i; ``names``: what the caller knows the two lists as."""
     check_rule(
         src_blocks.size == dst_blocks.size,
-        f"src_blocks has {src_blocks.size} entries and dst_blocks {dst_blocks.size}: equal lengths are needed",
+        f"{names[0]} has {src_blocks.size} entries and {names[1]} {dst_blocks.size}: equal lengths are needed",
     )

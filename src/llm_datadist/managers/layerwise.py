@@ -127,11 +127,7 @@ class Blocks:
                 "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported",
             )
         if self.src is not None and self.dst is not None:
-            check_rule(
-                len(self.src) == len(self.dst),
-                f"src_block_indices has {len(self.src)} entries and dst_block_indices {len(self.dst)}: equal lengths "
-                "are needed",
-            )
+            arguments.equal_lengths(self.src, self.dst, ("src_block_indices", "dst_block_indices"))
         if self.src is None and self.dst is not None:
             check_rule(self.given, "dst_block_memory_size is None: dst_block_indices without src_block_indices need it")
 

@@ -61,7 +61,8 @@ class MemoryCalls(EngineUser):
         """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied. To be deprecated.
 
         Keys that are bound keep the memory, and peers can still pull by key and by id, until they are consumed or
-        removed. Unknown, freed and registered caches: no-op, except that the handle is emptied.
+        removed. Unknown, freed and registered caches: no-op, except that the handle is emptied. A handle of another
+        LLMDataDist, or from before ``finalize``: no-op, and a warning.
 
         Raises:
             TypeError: Not a Cache (``NoneArgument`` for None).
@@ -72,6 +73,8 @@ class MemoryCalls(EngineUser):
         engine = self._engine
         check_type("cache", cache, Cache)
         check_rule(not cache.is_blocks_cache, "cache: this is a blocks cache; use deallocate_blocks_cache")
+        if not arguments.made_here("deallocate_cache", cache, engine):
+            return
         with engine.meters.span("deallocate_cache", "id=%d", cache.cache_id):
             cache._empty()  # first: whoever still finds addresses in the handle finds the cache in the registry
             engine.store.deallocate(cache.cache_id)
@@ -117,7 +120,8 @@ class MemoryCalls(EngineUser):
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Give a blocks cache back with its key, at once (R27); ``cache.tensor_addrs`` is emptied. To be deprecated.
 
-        Pulls of it that are running fail. Unknown, freed and registered caches: no-op, but the handle is emptied.
+        Pulls of it that are running fail. Unknown, freed and registered caches: no-op, but the handle is emptied. A
+        handle of another LLMDataDist: as :meth:`deallocate_cache`.
 
         Raises:
             TypeError: Not a Cache (``NoneArgument`` for None).
@@ -128,6 +132,8 @@ class MemoryCalls(EngineUser):
         engine = self._engine
         check_type("cache", cache, Cache)
         check_rule(cache.is_blocks_cache, "cache: not a blocks cache; use deallocate_cache")
+        if not arguments.made_here("deallocate_blocks_cache", cache, engine):
+            return
         with engine.meters.span("deallocate_blocks_cache", "id=%d", cache.cache_id):
             cache._empty()  # first, as in deallocate_cache
             engine.store.deallocate(cache.cache_id)
