@@ -9,7 +9,7 @@ NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadi
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
-	@echo "make test   the tests (TEST='tests/unit -k allocator')"
+	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make lint   ruff, mypy strict, layers"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
@@ -28,8 +28,10 @@ $(STAMP): pyproject.toml $(NATIVE)
 demo: $(STAMP)
 	@$(BIN)/llm-datadist demo $(DEMO)
 
+# One process per core, and each file's tests in one of them (docs/testing.md).
+WORKERS ?= auto
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(TEST)
+	@$(BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 8 --dist loadfile)
 
 # Pinned: another version may pull gigabytes of accelerator packages.
 $(VENV)/.torch: $(STAMP)

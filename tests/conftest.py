@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.support.ends import ChildEnd, End, LocalEnd
-from tests.support.world import World, cluster_info, residue, settled
+from tests.support.world import World, baseline, cluster_info, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +26,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collect after each file what was frozen while it lived, such as a scene that the tests of a file share."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Show the collector everything again: pytest collects at its end, and fails the run for what complains then."""
+    gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests ran between hosts: a run that skipped them looks green otherwise.
+
+    Here and not beside them: where several processes run the tests, the one that reports reads only this file.
+    """
+    counts = {
+        outcome: sum("/hosts/" in report.nodeid for report in terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error", "xfailed", "skipped")
+    }
+    terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+
+
+def _baseline(world: World) -> dict[str, Any]:
+    return baseline()
 
 
 def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +91,7 @@ class Pair:
 @pytest.fixture(scope="session")
 def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
     """Two child processes for the whole run; every test starts and stops its LLMDataDist in them."""
-    ends = ChildEnd("prompt"), ChildEnd("decoder")
+    ends = ChildEnd("prompt", fresh=True), ChildEnd("decoder", fresh=True)
     yield ends
     for end in ends:
         end.close()
@@ -72,7 +100,7 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 @pytest.fixture
 def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
     """Four processes; afterwards nothing may be left in the two that go on."""
-    before = [child.do(_residue) for child in children]
+    before = [child.do(_baseline) for child in children]
     ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
     all_of_them = list(ends)
     yield ends
@@ -81,6 +109,13 @@ def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
     for end in all_of_them[2:]:
         end.close()
     assert [child.do(_settled, was) for child, was in zip(children, before, strict=True)] == before
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """An empty folder for sockets, whose path is short: with a socket's name behind it, it has 108 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="sockets-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -116,7 +151,7 @@ def local_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.fixture
 def end() -> Iterator[LocalEnd]:
     """One end in this process, for what needs no peer; afterwards nothing may be left."""
-    before = residue()
+    before = baseline()
     end = LocalEnd("alone")
     yield end
     end.stop()
@@ -129,7 +164,7 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
         ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
     else:
         ends = request.getfixturevalue("children")
-    before = [end.do(_residue) for end in ends]
+    before = [end.do(_baseline) for end in ends]
     yield Pair(*ends, transport)
     # The decoder first: it is the one that linked.
     for end in reversed(ends):

@@ -274,10 +274,10 @@ def test_r22_i15_the_link_to_a_third_process_moves_data_all_the_while(family: Fa
 @BOTH_TRANSPORTS
 @pytest.mark.parametrize("same_address", [True, False])
 def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
-    family: Family, tmp_path: Path, same_address: bool
+    socket_folder: Path, family: Family, same_address: bool
 ) -> None:
     # Another address comes with socket files, of which the killed prompt leaves one.
-    extra = {} if same_address else {"llm.ShmSocketDir": str(tmp_path)}
+    extra = {} if same_address else {"llm.ShmSocketDir": str(socket_folder)}
     prompt = family.born("PROMPT", 1, extra=extra)
     decoder = family.born("DECODER", 2, extra=extra)
     _, target = caches(prompt, decoder)
@@ -295,7 +295,7 @@ def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     source = [prompt.do(make, "rows", ROWS, 11), prompt.do(make, "paged", PAGED, 12)]
     pulls_arrive(prompt, decoder, source, target)
     bytes_move_both_ways(prompt, decoder)
-    assert len(list(tmp_path.iterdir())) == (0 if same_address else 2)
+    assert len(list(socket_folder.iterdir())) == (0 if same_address else 2)
 
 
 @BOTH_TRANSPORTS

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,6 @@ from tests.support.moves import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HERE = Path(__file__).parent.name
 HOSTS = 4
 
 
@@ -71,12 +69,3 @@ def cluster(network: Network, crew: Crew) -> Iterator[Cluster]:
         cluster.part()
     finally:
         cluster.abandon()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests ran between hosts: a run that skipped them looks green otherwise."""
-    counts = {
-        outcome: sum(f"/{HERE}/" in f"/{report.nodeid}" for report in terminalreporter.getreports(outcome))
-        for outcome in ("passed", "failed", "error", "xfailed", "skipped")
-    }
-    terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))

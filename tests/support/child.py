@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.support.ends import serve
+from tests.support.serving import serve
 
 if __name__ == "__main__":
     serve(sys.argv[1], int(sys.argv[2]))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.memory.device import Device
 
-__all__ = ["World", "cluster_info", "fill", "make_config", "read", "residue", "settled"]
+__all__ = ["World", "baseline", "cluster_info", "fill", "make_config", "read", "residue", "settled"]
 
 
 def make_config(**settings: Any) -> dict[str, str]:
@@ -70,6 +70,7 @@ class World:
             if self.dd._engine is not None:
                 self.dd.check_integrity()
             self.dd.finalize()
+            del self.dd  # what is alive between tests is frozen: see baseline
         self.caches.clear()
         self.memory.clear()
 
@@ -99,6 +100,18 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
     return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
 
 
+def baseline() -> dict[str, Any]:
+    """Return :func:`residue` before a test, and take all that lives now out of the collector's sight.
+
+    What is imported or kept between tests is not the test's; every later look would go through it again, which costs
+    more than most tests do. What the test itself makes stays in sight.
+
+    """
+    found = residue()
+    gc.freeze()
+    return found
+
+
 def settled(before: dict[str, Any]) -> dict[str, Any]:
     """Return :func:`residue`, once it equals ``before`` or 5 s have passed."""
     return scene.settled(before, residue)
@@ -115,8 +128,9 @@ def residue() -> dict[str, Any]:
             continue  # the descriptor of the listing itself
         kind = target.split(":")[0] if not target.startswith("/") else target
         fds[kind] = fds.get(kind, 0) + 1
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        memfds = sum("/memfd:" in line for line in maps)
+    # Raw and counted in one go: a process has hundreds of mappings, and every test looks several times.
+    with open("/proc/self/maps", "rb", buffering=0) as maps:
+        memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "kernel threads": len(os.listdir("/proc/self/task")),

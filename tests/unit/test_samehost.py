@@ -132,9 +132,9 @@ def unchanged() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_both_ends_get_the_other_ends_memory(tmp_path: Path, in_folder: bool) -> None:
+def test_both_ends_get_the_other_ends_memory(socket_folder: Path, in_folder: bool) -> None:
     before = residue()
-    with staged(str(tmp_path) if in_folder else None) as stage:
+    with staged(str(socket_folder) if in_folder else None) as stage:
         stage.listener.expect(TOKEN, stage.results.put)
         with stage.dial() as got, expect_peer(stage) as given:
             check_is(got, stage.theirs, writable=True)
@@ -143,7 +143,7 @@ def test_both_ends_get_the_other_ends_memory(tmp_path: Path, in_folder: bool) ->
         assert not got.alive()
         got.close()  # again: nothing
     assert settled(before) == before
-    assert list(tmp_path.iterdir()) == []
+    assert list(socket_folder.iterdir()) == []
 
 
 def expect_peer(stage: Stage) -> PeerMemory:
@@ -167,16 +167,16 @@ def check_is(peer: PeerMemory, exports: Exports, *, writable: bool) -> None:
         assert segment.view()[100] == 17 * region
 
 
-def test_a_listener_in_a_folder_is_a_private_socket_file_until_it_closes(tmp_path: Path) -> None:
-    with staged(str(tmp_path)) as stage:
-        (path,) = tmp_path.iterdir()
+def test_a_listener_in_a_folder_is_a_private_socket_file_until_it_closes(socket_folder: Path) -> None:
+    with staged(str(socket_folder)) as stage:
+        (path,) = socket_folder.iterdir()
         assert stage.listener.name == str(path)
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert list(tmp_path.iterdir()) == []
+    assert list(socket_folder.iterdir()) == []
 
 
-def test_socket_files_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_socket_files_of_killed_processes_are_removed_and_nothing_else(socket_folder: Path) -> None:
     code = (
         "import os, sys\n"
         "from llm_datadist.testing.peers import new_exports\n"
@@ -184,20 +184,20 @@ def test_socket_files_of_killed_processes_are_removed_and_nothing_else(tmp_path:
         "listener = SameHostListener(new_exports(writable=False), sys.argv[1])\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
-    (stale,) = tmp_path.iterdir()
-    (tmp_path / "llm-datadist-note.sock").write_text("not a socket")
-    with staged(str(tmp_path)) as living, staged(str(tmp_path)) as second:
-        left = {path.name for path in tmp_path.iterdir()}
+    assert subprocess.run([sys.executable, "-c", code, str(socket_folder)], check=False).returncode == -9
+    (stale,) = socket_folder.iterdir()
+    (socket_folder / "llm-datadist-note.sock").write_text("not a socket")
+    with staged(str(socket_folder)) as living, staged(str(socket_folder)) as second:
+        left = {path.name for path in socket_folder.iterdir()}
         assert stale.name not in left
         assert left == {"llm-datadist-note.sock", Path(living.listener.name).name, Path(second.listener.name).name}
         living.settled()
 
 
-def test_a_folder_that_cannot_hold_a_socket_is_a_parameter_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_a_socket_is_a_parameter_error(socket_folder: Path) -> None:
     exports = new_exports(writable=False)
     with unchanged():
-        for folder in (tmp_path / "missing", tmp_path / ("x" * 120)):
+        for folder in (socket_folder / "missing", socket_folder / ("x" * 120)):
             with pytest.raises(ParamError, match=r"llm\.ShmSocketDir"):
                 SameHostListener(exports, str(folder))
     close_exports(exports)
@@ -621,10 +621,10 @@ def test_an_ended_peer_is_not_alive(stage: Stage) -> None:
         assert not peer.alive(), "an ended process that is not reaped yet"
 
 
-def test_close_with_silent_peers_from_the_loop_and_from_outside(tmp_path: Path) -> None:
+def test_close_with_silent_peers_from_the_loop_and_from_outside(socket_folder: Path) -> None:
     before = residue()
     for close in ("on loop", "outside", "loop stopped"):
-        with staged(str(tmp_path)) as stage, stage.raw() as silent:
+        with staged(str(socket_folder)) as stage, stage.raw() as silent:
             while "1 pending" not in repr(stage.listener):
                 stage.settled()
             if close == "on loop":
@@ -632,9 +632,9 @@ def test_close_with_silent_peers_from_the_loop_and_from_outside(tmp_path: Path) 
             elif close == "outside":
                 stage.listener.close()
             if close != "loop stopped":
-                assert list(tmp_path.iterdir()) == []
+                assert list(socket_folder.iterdir()) == []
                 assert silent.recv(10) == b""
-        assert list(tmp_path.iterdir()) == []
+        assert list(socket_folder.iterdir()) == []
     assert settled(before) == before
 
 
@@ -650,17 +650,17 @@ def test_close_after_the_loop_is_closed() -> None:
     assert settled(before) == before
 
 
-def test_a_forgotten_close_is_a_warning(tmp_path: Path) -> None:
+def test_a_forgotten_close_is_a_warning(socket_folder: Path) -> None:
     exports = new_exports(writable=False)
     with unchanged():
         with pytest.warns(ResourceWarning, match="unclosed <SameHostListener"):
-            SameHostListener(exports, str(tmp_path))
-        assert list(tmp_path.iterdir()) == []
+            SameHostListener(exports, str(socket_folder))
+        assert list(socket_folder.iterdir()) == []
     close_exports(exports)
 
 
-def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(tmp_path: Path) -> None:
-    with staged(str(tmp_path)) as stage:
+def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(socket_folder: Path) -> None:
+    with staged(str(socket_folder)) as stage:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             pid = os.fork()

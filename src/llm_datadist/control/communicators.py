@@ -257,10 +257,10 @@ class Communicators:
         for peer in communicator.others:
             self._drop_spare(peer, f"{communicator} failed: {reason}")
 
-    def note(self, communicator: Communicator, reason: str) -> None:
-        """Keep what was heard last: it is told if nothing comes of it."""
+    def note(self, communicator: Communicator, reason: str, phase: str | None = None) -> None:
+        """Keep what was heard last: it is told if nothing comes of it. That somebody hung up says less than words."""
         with self._lock:
-            if communicator.preparing:
+            if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
 
     # --- the control thread ----------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class Communicators:
             return True
         # That nobody listens at a port, or somebody else does, is what looking for a member is like.
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self.note(communicator, str(error))
+            self.note(communicator, str(error), error.phase)
         return False
 
     def _arrived(self, communicator: Communicator, peer: int) -> bool:

@@ -1,0 +1,194 @@
+"""The nursery: a process that has imported what an end needs, and forks one when asked.
+
+An interpreter that imports all of it takes half a second of a processor, a fork five milliseconds; hundreds of tests
+kill an end and need another one. It has one thread and never an LLMDataDist of its own. The pools of two of its
+children lie at different addresses, as in any two processes: each child begins with a gap of a random size.
+
+``python -m tests.support.nursery FD`` is the nursery itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from pathlib import Path
+from secrets import randbelow
+from typing import TYPE_CHECKING, Final
+
+from tests.support.serving import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Forked", "Nursery"]
+
+_ROOT = Path(__file__).parent.parent.parent
+_REQUEST_BYTES: Final = 1 << 16
+_GAP_PAGES: Final = 1 << 16
+_ANSWER_SECONDS: Final = 60.0
+#: Among them what the library imports late.
+_FIRST: Final = ("llm_datadist.engine", "llm_datadist.cache_manager", "tests.support.linking", "tests.support.moves")
+
+
+class Forked:
+    """A child of the nursery, with the methods of a Popen that ends use."""
+
+    def __init__(self, pid: int, status: socket.socket) -> None:
+        self.pid = pid
+        self._status = status  # the nursery writes how the process ended
+        self._handle = os.pidfd_open(pid)  # the pid may be another's as soon as the nursery has waited for it
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended, or None."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self._end()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended, and return how."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout or 0)
+            self._end()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            try:
+                signal.pidfd_send_signal(self._handle, number)
+            except ProcessLookupError:
+                return
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self) -> None:
+        text = self._status.recv(64)
+        self._status.close()
+        os.close(self._handle)
+        assert text, "the nursery has ended"
+        self.returncode = int(text)
+
+
+class Nursery:
+    """The test's side of it. The process starts when the first child is asked for, and ends with this one.
+
+    Its sockets are there from the beginning: a test that counts descriptors must not see it start.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.settimeout(_ANSWER_SECONDS)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        #: Modules whose functions ends were sent: imported before the next fork, for all later children.
+        self.modules: set[str] = set()
+        self._imported: set[str] = set()
+        atexit.register(self.close)
+
+    def fork(self, name: str, pipe: socket.socket, environment: Mapping[str, str]) -> Forked | None:
+        """Return a process that serves an end on ``pipe``; None if it cannot be had in this environment."""
+        wanted = {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}
+        if self._process is None:
+            self._environment = wanted
+            command = [sys.executable, "-W", "error", "-m", "tests.support.nursery", str(self._theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[self._theirs.fileno()], cwd=_ROOT, env=wanted)
+        if wanted != self._environment:
+            return None  # some of it is read when modules are imported
+        ours, theirs = socket.socketpair()
+        with theirs:
+            new = sorted(self.modules - self._imported - {"__main__"})
+            self._imported |= self.modules
+            socket.send_fds(self._ours, ["\n".join([name, *new]).encode()], [pipe.fileno(), theirs.fileno()])
+        return Forked(int(self._ours.recv(64)), ours)
+
+    def close(self) -> None:
+        """End the process. Its children end with their own pipes."""
+        self._ours.close()
+        self._theirs.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+def _main(control: socket.socket) -> None:
+    """Fork what is asked for, and say how each ended, until the test's side is gone."""
+    _import(_FIRST)
+    waiting: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: (pid, where to say how it ended)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd != control.fileno():
+                poll.unregister(fd)
+                _report(fd, *waiting.pop(fd))
+                continue
+            request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 2)
+            if not request:
+                return
+            pipe, status = fds[0], socket.socket(fileno=fds[1])
+            name, *modules = request.decode().split("\n")
+            _import(modules)
+            pid = _fork()
+            if pid == 0:
+                for each in (control, status, *(other for _, other in waiting.values())):
+                    each.close()
+                for handle in waiting:
+                    os.close(handle)
+                serve(name, pipe)
+                return  # and end as any interpreter does
+            os.close(pipe)
+            handle = os.pidfd_open(pid)
+            waiting[handle] = pid, status
+            poll.register(handle, select.POLLIN)
+            control.send(str(pid).encode())
+
+
+def _fork() -> int:
+    """Fork; the child's mappings begin a random number of pages below those of its parent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads, of which it has none
+        pid = os.fork()
+    if pid == 0:
+        global _gap  # noqa: PLW0603 (it has to stay mapped)
+        _gap = mmap(-1, PAGESIZE * (1 + randbelow(_GAP_PAGES)), MAP_PRIVATE | MAP_ANONYMOUS, prot=0)
+    return pid
+
+
+_gap: mmap | None = None
+
+
+def _report(handle: int, pid: int, status: socket.socket) -> None:
+    _, code = os.waitpid(pid, 0)
+    os.close(handle)
+    with status:
+        try:
+            status.send(str(os.waitstatus_to_exitcode(code)).encode())
+        except BrokenPipeError:
+            return  # nobody asks any more
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules, and keep the children's collectors from looking through them."""
+    for module in modules:
+        importlib.import_module(module)
+    if modules:
+        gc.collect()
+        gc.freeze()
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as from_the_test:
+        _main(from_the_test)

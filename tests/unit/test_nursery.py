@@ -1,0 +1,77 @@
+"""The nursery of the ends: its children are what interpreters of their own would be."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.ends import ChildEnd
+from tests.support.moves import Spec
+from tests.support.nursery import Forked
+from tests.support.world import make_config, residue
+
+if TYPE_CHECKING:
+    from tests.support.world import World
+
+
+def look(world: World) -> dict[str, Any]:
+    return {"pid": os.getpid(), "parent": os.getppid(), "name": world.name, "fds": residue()["fds"]}
+
+
+def pool_addresses(world: World) -> list[int]:
+    world.start("PROMPT", 1, make_config())
+    cache = world.cm.allocate_blocks_cache(Spec(memory="pool").desc)
+    return list(cache.tensor_addrs)
+
+
+def end_badly(world: World) -> None:
+    os._exit(7)
+
+
+def test_children_have_a_pipe_and_no_descriptor_of_their_siblings() -> None:
+    before = residue()
+    ends = [ChildEnd(f"child {number}") for number in range(3)]
+    seen = [end.do(look) for end in ends]
+    assert [each["name"] for each in seen] == ["child 0", "child 1", "child 2"]
+    assert [each["pid"] for each in seen] == [end.pid for end in ends]
+    assert len({each["parent"] for each in seen}) == 1
+    assert seen[0]["parent"] != os.getpid()
+    fresh = ChildEnd("fresh", fresh=True)
+    assert [each["fds"] for each in seen] == [fresh.do(look)["fds"]] * 3
+    for end in (*ends, fresh):
+        end.close()
+    assert residue() == before
+
+
+def test_the_pools_of_two_children_lie_at_different_addresses() -> None:
+    ends = ChildEnd("one"), ChildEnd("other")
+    one, other = (end.do(pool_addresses) for end in ends)
+    assert set(one).isdisjoint(other)
+    for end in ends:
+        end.close()
+
+
+def test_ends_are_told_apart() -> None:
+    killed, bad, good = ChildEnd("killed"), ChildEnd("bad"), ChildEnd("good")
+    assert all(isinstance(end._process, Forked) for end in (killed, bad, good))
+    assert killed._process.poll() is None
+    killed.kill()
+    assert killed._process.poll() == -signal.SIGKILL
+    killed.signal(signal.SIGTERM)  # nobody is hit any more
+    with pytest.raises(EOFError):
+        bad.do(end_badly)
+    assert bad._process.wait(10) == 7
+    good.close()
+    assert good._process.poll() == 0
+
+
+def test_in_another_environment_an_end_starts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ChildEnd("first").close()
+    monkeypatch.setenv("LLM_DATADIST_TEST_OF_THE_NURSERY", "1")
+    end = ChildEnd("second")
+    assert not isinstance(end._process, Forked)
+    assert end.do(look)["parent"] == os.getpid()
+    end.close()
