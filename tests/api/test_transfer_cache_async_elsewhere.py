@@ -157,10 +157,13 @@ def give_back(world: World, name: str) -> None:
         world.cm.deallocate_blocks_cache(under)
 
 
-def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(shm_pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
+    shm_pair: Pair, tmp_path: Path, blocks: bool
+) -> None:
     """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
     shm_pair.start(extra={"llm.Transport": "auto"})
-    shm_pair.prompt.do(make, "kv", Spec(6, 4, 48), 1)
+    shm_pair.prompt.do(make, "kv", Spec(6, 4, 48, blocks=blocks), 1)
     shm_pair.decoder.do(make, "kv", SOURCE, 2)
     where = shm_pair.prompt.do(addresses, "kv")
     shm_pair.decoder.do(shut_there, tmp_path)
@@ -168,7 +171,8 @@ def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
     shm_pair.decoder.do(ready, 0, 1, 2)
     Gate(tmp_path).wait()
     shm_pair.prompt.do(forget, "kv")
-    assert shm_pair.prompt.do(picture).quarantined_bytes > 0
+    kept = shm_pair.prompt.do(picture)
+    assert (kept.quarantined_bytes > 0, kept.pins > 0) == (blocks, not blocks)
     before = shm_pair.prompt.do(make, "kv", Spec(6, 4, 48), 7)
     assert not set(where) & set(shm_pair.prompt.do(addresses, "kv"))
     Gate(tmp_path).open()
@@ -176,6 +180,7 @@ def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
     shm_pair.decoder.do(open_there)
     same_bytes(received(shm_pair.prompt), before)
     wait_until(lambda: shm_pair.prompt.do(picture).quarantined_bytes == 0)
+    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
 
 
 def shut_there(world: World, folder: Path) -> None:
