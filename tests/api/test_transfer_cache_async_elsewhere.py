@@ -3,16 +3,20 @@ that is reused, never make a transfer whole that is not."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, TransferConfig
+from llm_datadist.testing.gates import Gate, shut
 from tests.support.layers import FAILED, OK, addresses, begin, finish, keyed, raw, ready, received, send, wait_asked
 from tests.support.linking import alone
-from tests.support.moves import Spec, forget, make, same_bytes
+from tests.support.moves import Spec, forget, make, picture, same_bytes, wait_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.world import World
@@ -151,3 +155,38 @@ def give_back(world: World, name: str) -> None:
     forget(world, name)
     if under is not None:
         world.cm.deallocate_blocks_cache(under)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
+    shm_pair: Pair, tmp_path: Path, blocks: bool
+) -> None:
+    """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
+    shm_pair.start(extra={"llm.Transport": "auto"})
+    shm_pair.prompt.do(make, "kv", Spec(6, 4, 48, blocks=blocks), 1)
+    shm_pair.decoder.do(make, "kv", SOURCE, 2)
+    where = shm_pair.prompt.do(addresses, "kv")
+    shm_pair.decoder.do(shut_there, tmp_path)
+    shm_pair.decoder.do(begin, "kv", [raw(shm_pair.prompt, "kv")])
+    shm_pair.decoder.do(ready, 0, 1, 2)
+    Gate(tmp_path).wait()
+    shm_pair.prompt.do(forget, "kv")
+    kept = shm_pair.prompt.do(picture)
+    assert (kept.quarantined_bytes > 0, kept.pins > 0) == (blocks, not blocks)
+    before = shm_pair.prompt.do(make, "kv", Spec(6, 4, 48), 7)
+    assert not set(where) & set(shm_pair.prompt.do(addresses, "kv"))
+    Gate(tmp_path).open()
+    assert shm_pair.decoder.do(finish).first is not OK
+    shm_pair.decoder.do(open_there)
+    same_bytes(received(shm_pair.prompt), before)
+    wait_until(lambda: shm_pair.prompt.do(picture).quarantined_bytes == 0)
+    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
+
+
+def shut_there(world: World, folder: Path) -> None:
+    world.memory["gate"] = stack = ExitStack()
+    stack.enter_context(shut(world.dd, "before write", folder, peer=1))
+
+
+def open_there(world: World) -> None:
+    world.memory.pop("gate").close()
