@@ -98,6 +98,20 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 
 @pytest.fixture
+def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
+    """Four processes; afterwards nothing may be left in the two that go on."""
+    before = [child.do(_baseline) for child in children]
+    ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
+    all_of_them = list(ends)
+    yield ends
+    for end in ends[::-1]:  # but those that a test has killed
+        end.stop()
+    for end in all_of_them[2:]:
+        end.close()
+    assert [child.do(_settled, was) for child, was in zip(children, before, strict=True)] == before
+
+
+@pytest.fixture
 def socket_folder() -> Iterator[Path]:
     """An empty folder for sockets, whose path is short: with a socket's name behind it, it has 108 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="sockets-") as folder:

@@ -25,7 +25,7 @@ LAYERS: Final[dict[int, str]] = {
     4: "transport",
     5: "control",
     6: "caches local swap transfer target lane_target withdrawal verify witness grants "
-    "locate layerwise tasks workers engine",
+    "recipient locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist cpp_api",
     8: "cli demo testing prometheus compat configs status utils v2",

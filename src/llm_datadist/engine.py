@@ -202,29 +202,35 @@ class Engine:
             busy = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
             if now is None or now[1] != wanted[1] or not busy:
                 raise
-            listening = self._bind_in_place(wanted, now)
-        try:
-            self.links.listen(listening)
-        except StateError:
-            listening.close()
-            raise
+            self._listen_in_place(wanted, now)
+        else:
+            try:
+                self.links.listen(listening)
+            except StateError:
+                listening.close()
+                raise
         _warn_if_open(self.links.listen_address)
 
-    def _bind_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> socket.socket:
-        """The new address shares the port with our own old one, and one of them stands for all: first close that."""
+    def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
+        """The new address shares the port with our own old one, and one of them stands for all: first close that.
+
+        From then on a link stands in the way no more: it would leave this end without any listener.
+        """
         self.links.listen(None)
         try:
-            return bind(wanted)
+            listening = bind(wanted)
         except LinkError as error:
             try:
-                self.links.listen(bind(now))
+                old = bind(now)
             except LinkError as again:
                 self.options = replace(self.options, listen=None)
                 raise LinkError(
                     f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
                     status_code=error.status_code,
                 ) from error
+            self.links.listen(old, even_if_linked=True)
             raise
+        self.links.listen(listening, even_if_linked=True)
 
     def close(self) -> None:
         """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""

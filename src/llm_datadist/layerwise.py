@@ -2,17 +2,19 @@
 
 Both are pushes (``transfer.py``) of the two tensors of a layer. By key the target finds the cache at each push, as
 always. By address the places are asked for once (``locate.py``), and again when the target does not know them any more:
-the link may be another one, or the memory have been registered anew. A push consumes no key here: a transfer is not
-among what does (R5).
+the link may be another one, or the memory have been registered anew. All layers of a destination must go to the same
+process and, by key, to the same cache (:class:`~llm_datadist.recipient.Recipient`). A push consumes no key here: a
+transfer is not among what does (R5).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.deadline import Deadline
-from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
+from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError, TransferFailed
+from llm_datadist.recipient import Recipient
 from llm_datadist.transfer import RemoteName
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.cache.registry import Entry
     from llm_datadist.engine import Engine
-    from llm_datadist.locate import Place
+    from llm_datadist.locate import Locations, Place
     from llm_datadist.native import Plan
 
 __all__ = ["TENSORS_PER_LAYER", "AddressDelivery", "KeyDelivery", "Source"]
@@ -54,6 +56,7 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
+    recipient: Recipient = field(default_factory=Recipient)
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -72,7 +75,9 @@ class KeyDelivery:
 
         with engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
             deadline = self.source.deadline()
-            span.nbytes = engine.initiator.push(self.name, self.source.entry, plan, deadline, _WHAT, consumes=False)
+            span.nbytes = engine.initiator.push(
+                self.name, self.source.entry, plan, deadline, _WHAT, consumes=False, recipient=self.recipient
+            )
 
 
 class AddressDelivery:
@@ -90,7 +95,8 @@ class AddressDelivery:
         self._source = source
         self._cluster_id = cluster_id
         self._addresses = addresses
-        self._places: list[Place] | None = None
+        self._located: Locations | None = None
+        self._recipient = Recipient()
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -99,16 +105,33 @@ class AddressDelivery:
         addresses = self._addresses[at : at + TENSORS_PER_LAYER]
         shown = ", ".join(f"{address:#x}" for address in addresses)
         with self._source.engine.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
-            if self._places is not None:
+            if self._located is not None:
                 try:
-                    span.nbytes = self._push(layer, self._places[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # what was true at an earlier layer is not any more: ask again, and believe that
-            self._places = self._source.engine.locator.locate(
-                self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT
+            self._located = self._locate(deadline)
+            span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+
+    def _locate(self, deadline: Deadline) -> Locations:
+        """Ask what lies at the addresses.
+
+        Raises:
+            TransferFailed: Not what lay there at an earlier layer, and one of the two is memory of the peer's pools,
+                which is somebody else's by now.
+        """
+        locator, before = self._source.engine.locator, self._located
+        now = locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
+        if before is not None and before.places != now.places and (before.allocated or now.allocated):
+            raise TransferFailed(
+                f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
+                f"meanwhile: cache {now.places[0].cache_id} is there now, and what was sent before went to cache "
+                f"{before.places[0].cache_id}; send all of it again",
+                peer=self._cluster_id,
+                phase="locate",
             )
-            span.nbytes = self._push(layer, self._places[at : at + TENSORS_PER_LAYER], deadline)
+        return now
 
     def _push(self, layer: int, places: Sequence[Place], deadline: Deadline) -> int:
         """Push K and V; together where they lie in the same way in neighbouring tensors of one cache."""
@@ -127,4 +150,6 @@ class AddressDelivery:
             return cut.plan(place.tensor, first, count, offset=place.offset, alias=same)
 
         name = RemoteName(self._cluster_id, cache_id=place.cache_id)
-        return self._source.engine.initiator.push(name, self._source.entry, plan, deadline, _WHAT, consumes=False)
+        return self._source.engine.initiator.push(
+            name, self._source.entry, plan, deadline, _WHAT, consumes=False, recipient=self._recipient
+        )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
 
-__all__ = ["AddressBook", "Locator", "Place", "places_in"]
+__all__ = ["AddressBook", "Locations", "Locator", "Place", "places_in"]
 
 #: Ids kept per link; beyond, those whose caches are gone are forgotten.
 _MANY_IDS: Final = 1024
@@ -53,6 +53,17 @@ class Place:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """Where all addresses of a question lie; ``allocated`` when one of them lies in memory of the peer's pools.
+
+    Such memory is a cache's only until that is freed; memory of the user is what it is, however it is registered.
+    """
+
+    places: list[Place]
+    allocated: bool
+
+
 # --- the initiator ---------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +75,7 @@ class Locator:
 
     def locate(
         self, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
-    ) -> list[Place]:
+    ) -> Locations:
         """Return the places of ``addresses``, from each of which on ``nbytes`` bytes are to be written.
 
         Raises:
@@ -75,14 +86,16 @@ class Locator:
             PeerLost: The link broke.
         """
         link = self._links.get(cluster_id)
-        places: list[Place] = []
         with link.operation():
-            for start in range(0, len(addresses), MAX_LOCATE):
-                places += _ask(link, addresses[start : start + MAX_LOCATE], nbytes, deadline, what)
-        return places
+            parts = [
+                _ask(link, addresses[start : start + MAX_LOCATE], nbytes, deadline, what)
+                for start in range(0, len(addresses), MAX_LOCATE)
+            ]
+        places = [place for part in parts for place in part.places]
+        return Locations(places, any(part.allocated for part in parts))
 
 
-def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> list[Place]:
+def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Locations:
     named = np.array(addresses, dtype="<u8").tobytes()
     try:
         answer = link.request(
@@ -95,7 +108,7 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
         raise typed(failure, what) from failure
     if not isinstance(answer, Located):
         raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
-    return places_in(answer, len(addresses), f"{what}: {link.peer}")
+    return Locations(places_in(answer, len(addresses), f"{what}: {link.peer}"), answer.allocated)
 
 
 def places_in(answer: Located, count: int, who: str) -> list[Place]:
@@ -147,6 +160,7 @@ class AddressBook:
             cache_ids.astype("<u8").tobytes(),
             directory.tensors[found].astype("<u4").tobytes(),
             (addresses - directory.bases[found]).astype("<u8").tobytes(),
+            bool(directory.owned[found].any()),
         )
 
     def _entries(self) -> list[Entry]:
@@ -173,6 +187,7 @@ class _Directory:
         self.bases = bases[order]
         self.tensors = np.concatenate([np.arange(count) for count in counts] or nothing)[order]
         self.cache_ids = np.repeat(np.array([each.cache_id for each in large], np.uint64), counts)[order]
+        self.owned = np.repeat(np.array([each.owned for each in large], np.bool_), counts)[order]
         room = np.array([each.geometry.tensor_bytes - nbytes for each in large], np.uint64)
         self._rooms = np.repeat(room, counts)[order]
 

@@ -351,12 +351,15 @@ class Tasks:
             job.end(_finalized(job))
 
     def join(self) -> None:
-        """Join the threads. One that is in a synchronizer which does not return is left behind, harmless."""
+        """Join the threads. One that is in a synchronizer which does not return is left behind, harmless.
+
+        So is the caller's own: a synchronizer may finalize.
+        """
         self.stop()
         limit = Deadline.after_ms(self._patience_ms + _GRACE_MS)
         for job, thread in self._jobs:
-            if thread.ident is None:
-                continue  # started this very moment by a call that finalize should not meet: it finds its job ended
+            if thread.ident is None or thread is threading.current_thread():
+                continue  # the first: started this very moment by a call that finalize should not meet; its job ended
             thread.join(limit.remaining())
             if thread.is_alive():
                 logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)

@@ -29,6 +29,7 @@ from llm_datadist.errors import (
 from llm_datadist.lane_target import encode_handle
 from llm_datadist.log import logger
 from llm_datadist.native import Plan
+from llm_datadist.recipient import Recipient
 from llm_datadist.transport.base import PRIVATE, MemoryChanged
 from llm_datadist.verify import Moved
 
@@ -135,13 +136,17 @@ class Initiator:
         what: str,
         *,
         consumes: bool = True,
+        recipient: Recipient | None = None,
     ) -> int:
         """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`.
 
         Without remote cache access the target answers only for caches that were located before (``locate.py``).
-        ``consumes``: a complete one consumes the key of the row at the target (R5).
+        ``consumes``: a complete one consumes the key of the row at the target (R5). With a ``recipient`` this is a
+        part: TransferFailed unless it goes to where the parts before it went.
         """
-        return self._move(name, local, make_plan, deadline, what, push=True, consumes=consumes)
+        return self._move(
+            name, local, make_plan, deadline, what, push=True, consumes=consumes, recipient=recipient or Recipient()
+        )
 
     def _move(
         self,
@@ -154,24 +159,18 @@ class Initiator:
         push: bool,
         grant: Grant | None = None,
         consumes: bool = False,
+        recipient: Recipient | None = None,
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
-        cut: int | None = None  # the cache that may hold part of a push
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept = (name, push) in link.kept
                 remote = self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
-                    if cut not in (None, remote.cache_id):
-                        # Repeated elsewhere it would leave that part behind, and nobody would know.
-                        raise TransferFailed(
-                            f"{what}: the data lanes to {link.peer} broke; {name} has been bound anew meanwhile, and "
-                            f"cache {cut} there may hold a part of what was pushed",
-                            peer=name.cluster_id,
-                            phase="copy",
-                        )
+                    if recipient is not None:  # repeated, or continued, elsewhere it would leave a part behind
+                        recipient.require(link.peer, name, remote.cache_id, what)
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
                     with _announced(link, remote, deadline, what, push=push):
@@ -182,7 +181,8 @@ class Initiator:
                             plan = make_plan(remote.geometry, remote.row, same)
                             copied = self._copy(link, plan, tensors, remote, deadline, what, push=push)
                             current = copied is _Copied.WHOLE
-                            cut = remote.cache_id if push and copied is _Copied.CUT else cut
+                            if recipient is not None and copied is not _Copied.REFUSED:
+                                recipient.took(link.peer, name, remote.cache_id)
                     if current:
                         if self._verifier is not None:  # while the pin keeps what the peer is asked about
                             self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)

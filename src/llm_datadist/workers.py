@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -32,6 +33,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_MAX_WORKERS, "llm-datadist-async")
+        self._pid = os.getpid()
 
     async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
         """Call ``call`` with a deadline in a worker thread; the deadline begins when the thread does.
@@ -39,13 +41,15 @@ class Workers:
         When the waiting task is cancelled, ``CancelledError`` comes once the call has ended, which it is told to do:
         a call that has not begun never does, one that waits for an answer ends within 50 ms, and one that moves bytes
         ends with the bytes, or with its deadline. So nothing of it writes anywhere afterwards, and the link is as
-        usable as after a timeout.
+        usable as after a timeout. A coroutine that is closed, which leaves no time to wait, only tells it.
 
         Raises:
-            StateError: finalize came first (``LLM_ENGINE_FINALIZED``).
+            StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
         import asyncio  # whoever awaits has it loaded
 
+        if os.getpid() != self._pid:
+            raise StateError(f"the call is one of process {self._pid}, whose threads are not in this fork of it")
         awaited: _Call[T] = _Call(call, budget_ms)
         try:
             future: Future[T] = self._threads.submit(awaited.run)
@@ -59,6 +63,9 @@ class Workers:
                 raise _finalized() from None
             await _ended(awaited, future, waiting)
             raise
+        except GeneratorExit:
+            awaited.give_up(future)
+            raise
 
     def stop(self) -> None:
         """Drop calls that have not begun, and take no more; never waits. Idempotent."""
@@ -70,7 +77,7 @@ class Workers:
 
 
 class _Call(Generic[T]):
-    """One call on its way through a thread. ``cancel`` may come from another thread at any time."""
+    """One call on its way through a thread. :meth:`give_up` may come from another thread at any time."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
@@ -84,19 +91,22 @@ class _Call(Generic[T]):
             deadline.cancel()
         return self._call(deadline)
 
-    def cancel(self) -> None:
+    def give_up(self, future: Future[T]) -> bool:
+        """Nobody wants it any more. True when it had not begun, and never will; else it ends as soon as it can."""
+        if future.cancel():
+            return True
         self._cancelled = True
         if self._deadline is not None:
             self._deadline.cancel()
+        return False
 
 
 async def _ended(call: _Call[T], future: Future[T], waiting: asyncio.Future[T]) -> None:
     """Return when a cancelled call has ended, however often the waiting task is cancelled meanwhile."""
     import asyncio
 
-    if future.cancel():
-        return  # it had not begun
-    call.cancel()
+    if call.give_up(future):
+        return
     while not waiting.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([waiting])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,20 @@ from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateEr
 from llm_datadist.testing.gates import Gate, shut
 from llm_datadist.testing.stalls import stall
 from tests.support.linking import bytes_move_both_ways
-from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, moved, nothing_happens, picture, same_bytes, show
+from tests.support.moves import (
+    BLOCKS,
+    Spec,
+    Use,
+    cache_id,
+    make,
+    moved,
+    nothing_happens,
+    picture,
+    same_bytes,
+    show,
+    wait_until,
+)
+from tests.support.source import ROOT
 from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
@@ -297,3 +313,60 @@ def test_finalize_ends_calls_that_are_awaited(local_pair: Pair) -> None:
     assert codes <= {LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_ENGINE_FINALIZED}
     assert LLMStatusCode.LLM_ENGINE_FINALIZED in codes, "eight of forty waited for a thread"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("llm-datadist-async_")]
+
+
+def test_r07_a_coroutine_that_is_closed_tells_its_call_to_end(local_pair: Pair) -> None:
+    """No loop is left to wait in: the call ends by itself, long before its time."""
+    local_pair.start(sync_kv_timeout=600_000)
+    local_pair.prompt.do(make, "kv", SOURCE, 1)
+    before = local_pair.decoder.do(make, "kv", PAGED, 2)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
+    waiters = world.dd._require_engine("test").links.get(1)._waiters
+
+    async def begun_and_closed() -> None:
+        pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])
+        pull.send(None)
+        await asyncio.to_thread(_asked, world)
+        pull.close()
+        await asyncio.to_thread(wait_until, lambda: not waiters)
+
+    with stall(peer.dd, "control"):
+        asyncio.run(asyncio.wait_for(begun_and_closed(), BOUND_S))
+    same_bytes(local_pair.decoder.do(show, "kv"), before)
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+
+
+_FORK = """
+import asyncio, os
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+from llm_datadist.errors import StateError
+from tests.support.world import make_config
+
+dd = LLMDataDist(LLMRole.MIX, 1)
+dd.init(make_config())
+cache = dd.cache_manager.allocate_blocks_cache(CacheDesc(2, [4, 64], DataType.DT_UINT8))
+
+async def bounded(call):
+    await asyncio.wait_for(call, 20)
+
+asyncio.run(bounded(dd.cache_manager.copy_blocks_async(cache, {0: [1]})))  # there is a worker thread by now
+ahead = bounded(dd.cache_manager.copy_blocks_async(cache, {0: [2]}))
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(ahead)
+    except StateError as error:
+        os._exit(0 if "fork" in str(error) else 4)
+    os._exit(3)
+asyncio.run(ahead)
+dd.finalize()
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child() -> None:
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", _FORK]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -28,11 +28,9 @@ from tests.support.ranks import (
     status,
     table,
 )
-from tests.support.world import make_config, residue, settled
+from tests.support.world import make_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.conftest import Pair
     from tests.support.world import World
 
@@ -42,28 +40,6 @@ def explain(world: World, cluster_id: int) -> Any:
 
 
 # --- life cycle -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
-    """Four processes; afterwards nothing may be left in the two that go on."""
-    before = [child.do(_residue) for child in children]
-    ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
-    all_of_them = list(ends)
-    yield ends
-    for end in ends[::-1]:  # but those that a test has killed
-        end.stop()
-    for end in all_of_them[2:]:
-        end.close()
-    assert [child.do(_settled, was) for child, was in zip(children, before, strict=True)] == before
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[ChildEnd]) -> None:
@@ -149,8 +125,7 @@ def test_kill_9_of_a_member_while_preparing_fails_the_others_in_time(four: list[
     wait_until(lambda: all(len(end.do(links)) == 2 for end in survivors[:2]))
     victim.kill()
     survivors[2].do(join, name, ranks, rank_table)
-    assert FAILED in settle(survivors, [1, 1, 1])
-    assert survivors[2].do(status, 1) is FAILED
+    assert settle(survivors, [1, 1, 1]) == [FAILED] * 3
     four.remove(victim)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.control.listener import bind
+from llm_datadist.control.table import LinkTable
 from llm_datadist.errors import (
     LinkError,
     LLMException,
@@ -19,7 +21,16 @@ from llm_datadist.errors import (
 )
 from llm_datadist.instance.roles import _check_v1
 from llm_datadist.options import Options
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, unlink
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    begin_there,
+    bytes_move_both_ways,
+    info,
+    link,
+    result_there,
+    unlink,
+)
 from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show
 from tests.support.ranks import host, join, new_name, table
 from tests.support.world import World, make_config
@@ -194,6 +205,58 @@ def test_a_communicator_that_is_being_prepared_stands_in_the_way(end: LocalEnd) 
     refused([end], [], StateError, [f"communicator {comm_id}"], switch, "PROMPT", at(0), status=EXIST_LINK)
     end.world.dd.unlink(comm_id)
     assert end.do(switch, "PROMPT", at(0))
+
+
+def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer has it already when this end is asked to switch."""
+    local_pair.start(linked=False)
+    decoder = local_pair.decoder
+    at_the_gate, go = threading.Event(), threading.Event()
+    really = LinkTable.install
+
+    def installed_late(self: LinkTable, made: Any) -> Any:
+        at_the_gate.set()
+        assert go.wait(60)
+        return really(self, made)
+
+    monkeypatch.setattr(LinkTable, "install", installed_late)
+    decoder.do(begin_there, "call", link, [info(1, local_pair.prompt.port)])
+    assert at_the_gate.wait(60)
+    for options in (None, at(0)):
+        refused([decoder], [], StateError, ["being made"], switch, "MIX", options, status=EXIST_LINK)
+    go.set()
+    assert decoder.do(result_there, "call") == SUCCESS
+    assert decoder.do(role_of) == "DECODER"
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_cost_the_listener(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    port = free_port()
+    local_pair.start(linked=False)
+    decoder = local_pair.decoder
+    decoder.stop()
+    extra = {"llm.Transport": local_pair.transport}
+    decoder.start("DECODER", 2, listen_ip_info=f"127.0.0.1:{port}", extra=extra)
+    made: list[Any] = []
+
+    def slow_bind(address: tuple[str, int]) -> socket.socket:
+        if not reachable(port) and not made:
+            made.append(decoder.do(link, [info(1, local_pair.prompt.port)]))
+        return bind(address)
+
+    monkeypatch.setattr("llm_datadist.engine.bind", slow_bind)
+    if free:
+        assert decoder.do(switch, "PROMPT", at(port, "0.0.0.0")) == port
+    else:
+        with socket.create_server(("127.0.0.9", port)), pytest.raises(LinkError, match=r"0\.0\.0\.0"):
+            decoder.do(switch, "PROMPT", at(port, "0.0.0.0"))
+    assert made == [SUCCESS]
+    ip = "0.0.0.0" if free else "127.0.0.1"
+    assert (decoder.do(role_of), decoder.do(listening)) == ("PROMPT" if free else "DECODER", (ip, port))
+    assert reachable(port)
+    bytes_move_both_ways(decoder, local_pair.prompt)
 
 
 def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(pair: Pair) -> None:

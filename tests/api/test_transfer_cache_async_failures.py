@@ -318,6 +318,38 @@ def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer(local_pair: Pa
     same_bytes(received(local_pair.prompt), before)
 
 
+def test_a_synchronizer_may_finalize(local_pair: Pair) -> None:
+    """The one thing finalize cannot wait for is the thread that called it."""
+    local_pair.start(rca=True)
+    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    finalizing = Finalizing(world)
+    task = world.cm.transfer_cache_async(world.caches["kv"], finalizing, [_by_key(local_pair, range(3))])
+    result = outcome(task)
+    assert (result.results, result.first) == ([FINALIZED], FINALIZED)
+    thread = task._job._thread
+    assert thread is not None
+    thread.join(BOUND_MS / 1e3)
+    assert (thread.is_alive(), finalizing.errors) == (False, [])
+    assert not world.dd._live.count(world.dd)
+
+
+class Finalizing(Always):
+    """Finalizes the end whose cache is sent, once the first layer is ready."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.errors: list[BaseException] = []
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        try:
+            self.world.dd.finalize()
+        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+            self.errors.append(error)
+        return True
+
+
 @pytest.mark.parametrize("step", ["ask", "before write", "after write"])
 def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp_path: Path, step: str) -> None:
     local_pair.start(rca=True, sync_kv_timeout=2000)

@@ -87,6 +87,7 @@ _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
         _FIXED,
     ),
     "present": st.booleans(),
+    "allocated": st.booleans(),
 }
 
 
@@ -109,7 +110,7 @@ def plain(message: Message) -> Any:
     return [bytes(value) if isinstance(value, msgspec.Raw) else value for value in msgspec.structs.astuple(message)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_every_message_survives_the_trip(kind: type[Message], data: st.DataObject) -> None:
@@ -131,13 +132,13 @@ def only_protocol_error(payload: bytes) -> None:
         assert isinstance(decode(payload), Message)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_message_or_a_protocol_error(payload: bytes) -> None:
     only_protocol_error(payload)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(ANY, st.data())
 def test_a_truncated_message_is_a_protocol_error(message: Message, data: st.DataObject) -> None:
     payload = encode(message)
@@ -145,14 +146,14 @@ def test_a_truncated_message_is_a_protocol_error(message: Message, data: st.Data
         decode(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(ANY, st.binary(min_size=1, max_size=8))
 def test_bytes_after_the_message_are_a_protocol_error(message: Message, more: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(encode(message) + more)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(ANY, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6))
 def test_a_mutated_message_is_a_message_or_a_protocol_error(message: Message, changes: list[tuple[int, int]]) -> None:
     payload = bytearray(encode(message))
@@ -175,7 +176,7 @@ _ODD = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(ANY, _ODD, st.data())
 def test_a_field_of_another_type_never_gets_past_its_annotation(
     message: Message, odd: Any, data: st.DataObject

@@ -1,11 +1,13 @@
 """Approaches: the members of communicators that this end has to dial, tried again until they are there.
 
 A member may call ``link()`` long after this end: whoever dials tries the ports where the other one may listen, over
-and over. An attempt that finds nobody takes no time and no thread, so that one that never comes holds up nobody.
+and over. An attempt that finds nobody takes no time and no thread, and all attempts together are bounded: neither one
+that never comes nor hundreds of them hold up anybody.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -27,10 +29,17 @@ _THREADS: Final = 16
 _FIRST_SECONDS: Final = 0.02
 _LONGEST_SECONDS: Final = 0.5
 _GROWTH: Final = 1.5
+#: Of all members together: one attempt costs half a millisecond, and hundreds that never come may not cost a CPU.
+_ATTEMPTS_PER_SECOND: Final = 150
 
 
 class Approach:
     """One member that is to be dialled. Used by one thread at a time; :meth:`hang_up` by any.
+
+    Args:
+        communicator: For whom.
+        cluster_id: Who has to answer.
+        again: It was met, and is lost: no hurry, so that a link which breaks at once costs little.
 
     Attributes:
         communicator: For whom.
@@ -41,14 +50,14 @@ class Approach:
         due: When it is to be tried next, on the monotonic clock.
     """
 
-    def __init__(self, communicator: Communicator, cluster_id: int, host: str, ports: list[int]) -> None:
+    def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
         self.communicator = communicator
         self.cluster_id = cluster_id
-        self.host = host
-        self.ports = ports
+        self.host = communicator.plan.addresses[cluster_id]
+        self.ports = communicator.ports[cluster_id]
         self.cancelled = False
-        self.due = 0.0
-        self._delay = _FIRST_SECONDS
+        self._delay = _LONGEST_SECONDS if again else _FIRST_SECONDS
+        self.due = time.monotonic() + self._delay if again else 0.0
         self._dial: Dial | None = None
 
     @property
@@ -77,11 +86,14 @@ class Approach:
         if dial is not None:
             dial.hang_up()
 
-    def later(self) -> None:
-        """Nobody was there: look again a little later."""
+    def later(self, crowd: int) -> None:
+        """Nobody was there: look again a little later; the later, the more members are looked for."""
         self._dial = None
-        self.due = time.monotonic() + self._delay
+        self.due = time.monotonic() + max(self._delay, crowd / _ATTEMPTS_PER_SECOND)
         self._delay = min(_GROWTH * self._delay, _LONGEST_SECONDS)
+
+    def __lt__(self, other: Approach) -> bool:
+        return self.due < other.due
 
     def abandon(self) -> None:
         """In a forked child: close the child's copy of the socket."""
@@ -104,6 +116,7 @@ class Approaches:
     def __init__(self, attempt: Callable[[Approach], bool]) -> None:
         self._attempt = attempt
         self._changed = threading.Condition(threading.Lock())
+        #: A heap: who is due first is first.
         self._waiting: list[Approach] = []
         self._current: list[Approach] = []
         self._threads: set[threading.Thread] = set()
@@ -119,7 +132,7 @@ class Approaches:
         with self._changed:
             if self._stopped:
                 raise LinkRefused("this end is being finalised")
-            self._waiting.append(approach)
+            heapq.heappush(self._waiting, approach)
             if len(self._threads) < min(_THREADS, len(self._waiting) + len(self._current)):
                 self._start(approach)
             self._changed.notify_all()
@@ -133,6 +146,7 @@ class Approaches:
             if self._threads:
                 return
             self._waiting.remove(approach)
+            heapq.heapify(self._waiting)
             raise LinkRefused(f"no thread to prepare {approach.communicator} with: {error}") from error
         self._started += 1
         self._threads.add(thread)
@@ -141,6 +155,7 @@ class Approaches:
         """Dial nobody for it any more; an attempt that goes on is hung up on. Does not wait."""
         with self._changed:
             self._waiting = [each for each in self._waiting if each.communicator is not communicator]
+            heapq.heapify(self._waiting)
             current = [each for each in self._current if each.communicator is communicator]
             self._changed.notify_all()
         for approach in current:
@@ -180,10 +195,10 @@ class Approaches:
         """Wait for the next one that is due; None when no other waits for its turn."""
         with self._changed:
             while self._waiting and not self._stopped:
-                approach = min(self._waiting, key=lambda each: each.due)
+                approach = self._waiting[0]
                 seconds = approach.due - time.monotonic()
                 if seconds <= 0:
-                    self._waiting.remove(approach)
+                    heapq.heappop(self._waiting)
                     self._current.append(approach)
                     return approach
                 self._changed.wait(seconds)
@@ -200,9 +215,9 @@ class Approaches:
         return False
 
     def _finish(self, approach: Approach, *, again: bool) -> None:
-        approach.later()
         with self._changed:
             self._current.remove(approach)
+            approach.later(len(self._waiting))
             if again and not (self._stopped or approach.cancelled):
-                self._waiting.append(approach)
+                heapq.heappush(self._waiting, approach)
             self._changed.notify_all()

@@ -56,6 +56,7 @@ class Communicator:
         reason: Why it failed, or what was heard last while it is preparing.
         waiting: Members that are not met yet.
         meeting: What this end says in its greetings.
+        ports: Member that this end dials -> the ports where it may listen. Set once.
         sock: The listening socket until the listener has it; None where this end only dials.
         listener: While members are expected that dial. The control thread's.
         timer: Ends the preparation. The control thread's.
@@ -72,6 +73,7 @@ class Communicator:
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
         self.waiting = set(self.others)
         self.meeting = Meeting(plan.name, sorted(plan.ranks.items()), plan.table, secrets.token_bytes(_TOKEN_BYTES))
+        self.ports: dict[int, list[int]] = {}
         self.sock: socket.socket | None = None
         self.listener: Listener | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -107,6 +109,15 @@ class Communicator:
             self._tokens[cluster_id] = meeting.token
         if not self.waiting:
             self.status, self.reason = RegisterMemStatus.OK, ""
+
+    def part(self, cluster_id: int) -> bool:
+        """That member's link has ended: wait for it again. False when it was not met."""
+        if cluster_id not in self.others or cluster_id in self.waiting:
+            return False
+        self.waiting.add(cluster_id)
+        self._tokens.pop(cluster_id, None)
+        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
+        return True
 
     def fail(self, reason: str) -> None:
         """It is not to be."""

@@ -70,13 +70,14 @@ class Communicators:
             LinkRefused: None of its ports is free here, the system refuses a thread, or this end is being finalised.
         """
         deadline = Deadline.after_ms(plan.seconds * 1000)
-        approaches = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
+        candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
         sock = self._bind(plan) if any(peer > self._own for peer in plan.ranks) else None
         communicator = self._enter(plan, deadline, sock)
+        communicator.ports = candidates
         try:
             self._control.call(self._start, communicator)
-            for peer, candidates in approaches.items():
-                self._approaches.add(Approach(communicator, peer, plan.addresses[peer], candidates))
+            for peer in candidates:
+                self._approaches.add(Approach(communicator, peer))
         except LLMException:
             self._forget(communicator)
             raise
@@ -153,6 +154,8 @@ class Communicators:
             communicator = self._get(comm_id)
             del self._all[comm_id]
             communicator.fail("unlinked")
+            for peer in communicator.others:
+                self._open_link(peer)  # no more, if only communicators hold it that are not ready
         self._approaches.cancel(communicator)
         self._control.call(self._shut, communicator)
         self._approaches.wait(communicator, deadline)
@@ -193,9 +196,9 @@ class Communicators:
     # --- members are met: any thread -------------------------------------------------------------------------------
 
     def met(self, communicator: Communicator, cluster_id: int, meeting: Meeting | None = None) -> bool:
-        """A member is linked; by its greeting, where it dialled. False: nobody wants it any more."""
+        """A member is linked; by its greeting, where it dialled. False: nobody wants it, or the link is gone again."""
         with self._lock:
-            if not communicator.preparing:
+            if not (communicator.preparing and self._is_there(cluster_id)):
                 return False
             communicator.meet(cluster_id, meeting)
             done = not communicator.preparing
@@ -205,6 +208,23 @@ class Communicators:
             self._control.post(self._shut, communicator)
             logger.info("%s is ready after %.0f ms", communicator, communicator.deadline.elapsed_ms())
         return True
+
+    def lost(self, peer: int) -> None:
+        """A link has ended: whoever is not ready yet, and had met that member, has to meet it again. Any thread."""
+        with self._lock:
+            if self._is_there(peer):
+                return  # another one has taken its place
+            again = [each for each in self._all.values() if each.preparing and each.part(peer)]
+        for communicator in again:
+            if peer in communicator.dialled:
+                try:
+                    self._approaches.add(Approach(communicator, peer, again=True))
+                except LinkRefused as error:
+                    self.note(communicator, str(error))
+
+    def _is_there(self, peer: int) -> bool:
+        link = self._links.peek(peer)
+        return link is not None and not link.ended
 
     def _open_link(self, peer: int) -> None:
         """Under the lock: may operations use the link to this member by now?"""
@@ -237,15 +257,17 @@ class Communicators:
         for peer in communicator.others:
             self._drop_spare(peer, f"{communicator} failed: {reason}")
 
-    def note(self, communicator: Communicator, reason: str) -> None:
-        """Keep what was heard last: it is told if nothing comes of it."""
+    def note(self, communicator: Communicator, reason: str, phase: str | None = None) -> None:
+        """Keep what was heard last: it is told if nothing comes of it. That somebody hung up says less than words."""
         with self._lock:
-            if communicator.preparing:
+            if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
 
     # --- the control thread ----------------------------------------------------------------------------------------
 
     def _start(self, communicator: Communicator) -> None:
+        if not communicator.preparing:  # finalize, or an unlink by somebody who guessed the id
+            raise LinkRefused(f"{communicator}: {communicator.reason} before it had begun")
         communicator.timer = self._control.loop.call_later(
             communicator.deadline.remaining(), self._expire, communicator
         )
@@ -300,6 +322,8 @@ class Communicators:
         """Try every port once; return True when it has to be tried again."""
         communicator = approach.communicator
         for _ in approach.ports:
+            if not communicator.preparing:
+                return False  # decided, maybe before this end began to dial
             if approach.cancelled or communicator.deadline.expired():
                 break
             try:
@@ -313,8 +337,7 @@ class Communicators:
                     return False
                 approach.next_port()
             else:
-                self._arrived(communicator, approach.cluster_id)
-                return False
+                return self._arrived(communicator, approach.cluster_id)
         return True
 
     def _attempt_deadline(self, communicator: Communicator) -> Deadline:
@@ -329,12 +352,15 @@ class Communicators:
             return True
         # That nobody listens at a port, or somebody else does, is what looking for a member is like.
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self.note(communicator, str(error))
+            self.note(communicator, str(error), error.phase)
         return False
 
-    def _arrived(self, communicator: Communicator, peer: int) -> None:
-        if not self.met(communicator, peer):
-            self._drop_spare(peer, f"{communicator} was given up meanwhile")
+    def _arrived(self, communicator: Communicator, peer: int) -> bool:
+        """Return True when the link is gone again, and has to be made once more."""
+        if self.met(communicator, peer):
+            return False
+        self._drop_spare(peer, f"{communicator} was given up meanwhile")
+        return communicator.preparing
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +382,8 @@ class Communicators:
         for communicator in list(self._all.values()):
             if communicator.listener is not None:
                 communicator.listener.abandon()
+            elif communicator.sock is not None:
+                communicator.sock.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -30,7 +30,7 @@ class CommunicatorDoor:
         self,
         communicator: Communicator,
         lock: threading.Lock,
-        note: Callable[[Communicator, str], None],
+        note: Callable[[Communicator, str, str | None], None],
         fail: Callable[[Communicator, str], None],
     ) -> None:
         self._communicator = communicator
@@ -71,4 +71,4 @@ class CommunicatorDoor:
         if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
             self._fail(communicator, text)
         elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self._note(communicator, text)
+            self._note(communicator, text, error.phase)

@@ -93,7 +93,9 @@ class _Wire:
             while (payload := self.parser.take()) is None:
                 data = self._call("handshake", lambda: self.socket.recv(65536))
                 if not data:
-                    raise LinkRefused(f"{self._what}: the peer closed the connection during the handshake")
+                    raise LinkRefused(
+                        f"{self._what}: the peer closed the connection in the handshake", phase="handshake"
+                    )
                 self.parser.feed(data)
             message = decode(payload)
         except ProtocolError as error:

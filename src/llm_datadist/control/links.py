@@ -157,17 +157,18 @@ class LinkManager(Dialling):
         """Where this process listens, with the port that was picked; None when it does not."""
         return self._listener.address if self._listener is not None else None
 
-    def listen(self, listening: socket.socket | None) -> None:
+    def listen(self, listening: socket.socket | None, *, even_if_linked: bool = False) -> None:
         """Take another listening socket in the place of the one there is; None: listen no more.
 
         Raises:
             StateError: There is a link, or one is on its way (``LLM_EXIST_LINK``): nothing has changed, and the socket
                 is still the caller's.
         """
-        self._control.call(self._listen, listening)
+        self._control.call(self._listen, listening, even_if_linked)
 
-    def _listen(self, listening: socket.socket | None) -> None:
-        self.refuse_if_linked()
+    def _listen(self, listening: socket.socket | None, even_if_linked: bool) -> None:
+        if not even_if_linked:
+            self.refuse_if_linked()
         if self._listener is not None:
             self._listener.close()
         self._listener = None if listening is None else self.listener_for(None, listening)
@@ -179,6 +180,7 @@ class LinkManager(Dialling):
     def refuse_if_linked(self) -> None:
         """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
         there = [f"the link to {link.peer}" for link in self.all() if not link.ended]
+        there += self._table.dials()
         there += self.communicators.preparing()
         if there:
             raise StateError(
@@ -266,10 +268,10 @@ class LinkManager(Dialling):
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
-        try:
-            self.communicators.joined(hello)
-        except LinkRefused as error:
-            self._end(link, str(error), lost=False)
+        if link.by_table:
+            # Joined once it has answered: it may have given this attempt up by now, and would come again.
+            link.greeting = hello
+            link.ping()
 
     def recognise(self, hello: Hello) -> int:
         """A communicator of the peer is to use the link that there is; return this end's number of it."""
@@ -345,7 +347,14 @@ class LinkManager(Dialling):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
             self._on_end(link)
+            self.communicators.lost(link.peer.cluster_id)
 
     def _on_pong(self, link: Link, message: Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)
         self._table.touch()
+        hello, link.greeting = link.greeting, None
+        if hello is not None:
+            try:
+                self.communicators.joined(hello)
+            except LinkRefused as error:
+                self._end(link, str(error), lost=False)

@@ -129,7 +129,7 @@ class _Stream:
         while (payload := self.parser.take()) is None:
             data = await self._loop.sock_recv(self._sock, 65536)
             if not data:
-                raise ProtocolError("the connection ended inside the handshake")
+                raise ProtocolError("the connection ended inside the handshake", phase="handshake")
             self.parser.feed(data)
         message = decode(payload)
         if not isinstance(message, kind):

@@ -287,13 +287,15 @@ class Locate(Message, frozen=True, array_like=True, tag="locate"):
 class Located(Message, frozen=True, array_like=True, tag="located"):
     """Target -> initiator: for each address its cache (uint64), tensor (uint32) and offset in that (uint64).
 
-    Little-endian, in their order. Or :class:`Failed`.
+    Little-endian, in their order. ``allocated``: one of these caches is memory of the target's pools, not of its user.
+    Or :class:`Failed`.
     """
 
     id: Id
     cache_ids: bytes
     tensors: bytes
     offsets: bytes
+    allocated: bool
 
 
 class Verify(Message, frozen=True, array_like=True, tag="verify"):

@@ -56,6 +56,11 @@ class LinkTable:
         """Return every link, without the lock: under it, or in a forked child, where it may be held for ever."""
         return [*self._links.values(), *self._loopback]
 
+    def dials(self) -> list[str]:
+        """Return what is being dialled, and will be a link unless the peer refuses."""
+        with self._changed:
+            return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
+
     def now(self) -> int:
         """Return the number of the newest link so far."""
         return self._sequence

@@ -46,8 +46,10 @@ class CommunicatorLinks(EngineOwner):
         at the latest ``link_total_time`` seconds after the call (120 if it is 0 or not set; the environment variable
         HCCL_CONNECT_TIMEOUT changes that). Until OK nothing can be pulled or pushed over it. The links that result
         are like those of ``link_clusters``: each works both ways, and :meth:`explain` shows it. A link to a member
-        that is there already is used; a second communicator with the same members gets an id of its own. The reason
-        of a failure is logged at WARNING and in :meth:`explain_communicator`.
+        that is there already is used; a second communicator with the same members gets an id of its own. A member that
+        is lost while others are still missing has to come again, and is dialled again; one that is lost after OK is
+        not: ``unlink`` and ``link`` anew, at both ends. The reason of a failure is logged at WARNING and in
+        :meth:`explain_communicator`.
 
         Of two members the one with the lower cluster id waits for the other one at its address in the table, on a
         port that follows from ``comm_name``: one of eight in 27000-31999, the first that is free. The environment

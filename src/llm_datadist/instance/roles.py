@@ -48,16 +48,16 @@ class Switching(EngineOwner):
 
         Source: API §3.6, BEHAVIOUR §7.
         """
-        engine = self._require_engine("switch_role")
-        check_type("role", role, LLMRole)
-        text = _listen_text(switch_options)
-        if not engine.options.cache_manager:
-            _check_v1(engine.options, self._role, role, text)
-        wanted = None if text is None else parse_listen_ip_info(text)
-        if engine.options.transfer_backend is not None:
-            _check_backend(engine.options, engine.links.listen_address, wanted)
-            wanted = engine.options.listen
-        with self._lifecycle:
+        with self._lifecycle:  # first of all: role and engine are those of now
+            engine = self._require_engine("switch_role")
+            check_type("role", role, LLMRole)
+            text = _listen_text(switch_options)
+            if not engine.options.cache_manager:
+                _check_v1(engine.options, self._role, role, text)
+            wanted = None if text is None else parse_listen_ip_info(text)
+            if engine.options.transfer_backend is not None:
+                _check_backend(engine.options, engine.links.listen_address, wanted)
+                wanted = engine.options.listen
             try:
                 engine.switch(role, wanted)
             except LLMException as error:

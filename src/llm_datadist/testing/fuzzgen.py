@@ -187,7 +187,7 @@ def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
     ids = struct.pack(f"<{count}Q", *(rng.randrange(9) for _ in range(count)))
     tensors = struct.pack(f"<{count}I", *(rng.randrange(5) for _ in range(count)))
     offsets = struct.pack(f"<{count}Q", *(rng.choice((0, 48, 2**40, 2**63, 2**64 - 1)) for _ in range(count)))
-    return ["located", number, ids, tensors, offsets]
+    return ["located", number, ids, tensors, offsets, rng.random() < 0.5]
 
 
 def geometry(rng: random.Random) -> list[Any]:
