@@ -98,6 +98,10 @@ class Communicator:
         """Return True when that member was met by another one of its communicators."""
         return self._tokens.get(cluster_id, meeting.token) != meeting.token
 
+    def has_met(self, meeting: Meeting, cluster_id: int) -> bool:
+        """Return True when that member has joined by that greeting."""
+        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == meeting.token
+
     def admits(self, meeting: Meeting, cluster_id: int) -> bool:
         """Return True when that greeting may count for this communicator."""
         return not self.taken(meeting, cluster_id) and self.difference(meeting, cluster_id) is None

@@ -305,8 +305,10 @@ class Communicators:
         if meeting is None:
             return
         with self._lock:
-            waiting = [each for each in self._all.values() if each.preparing and each.is_for(meeting, hello.cluster_id)]
-            waiting = [each for each in waiting if each.admits(meeting, hello.cluster_id)]
+            alike = [each for each in self._all.values() if each.is_for(meeting, hello.cluster_id)]
+            if any(each.has_met(meeting, hello.cluster_id) for each in alike):
+                return  # it came twice: over a link, and over the one that took its place
+            waiting = [each for each in alike if each.preparing and each.admits(meeting, hello.cluster_id)]
         # Two communicators of the same name, members and table are alike: the one that was not met yet is meant.
         for communicator in sorted(waiting, key=lambda each: hello.cluster_id not in each.waiting):
             if self.met(communicator, hello.cluster_id, meeting):

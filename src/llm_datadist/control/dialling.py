@@ -45,6 +45,9 @@ class Dialling:
     def _channel(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
         raise NotImplementedError
 
+    def _await_answer(self, link: Link, old: Link | None) -> None:
+        raise NotImplementedError
+
     def _end(self, link: Link, reason: str, *, lost: bool) -> None:
         raise NotImplementedError
 
@@ -145,6 +148,7 @@ class Dialling:
         link.connection.begin(link)
         channel.begin(leftover)
         self._redialler.linked(link.peer.cluster_id)
+        self._await_answer(link, old)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked to %s over %s: %s", link.peer, link.choice.name, link.choice.reason)

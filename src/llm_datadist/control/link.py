@@ -48,7 +48,7 @@ class Link:
         redialled: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
             may still claim it.
         by_table: True when communicators of both ends made it, and ``link_clusters`` of neither.
-        greeting: What a member of a communicator dialled with, until it has shown that it knows this link.
+        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
         open: False while no communicator that it was made for is OK: operations of this end may not use it yet.
         last_heard: When something came from the peer, on the monotonic clock.
         last_pong: Number of the last :meth:`ping` that was answered.
@@ -69,7 +69,7 @@ class Link:
         self.address: tuple[str, int] | None = None
         self.redialled = False
         self.by_table = False
-        self.greeting: Hello | None = None
+        self.greetings: list[Hello] = []
         self.open = True
         self.kept: dict[Any, Any] = {}
         self.located: set[int] = set()

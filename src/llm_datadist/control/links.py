@@ -265,12 +265,23 @@ class LinkManager(Dialling):
         self._table.touch()
         channel.begin(leftover)
         self._redialler.linked(peer.cluster_id)
+        if link.by_table:
+            link.greetings.append(hello)
+        self._await_answer(link, old)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
         logger.info("linked by %s over %s: %s", peer, choice.name, choice.reason)
-        if link.by_table:
-            # Joined once it has answered: it may have given this attempt up by now, and would come again.
-            link.greeting = hello
+
+    def _await_answer(self, link: Link, old: Link | None) -> None:
+        """Members join once the peer answers: it may have given this attempt up by now, and would come again.
+
+        It may also have dialled twice at once, for two communicators: what the link in whose place this one is was
+        dialled with counts as well.
+        """
+        if old is not None and old.peer.incarnation == link.peer.incarnation:
+            link.greetings += old.greetings
+            old.greetings = []
+        if link.greetings:
             link.ping()
 
     def recognise(self, hello: Hello) -> int:
@@ -352,9 +363,12 @@ class LinkManager(Dialling):
     def _on_pong(self, link: Link, message: Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)
         self._table.touch()
-        hello, link.greeting = link.greeting, None
-        if hello is not None:
+        greetings, link.greetings = link.greetings, []
+        refused: list[LinkRefused] = []
+        for hello in greetings:
             try:
                 self.communicators.joined(hello)
             except LinkRefused as error:
-                self._end(link, str(error), lost=False)
+                refused.append(error)
+        if refused and len(refused) == len(greetings):
+            self._end(link, str(refused[-1]), lost=False)

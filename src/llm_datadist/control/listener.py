@@ -177,6 +177,7 @@ class Listener:
         self._control.loop.remove_reader(self._sock)
         self._sock.close()
         for sock in list(self._greetings):
+            self._greetings.pop(sock)
             _hang_up(sock)
 
     def abandon(self) -> None:
@@ -240,7 +241,7 @@ class Listener:
         try:
             self._check(hello)
             await self._host.admit(hello)
-            met, memory = await self._meet(stream, hello, group)
+            met, memory = await self._meet(sock, stream, hello, group)
             if met.present:
                 await self._recognise(stream, hello, memory, group)
                 return False
@@ -297,13 +298,18 @@ class Listener:
                 status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
 
-    async def _meet(self, stream: _Stream, hello: Hello, group: LaneGroup) -> tuple[Met, PeerMemory | LinkError | None]:
+    async def _meet(
+        self, sock: socket.socket, stream: _Stream, hello: Hello, group: LaneGroup
+    ) -> tuple[Met, PeerMemory | LinkError | None]:
         """Let the peer into the rendezvous, and wait until it says what came of it."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
             await stream.send(self._welcome(group.token))
             met = await stream.receive(Met)
+            if sock not in self._greetings:
+                # Its last word came, but this end has hung up meanwhile and can tell it nothing any more.
+                raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
             return met, outcome.pop() if outcome else None
         finally:
             self._rendezvous.forget(hello.token)
