@@ -27,7 +27,7 @@ from tests.support.linking import (
     unlink,
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import World, fill, make_config, residue
+from tests.support.world import World, fill, make_config, residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ class Family:
         try:
             for end, newborn in self._newborn.items():
                 end.stop()
-                assert end.do(_residue) == newborn
+                assert end.do(_settled, newborn) == newborn
                 end.close()
         finally:
             for end in self._newborn:
@@ -92,6 +92,10 @@ def files_of_ours() -> list[str]:
 
 def _residue(world: World) -> dict[str, Any]:
     return residue()
+
+
+def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
+    return settled(before)
 
 
 def waiting(world: World, peer: int) -> int:
@@ -182,7 +186,7 @@ def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(f
     if family.transport == "tcp":
         # No descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
         assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-        assert "llm-datadist-redial" not in decoder.do(_residue)["threads"]
+        wait_until(lambda: "llm-datadist-redial" not in decoder.do(_residue)["threads"])
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)

@@ -66,6 +66,7 @@ class Mindie:
     caches: dict[int, Cache] = field(default_factory=dict)
     comm_ids: dict[int, int] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
     polls: int = 0
 
     def initialise(self) -> LLMDataDist:
@@ -134,6 +135,7 @@ class Mindie:
             except LLMException:
                 status = RegisterMemStatus.FAILED
             if status == RegisterMemStatus.OK:
+                self.ready.append(comm_id)
                 self._places.release()
             elif status == RegisterMemStatus.FAILED:
                 self.failed.append(peer.cluster_id)
@@ -152,12 +154,8 @@ class Mindie:
         return status
 
     def linked(self) -> list[int]:
-        """Return the clusters whose communicator is OK."""
-        return sorted(
-            cluster_id
-            for cluster_id, comm_id in list(self.comm_ids.items())
-            if self.datadist.query_register_mem_status(comm_id) == RegisterMemStatus.OK
-        )
+        """Return the clusters whose communicator was seen to be OK: nobody polls it any more."""
+        return sorted(peer for peer, comm_id in list(self.comm_ids.items()) if comm_id in self.ready)
 
     def unlink(self, cluster_id: int) -> None:
         """By the remote cluster id; it may still be preparing."""
