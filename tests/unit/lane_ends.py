@@ -45,6 +45,14 @@ def held() -> list[str]:
     return sorted(name for name in found if name[0].isdigit() or name.startswith("lldd-data"))
 
 
+def is_as_before(before: list[str]) -> None:
+    """Check :func:`held` against an earlier look; the system shows a thread for a moment after it was joined."""
+    limit = time.monotonic() + BUDGET_S
+    while (now := held()) != before and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert now == before
+
+
 def deadline(seconds: float = BUDGET_S) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 

@@ -24,6 +24,7 @@ from .lane_ends import (
     encode_plan,
     events_of,
     held,
+    is_as_before,
     joined,
     next_event,
 )
@@ -41,7 +42,7 @@ BIG = 8 * MIB  # more than the socket buffers hold
 def nothing_left() -> Iterator[None]:
     before = held()
     yield
-    assert held() == before
+    is_as_before(before)
 
 
 def one_row(nbytes: int) -> Plan:
