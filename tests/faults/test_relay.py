@@ -182,8 +182,8 @@ def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: Ends) -
         dialer, accepted = ends.join(first)
         with dialer, accepted:
             dialer.sendall(DATA)
+            assert exactly(accepted, 112) == first + up  # by now the relay knows what kind it is
             accepted.sendall(DATA)
-            assert exactly(accepted, 112) == first + up
             assert exactly(dialer, len(down)) == down
     assert [each.kind for each in ends.relay.carried()] == ["control", "lane"]
     assert len(ends.relay.carried("lane")) == 1
