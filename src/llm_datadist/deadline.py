@@ -24,7 +24,10 @@ class Deadline:
     Attributes:
         budget_ms: Milliseconds the call was given.
         expires_ns: ``time.monotonic_ns()`` at which it is over; what native loops compare with.
+        cancelled: One byte that is not zero once the call was cancelled; what native loops look at. None: nobody can.
     """
+
+    cancelled: bytearray | None = None
 
     __slots__ = ("_started_ns", "budget_ms", "expires_ns")
 
@@ -92,15 +95,15 @@ class Deadline:
 class CancellableDeadline(Deadline):
     """A deadline that somebody else may bring forward to now: of a call whose caller has been cancelled."""
 
-    __slots__ = ("_cancelled",)
+    __slots__ = ("cancelled",)
 
     def __init__(self, budget_ms: int) -> None:
         super().__init__(budget_ms)
-        self._cancelled = False
+        self.cancelled: bytearray = bytearray(1)
 
     def cancel(self) -> None:
-        """Let no time be left. Any thread; waits notice within 50 ms, native loops that run have their own copy."""
-        self._cancelled = True
+        """Let no time be left. Any thread; waits notice within 50 ms, native copies after the chunk they are at."""
+        self.cancelled[0] = 1
         self.expires_ns = 0
 
     def wait_at_most(self) -> float:
@@ -110,6 +113,6 @@ class CancellableDeadline(Deadline):
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error; of a cancelled call it says so."""
         error = super().error(what, phase, peer)
-        if self._cancelled:
+        if self.cancelled[0]:
             error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)
         return error

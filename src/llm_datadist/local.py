@@ -192,7 +192,7 @@ class LocalCopies:
         self._swap.swap(plan, target.tensors, source.tensors, block_bytes=block_bytes, to_device=to_device)
 
     def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> None:
-        done = native.execute(plan, dst, src, self._pool, deadline.expires_ns)
+        done = native.execute(plan, dst, src, self._pool, deadline.expires_ns, deadline.cancelled)
         if done < plan.nbytes:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
 

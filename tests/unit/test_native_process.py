@@ -282,7 +282,7 @@ def test_what_is_mapped_moves_and_the_rest_is_named(holder: Holder, write: bool)
     ours = np.arange(256, dtype=np.uint8)
     theirs = peek_process(holder.pid, holder.edge - 128, 128)
     runs = np.array([(0, 0, 64), (64, 64, 128), (192, 192, 64)], np.uint64)
-    with pytest.raises(OSError, match=rf"64 bytes at its address 0x{holder.edge:x}: Bad address") as caught:
+    with pytest.raises(OSError, match=rf"128 bytes at its address 0x{holder.edge:x}: Bad address") as caught:
         read(holder, twin.make_plan(runs), ours, holder.edge - 128, write=write)
     assert caught.value.errno == errno.EFAULT
     moved = bytes(range(128)) if write else theirs

@@ -155,6 +155,8 @@ def check_copy(
 def copy_pairs(copy_block_info: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (sources, destinations), pair by pair in the order given, of a dict of int to list of int (API §6.8)."""
     pairs = check_type("copy_block_info", copy_block_info, dict)
+    if (plain := native.parse_pairs(pairs, lists=True)) is not None:
+        return plain
     for source, targets in pairs.items():
         if not isinstance(targets, list):
             check_type(f"copy_block_info[{source!r}]", targets, list)
@@ -173,6 +175,8 @@ def copy_pairs(copy_block_info: object) -> tuple[NDArray[np.int64], NDArray[np.i
 def swap_pairs(src_to_dst: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (sources, destinations), in the order given, of a dict of int to int (API §6.9)."""
     pairs = check_type("src_to_dst", src_to_dst, dict)
+    if (plain := native.parse_pairs(pairs, lists=False)) is not None:
+        return plain
     try:
         return (
             native.parse_indices("src_to_dst", list(pairs)),

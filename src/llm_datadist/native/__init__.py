@@ -20,6 +20,7 @@ from llm_datadist.native._native import (
     close_writers,
     find_writers,
     load_generation,
+    parse_pairs,
     peek_process,
     plan_row,
     retract_writer,
@@ -66,6 +67,7 @@ __all__ = [
     "find_writers",
     "load_generation",
     "parse_indices",
+    "parse_pairs",
     "peek_process",
     "plan_blocks",
     "plan_pieces",
@@ -182,7 +184,17 @@ def plan_pieces(
     return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, dst_name)
 
 
-def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int) -> int:
+def execute(
+    plan: Plan,
+    dst: Tensors,
+    src: Tensors,
+    pool: CopyPool | None,
+    deadline_ns: int,
+    cancelled: bytearray | None = None,
+    *,
+    pid: int | None = None,
+    write: bool = False,
+) -> int:
     """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
 
     The interpreter lock is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered.
@@ -194,9 +206,12 @@ def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadl
         src: Memory of the source.
         pool: Threads to help, or None.
         deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+        cancelled: One byte: the copy stops once it is not zero. None: only the deadline stops it.
+        pid: See :func:`execute_process`; None: both ends are in this process.
+        write: See there.
 
     Returns:
-        Bytes done: fewer than ``plan.nbytes`` only when the deadline passed, which is looked at about every 4 MiB.
+        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
 
     Raises:
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
@@ -215,11 +230,22 @@ def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadl
         plan.nbytes,
         pool,
         min(deadline_ns, NO_DEADLINE),
+        cancelled,
+        pid,
+        write,
     )
 
 
 def execute_process(
-    plan: Plan, local: Tensors, remote: Tensors, pid: int, pool: CopyPool | None, deadline_ns: int, *, write: bool
+    plan: Plan,
+    local: Tensors,
+    remote: Tensors,
+    pid: int,
+    pool: CopyPool | None,
+    deadline_ns: int,
+    cancelled: bytearray | None = None,
+    *,
+    write: bool,
 ) -> int:
     """Move the bytes of ``plan`` between this process and another one of the same host, by the kernel's hand.
 
@@ -233,10 +259,11 @@ def execute_process(
         pid: The other process.
         pool: Threads to help, or None.
         deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+        cancelled: As :func:`execute`.
         write: True to move from ``local`` to ``remote``.
 
     Returns:
-        Bytes done: fewer than ``plan.nbytes`` only when the deadline passed, which is looked at about every 4 MiB.
+        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
 
     Raises:
         OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
@@ -244,19 +271,4 @@ def execute_process(
         ParamError: As :func:`execute`; nothing is written.
     """
     dst, src = (remote, local) if write else (local, remote)
-    return _native.execute_process(
-        dst.bases,
-        dst.extent,
-        plan.dst_first,
-        src.bases,
-        src.extent,
-        plan.src_first,
-        plan.count,
-        plan.runs,
-        plan.ordered,
-        plan.nbytes,
-        pool,
-        min(deadline_ns, NO_DEADLINE),
-        pid,
-        write,
-    )
+    return execute(plan, dst, src, pool, deadline_ns, cancelled, pid=pid, write=write)

@@ -27,10 +27,12 @@ namespace {
 
 // Below this letting other Python threads run costs more than it gives them.
 constexpr std::int64_t release_gil_above_bytes = 256 << 10;
+constexpr std::size_t release_gil_above_blocks = 16 << 10;  // about as long as it takes to copy so many bytes
 
 using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Runs = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using Flag = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using OwnedIndices = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 using OwnedRuns = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;
 using PlannedRuns = std::pair<OwnedRuns, bool>;
@@ -59,6 +61,13 @@ OwnedIndices py_parse_indices(const char* name, nb::handle values) {
     }
 }
 
+// None where the pairs are not as plain as that.
+std::optional<std::pair<OwnedIndices, OwnedIndices>> py_parse_pairs(const nb::dict& pairs, bool lists) {
+    Pairs parsed;
+    if (!parse_pairs(pairs.ptr(), lists, parsed)) return std::nullopt;
+    return std::pair{give<OwnedIndices>(std::move(parsed.keys)), give<OwnedIndices>(std::move(parsed.values))};
+}
+
 Blocks blocks_of(const Indices& indices, std::int64_t count, const char* name) {
     return {indices.data(), indices.size(), count, name};
 }
@@ -69,12 +78,21 @@ PlannedRuns py_plan_blocks(const Indices& dst, const Indices& src, std::int64_t 
                            std::int64_t src_count, bool alias, const char* dst_name, const char* src_name) {
     const Blocks to = blocks_of(dst, dst_count, dst_name);
     const Blocks from = blocks_of(src, src_count, src_name);
-    return give_plan(plan_blocks(to, from, block_bytes, alias));
+    std::optional<nb::gil_scoped_release> released;
+    if (dst.size() > release_gil_above_blocks) released.emplace();
+    RunList plan = plan_blocks(to, from, block_bytes, alias);
+    released.reset();
+    return give_plan(std::move(plan));
 }
 
 PlannedRuns py_plan_pieces(const Indices& dst, std::int64_t block_bytes, std::int64_t dst_count,
                            std::int64_t src_offset, std::int64_t src_bytes, const char* dst_name) {
-    return give_plan(plan_pieces(blocks_of(dst, dst_count, dst_name), {src_offset, src_bytes}, block_bytes));
+    const Blocks to = blocks_of(dst, dst_count, dst_name);
+    std::optional<nb::gil_scoped_release> released;
+    if (dst.size() > release_gil_above_blocks) released.emplace();
+    RunList plan = plan_pieces(to, {src_offset, src_bytes}, block_bytes);
+    released.reset();
+    return give_plan(std::move(plan));
 }
 
 OwnedRuns py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int64_t length) {
@@ -85,34 +103,31 @@ End end_of(const Addresses& bases, std::int64_t extent, std::int64_t first, cons
     return {bases.data(), bases.size(), extent, first, name};
 }
 
+const std::uint8_t* flag_of(const std::optional<Flag>& flag) {
+    if (!flag) return nullptr;
+    if (flag->size() != 1) refuse("cancelled has ", flag->size(), " bytes: must be one");
+    return flag->data();
+}
+
 // Not checked yet.
 Copy copy_of(const End& dst, const End& src, std::int64_t count, const Runs& runs, bool ordered) {
     const auto* first = reinterpret_cast<const Run*>(runs.data());
     return {dst, src, static_cast<std::size_t>(count), first, runs.shape(0), ordered};
 }
 
+// Without a pid both ends have addresses in this process.
 std::uint64_t py_execute(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
                          const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first,
                          std::int64_t count, const Runs& runs, bool ordered, std::int64_t nbytes, CopyPool* pool,
-                         std::int64_t deadline_ns) {
+                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled, std::optional<int> pid,
+                         bool write) {
     const Copy copy = copy_of(end_of(dst_bases, dst_extent, dst_first, "dst"),
                               end_of(src_bases, src_extent, src_first, "src"), count, runs, ordered);
-    const std::uint64_t per_pair = check(copy, count, nbytes);
+    const Stop stop{deadline_ns, flag_of(cancelled)};
     std::optional<nb::gil_scoped_release> released;
     if (nbytes > release_gil_above_bytes) released.emplace();
-    return execute(copy, per_pair, pool, deadline_ns);
-}
-
-std::uint64_t py_execute_process(const Addresses& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
-                                 const Addresses& src_bases, std::int64_t src_extent, std::int64_t src_first,
-                                 std::int64_t count, const Runs& runs, bool ordered, std::int64_t nbytes,
-                                 CopyPool* pool, std::int64_t deadline_ns, int pid, bool write) {
-    const Copy copy = copy_of(end_of(dst_bases, dst_extent, dst_first, "dst"),
-                              end_of(src_bases, src_extent, src_first, "src"), count, runs, ordered);
     const std::uint64_t per_pair = check(copy, count, nbytes);
-    std::optional<nb::gil_scoped_release> released;
-    if (nbytes > release_gil_above_bytes) released.emplace();
-    return execute_process(copy, per_pair, {pid, write}, pool, deadline_ns);
+    return pid ? execute_process(copy, per_pair, {*pid, write}, pool, stop) : execute(copy, per_pair, pool, stop);
 }
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
@@ -158,6 +173,9 @@ NB_MODULE(_native, m) {
     watch_forks();
 
     m.def("parse_indices", &py_parse_indices, "name"_a, "values"_a);
+    m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a,
+          "Return the (keys, values) of a dict of int to int, or of int to list of int when `lists`, pair by pair in\n"
+          "the order given; None when there is anything else in it, a negative int or one beyond int64 too.");
     m.def("plan_blocks", &py_plan_blocks, "dst"_a.noconvert(), "src"_a.noconvert(), "block_bytes"_a, "dst_count"_a,
           "src_count"_a, "alias"_a, "dst_name"_a, "src_name"_a);
     m.def("plan_pieces", &py_plan_pieces, "dst"_a.noconvert(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
@@ -166,7 +184,7 @@ NB_MODULE(_native, m) {
           "Return one run of `length` bytes, shape (1, 3). ParamError: a negative value.");
     m.def("execute", &py_execute, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a, "src_bases"_a.noconvert(),
           "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a, "nbytes"_a, "pool"_a.none(),
-          "deadline_ns"_a);
+          "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false);
     m.def("load_generation", &load_generation, "address"_a,
           "Return the uint64 at `address`, after every load made before: bytes copied until now are judged by it.\n"
           "ParamError: a null or misaligned address.");
@@ -174,9 +192,6 @@ NB_MODULE(_native, m) {
           "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
           "ParamError: a null or misaligned address.");
 
-    m.def("execute_process", &py_execute_process, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
-          "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a,
-          "nbytes"_a, "pool"_a.none(), "deadline_ns"_a, "pid"_a, "write"_a);
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
           "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
           "OSError: the kernel refused; errno says why. ParamError: too many bytes.");

@@ -8,6 +8,11 @@ WRITER_SLOTS: int
 WRITER_PAGE_BYTES: int
 
 def parse_indices(name: str, values: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]: ...
+def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Return the (keys, values) of a dict of int to int, or of int to list of int when ``lists``, pair by pair in the
+    order given; None when there is anything else in it, a negative int or one beyond int64 too.
+    """
+
 def plan_blocks(
     dst: NDArray[np.int64],
     src: NDArray[np.int64],
@@ -42,6 +47,9 @@ def execute(
     nbytes: int,
     pool: CopyPool | None,
     deadline_ns: int,
+    cancelled: bytearray | None = None,
+    pid: int | None = None,
+    write: bool = False,
 ) -> int: ...
 def load_generation(address: int) -> int:
     """Return the uint64 at ``address``, after every load made before: bytes copied until now are judged by it.
@@ -77,22 +85,6 @@ def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[
     ParamError: an impossible address.
     """
 
-def execute_process(
-    dst_bases: NDArray[np.uint64],
-    dst_extent: int,
-    dst_first: int,
-    src_bases: NDArray[np.uint64],
-    src_extent: int,
-    src_first: int,
-    count: int,
-    runs: NDArray[np.uint64],
-    ordered: bool,
-    nbytes: int,
-    pool: CopyPool | None,
-    deadline_ns: int,
-    pid: int,
-    write: bool,
-) -> int: ...
 def peek_process(pid: int, address: int, nbytes: int) -> bytes:
     """Return ``nbytes`` (at most 1 MiB) bytes at ``address`` of process ``pid``: a probe, not a transfer.
 

@@ -17,7 +17,7 @@
 namespace datadist {
 
 // Measured choices.
-constexpr std::uint64_t max_chunk_bytes = 4u << 20;    // between two looks at the clock
+constexpr std::uint64_t max_chunk_bytes = 4u << 20;    // between two looks whether to stop
 constexpr std::uint64_t min_chunk_bytes = 256u << 10;  // what one thread takes at a time, at least
 constexpr std::uint64_t share_above_bytes = 1u << 20;  // below this waking a thread costs more than it brings
 
@@ -26,6 +26,16 @@ inline bool passed(std::int64_t deadline_ns) {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec >= deadline_ns;
 }
+
+// When work ends before it is done: at a time, or once somebody sets the flag.
+struct Stop {
+    std::int64_t deadline_ns;
+    const std::uint8_t* cancelled = nullptr;  // written by another thread of this process; null: by nobody
+
+    bool now() const {
+        return (cancelled != nullptr && __atomic_load_n(cancelled, __ATOMIC_RELAXED) != 0) || passed(deadline_ns);
+    }
+};
 
 // Carriers is a value whose carrier() makes each thread its own carrier:
 //
@@ -37,10 +47,10 @@ inline bool passed(std::int64_t deadline_ns) {
 template <typename Carriers>
 class ChunkedCopy final : public Task {
 public:
-    ChunkedCopy(const Copy& copy, std::uint64_t per_pair, std::uint64_t chunk_bytes, std::int64_t deadline_ns,
+    ChunkedCopy(const Copy& copy, std::uint64_t per_pair, std::uint64_t chunk_bytes, const Stop& stop,
                 const Carriers& carriers)
         : copy_(copy),
-          deadline_ns_(deadline_ns),
+          stop_(stop),
           carriers_(carriers),
           group_(static_cast<std::size_t>(std::max<std::uint64_t>(1, chunk_bytes / per_pair))) {
         cut(chunk_bytes);
@@ -50,7 +60,7 @@ public:
     void run() noexcept override {
         auto carrier = carriers_.carrier();
         for (std::size_t chunk = take(); chunk < chunks_; chunk = take())
-            if (passed(deadline_ns_) || !move_chunk(chunk, carrier)) next_.store(chunks_, std::memory_order_relaxed);
+            if (stop_.now() || !move_chunk(chunk, carrier)) next_.store(chunks_, std::memory_order_relaxed);
         store_fence();
         done_.fetch_add(carrier.done(), std::memory_order_release);
     }
@@ -110,7 +120,7 @@ private:
     }
 
     const Copy& copy_;
-    std::int64_t deadline_ns_;
+    const Stop& stop_;
     Carriers carriers_;
     std::size_t group_;  // tensors in one chunk, where tensors are small
     std::vector<Mark> marks_;
@@ -126,13 +136,13 @@ inline std::uint64_t chunk_bytes_for(std::uint64_t total, const CopyPool* pool) 
     return std::clamp(total / (threads * 8), min_chunk_bytes, max_chunk_bytes);
 }
 
-// Returns the bytes done: all, unless the deadline passed between two chunks or a carrier failed. Without a pool the
+// Returns the bytes done: all, unless it had to stop between two chunks or a carrier failed. Without a pool the
 // caller's thread does everything, in the order of the plan.
 template <typename Carriers>
-std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, CopyPool* pool, std::int64_t deadline_ns,
+std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, CopyPool* pool, const Stop& stop,
                              const Carriers& carriers) {
     const std::uint64_t chunk_bytes = chunk_bytes_for(per_pair * copy.pairs, pool);
-    ChunkedCopy<Carriers> task(copy, per_pair, chunk_bytes, deadline_ns, carriers);
+    ChunkedCopy<Carriers> task(copy, per_pair, chunk_bytes, stop, carriers);
     if (pool == nullptr)
         task.run();
     else

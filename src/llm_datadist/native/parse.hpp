@@ -11,6 +11,9 @@
 
 namespace datadist {
 
+// The ints of a long list lie anywhere in memory: they are fetched this far ahead.
+constexpr Py_ssize_t prefetched_items = 16;
+
 // A Python exception is set; the caller returns to the interpreter.
 struct PythonError {};
 
@@ -85,6 +88,7 @@ inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* n
     std::vector<std::int64_t> values;
     values.reserve(static_cast<std::size_t>(size));
     for (Py_ssize_t at = 0; at < size; ++at) {
+        if (at + prefetched_items < size) __builtin_prefetch(items[at + prefetched_items]);
         if (!PyLong_Check(items[at])) {
             parse_slowly(sequence, name, values);
             break;
@@ -92,6 +96,45 @@ inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* n
         values.push_back(int_value(items[at], name, at));
     }
     return values;
+}
+
+// Pairs in the order of a dict.
+struct Pairs {
+    std::vector<std::int64_t> keys;
+    std::vector<std::int64_t> values;
+};
+
+// False: not an int from 0 on that fits.
+inline bool append_index(PyObject* item, std::vector<std::int64_t>& values) {
+    if (!PyLong_Check(item)) return false;
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    if (overflow != 0 || value < 0) return false;
+    values.push_back(value);
+    return true;
+}
+
+inline bool append_all(PyObject* list, std::vector<std::int64_t>& values) {
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at)
+        if (!append_index(PyList_GET_ITEM(list, at), values)) return false;
+    return true;
+}
+
+// The pairs of {int: int}, or of {int: [int, ...]} when `lists`, there one for each item of a list. Runs no Python
+// code, so that the dict stays as it is. False: there is something else in it, and the caller has to look closer.
+inline bool parse_pairs(PyObject* dict, bool lists, Pairs& pairs) {
+    const auto size = static_cast<std::size_t>(PyDict_GET_SIZE(dict));
+    pairs.keys.reserve(size);
+    pairs.values.reserve(size);
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, &value);) {
+        if (lists && !PyList_Check(value)) return false;
+        if (!(lists ? append_all(value, pairs.values) : append_index(value, pairs.values))) return false;
+        if (!append_index(key, pairs.keys)) return false;
+        const std::int64_t number = pairs.keys.back();
+        pairs.keys.resize(pairs.values.size(), number);  // none for an empty list
+    }
+    return true;
 }
 
 }  // namespace datadist

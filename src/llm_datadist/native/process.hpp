@@ -28,6 +28,45 @@ struct ProcessError : std::runtime_error {
     int code;
 };
 
+// One end of a call: ranges that are moved from the front on.
+class Ranges {
+public:
+    static constexpr std::size_t max_ranges = 1024;  // UIO_MAXIOV: the kernel refuses more
+
+    bool full() const noexcept { return end_ == max_ranges; }
+
+    bool empty() const noexcept { return begin_ == end_; }
+
+    const iovec* data() const noexcept { return &ranges_[begin_]; }
+
+    std::size_t size() const noexcept { return end_ - begin_; }
+
+    void clear() noexcept { begin_ = end_ = 0; }
+
+    // Not when full. Lengthens the last range where the bytes follow it: the kernel looks up pages range by range, and
+    // that is most of its work for small ones.
+    void add(char* at, std::size_t bytes) noexcept {
+        if (!empty() && end_of(ranges_[end_ - 1]) == at)
+            ranges_[end_ - 1].iov_len += bytes;
+        else
+            ranges_[end_++] = {at, bytes};
+    }
+
+    void drop_front(std::size_t bytes) noexcept {
+        for (; bytes > 0 && bytes >= ranges_[begin_].iov_len; ++begin_) bytes -= ranges_[begin_].iov_len;
+        if (bytes == 0) return;
+        iovec& cut = ranges_[begin_];
+        cut = {static_cast<char*>(cut.iov_base) + bytes, cut.iov_len - bytes};
+    }
+
+private:
+    static char* end_of(const iovec& range) noexcept { return static_cast<char*>(range.iov_base) + range.iov_len; }
+
+    std::array<iovec, max_ranges> ranges_;  // not initialised: those from begin_ to end_ are in use
+    std::size_t begin_ = 0;
+    std::size_t end_ = 0;
+};
+
 // The process at the far end, and which end it is: the destination when writing.
 struct FarEnd {
     pid_t pid;
@@ -35,10 +74,10 @@ struct FarEnd {
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
-    ssize_t move(const iovec* near, const iovec* far, std::size_t ranges) const {
-        const auto count = static_cast<unsigned long>(ranges);
-        return writing ? process_vm_writev(pid, near, count, far, count, 0)
-                       : process_vm_readv(pid, near, count, far, count, 0);
+    // The ranges of the two ends need not be cut alike.
+    ssize_t move(const Ranges& near, const Ranges& far) const {
+        return writing ? process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0)
+                       : process_vm_readv(pid, near.data(), near.size(), far.data(), far.size(), 0);
     }
 };
 
@@ -64,60 +103,43 @@ private:
     iovec far_{};
 };
 
-inline iovec range(std::uintptr_t address, std::size_t bytes) { return {reinterpret_cast<void*>(address), bytes}; }
-
-inline void drop_front(iovec& range_left, std::size_t bytes) {
-    range_left = range(reinterpret_cast<std::uintptr_t>(range_left.iov_base) + bytes, range_left.iov_len - bytes);
-}
-
 // Collects the ranges of a chunk and moves them by as few calls as possible. The kernel takes them in their order.
 class ProcessCarrier {
 public:
-    static constexpr std::size_t max_ranges = 1024;  // UIO_MAXIOV: the kernel refuses more
-
     ProcessCarrier(const FarEnd& end, Failure& failure) noexcept : end_(end), failure_(failure) {}
 
     bool add(char* dst, char* src, std::uint64_t bytes) noexcept {
         if (bytes == 0) return true;
-        near_[count_] = {end_.writing ? src : dst, static_cast<std::size_t>(bytes)};
-        far_[count_] = {end_.writing ? dst : src, static_cast<std::size_t>(bytes)};
-        return ++count_ < max_ranges || flush();
+        near_.add(end_.writing ? src : dst, bytes);
+        far_.add(end_.writing ? dst : src, bytes);
+        return (!near_.full() && !far_.full()) || flush();
     }
 
     // A call may move less than asked, always from the front: it is told why only when it cannot move anything.
     bool flush() noexcept {
-        for (std::size_t at = 0; at < count_;) {
-            const ssize_t moved = end_.move(&near_[at], &far_[at], count_ - at);
+        while (!far_.empty()) {
+            const ssize_t moved = end_.move(near_, far_);
             if (moved <= 0) {
-                failure_.tell(moved < 0 ? errno : EFAULT, far_[at]);
+                failure_.tell(moved < 0 ? errno : EFAULT, *far_.data());
                 return false;
             }
-            done_ += static_cast<std::uint64_t>(moved);
-            at = skip(at, static_cast<std::size_t>(moved));
+            const auto bytes = static_cast<std::size_t>(moved);
+            done_ += bytes;
+            near_.drop_front(bytes);
+            far_.drop_front(bytes);
         }
-        count_ = 0;
+        near_.clear();
+        far_.clear();
         return true;
     }
 
     std::uint64_t done() const noexcept { return done_; }
 
 private:
-    // Returns the first range that is not all moved, cut to what is left of it.
-    std::size_t skip(std::size_t at, std::size_t moved) noexcept {
-        for (; at < count_ && moved >= near_[at].iov_len; ++at) moved -= near_[at].iov_len;
-        if (moved > 0 && at < count_) {
-            drop_front(near_[at], moved);
-            drop_front(far_[at], moved);
-        }
-        return at;
-    }
-
     const FarEnd& end_;
     Failure& failure_;
-    // Not initialised: the first count_ are in use. Together 32 KiB of the thread's stack.
-    std::array<iovec, max_ranges> near_;
-    std::array<iovec, max_ranges> far_;
-    std::size_t count_ = 0;
+    Ranges near_;  // each 16 KiB of the thread's stack
+    Ranges far_;
     std::uint64_t done_ = 0;
 };
 
@@ -129,15 +151,15 @@ struct ProcessCarriers {
 };
 
 // Moves a checked plan whose far end has addresses in another process; the memory of the two ends must not overlap.
-// Returns the bytes done, fewer than all only when the deadline passed between two chunks; throws ProcessError.
+// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError.
 inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
-                                     std::int64_t deadline_ns) {
+                                     const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
     const std::uint64_t done =
-        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, deadline_ns, ProcessCarriers{end, failure});
+        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
     failure.raise_if_told(end);
     return done;
 }

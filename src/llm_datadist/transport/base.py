@@ -368,7 +368,7 @@ def move_mapped(
         ParamError: The plan leaves a tensor; nothing moved.
     """
     destination, source = (remote, local) if write else (local, remote)
-    done = execute(plan, destination, source, pool, deadline.expires_ns)
+    done = execute(plan, destination, source, pool, deadline.expires_ns, deadline.cancelled)
     if done < plan.nbytes:
         raise deadline.error(f"{'write' if write else 'read'} ({done} of {plan.nbytes} bytes done)", "copy")
     return Transfer(done)

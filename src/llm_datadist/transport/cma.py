@@ -56,7 +56,9 @@ class CmaConnection(MetConnection):
         # an error.
         self._check_alive(what)
         try:
-            done = execute_process(plan, local, remote, self._peer.pid, pool, deadline.expires_ns, write=write)
+            done = execute_process(
+                plan, local, remote, self._peer.pid, pool, deadline.expires_ns, deadline.cancelled, write=write
+            )
         except OSError as error:
             self._check_alive(what)
             raise _failure(what, error) from error
