@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_datadist.errors import NoneArgument, ParamError
-from llm_datadist.native import parse_indices
+from llm_datadist.native import parse_indices, parse_pairs
 
 MAX = 2**63 - 1
 INDICES = st.lists(st.integers(0, MAX), max_size=50)
@@ -115,3 +115,33 @@ def test_empty() -> None:
     empties: list[object] = [[], (), np.empty(0, dtype=np.int32)]
     for empty in empties:
         assert parse_indices("blocks", empty).shape == (0,)
+
+
+SMALL = st.integers(0, MAX)
+
+
+@given(st.dictionaries(SMALL, SMALL))
+def test_pairs_of_a_dict_come_in_its_order(pairs: dict[int, int]) -> None:
+    parsed = parse_pairs(pairs, lists=False)
+    assert parsed is not None
+    assert [part.dtype for part in parsed] == [np.int64, np.int64]
+    assert [part.tolist() for part in parsed] == [list(pairs), list(pairs.values())]
+
+
+@given(st.dictionaries(SMALL, st.lists(SMALL, max_size=5)))
+def test_a_pair_for_each_item_of_the_lists_of_a_dict(pairs: dict[int, list[int]]) -> None:
+    parsed = parse_pairs(pairs, lists=True)
+    assert parsed is not None
+    expected = [(key, value) for key, values in pairs.items() for value in values]
+    assert list(zip(*(part.tolist() for part in parsed), strict=True)) == expected
+
+
+@pytest.mark.parametrize("odd", [-1, MAX + 1, None, 1.5, "1", Index(1), [1]])
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_dict_with_anything_else_is_left_to_the_caller(odd: Any, lists: bool) -> None:
+    one: Any = [1] if lists else 1
+    assert parse_pairs({1: one, 2: one, 3: one}, lists=lists) is not None
+    assert parse_pairs({1: one, 2: [1, odd] if lists else odd, 3: one}, lists=lists) is None
+    if not isinstance(odd, list):
+        assert parse_pairs({1: one, odd: one, 3: one}, lists=lists) is None
+    assert parse_pairs({1: 1 if lists else [1]}, lists=lists) is None

@@ -308,6 +308,19 @@ def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: Copy
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("spread", ["dst", "src"])
+@pytest.mark.parametrize("blocks", [3, 1023, 1024, 1025, 5000])
+def test_blocks_side_by_side_at_one_end_only(holder: Holder, pool: CopyPool, spread: str, blocks: int) -> None:
+    """That end becomes one range, the other keeps its many; more of them than one call takes."""
+    size = 96
+    apart = np.random.default_rng(blocks).permutation(blocks) * 2 * size
+    together = np.arange(blocks) * size
+    columns = [apart, together] if spread == "dst" else [together, apart]
+    runs = np.stack([*columns, np.full(blocks, size)], axis=1).astype(np.uint64)
+    for helpers in (None, pool):
+        check(holder, twin.make_plan(runs, count=2), 2, blocks * 2 * size, helpers)
+
+
 # Deadlines and threads
 
 

@@ -11,9 +11,6 @@
 
 namespace datadist {
 
-// The ints of a long list lie anywhere in memory: they are fetched this far ahead.
-constexpr Py_ssize_t prefetched_items = 16;
-
 // A Python exception is set; the caller returns to the interpreter.
 struct PythonError {};
 
@@ -88,7 +85,6 @@ inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* n
     std::vector<std::int64_t> values;
     values.reserve(static_cast<std::size_t>(size));
     for (Py_ssize_t at = 0; at < size; ++at) {
-        if (at + prefetched_items < size) __builtin_prefetch(items[at + prefetched_items]);
         if (!PyLong_Check(items[at])) {
             parse_slowly(sequence, name, values);
             break;
