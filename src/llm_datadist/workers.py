@@ -41,8 +41,8 @@ class Workers:
         When the waiting task is cancelled, ``CancelledError`` comes once the call has ended, which it is told to do:
         a call that has not begun never does, one that waits for an answer ends within 50 ms, one that copies ends after
         the chunk it is at, and one whose bytes go over lanes ends with them, or with its deadline. So nothing of it
-        writes anywhere afterwards, and the link is as usable as after a timeout. A coroutine that is closed, which leaves no
-        time to wait, only tells it.
+        writes anywhere afterwards, and the link is as usable as after a timeout. A coroutine that is closed, which
+        leaves no time to wait, only tells it.
 
         Raises:
             StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
