@@ -1,0 +1,91 @@
+"""Another process with private memory, for the tests of copies by the kernel's hand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llm_datadist.native import Tensors
+
+if TYPE_CHECKING:
+    from . import twin
+
+__all__ = ["Holder"]
+
+MEMORY = 24 << 20  # private memory of the other process
+PAGE = os.sysconf("SC_PAGESIZE")
+
+HOLDER = f"""
+import ctypes, sys
+from multiprocessing.connection import Connection
+import numpy as np
+
+memory = np.zeros({MEMORY}, np.uint8)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+edge = libc.mmap(None, {2 * PAGE}, 3, 0x22, -1, 0) + {PAGE}
+assert libc.munmap(edge, {PAGE}) == 0
+pipe = Connection(int(sys.argv[1]))
+pipe.send((memory.ctypes.data, edge))
+while True:
+    try:
+        verb, data = pipe.recv()
+    except EOFError:
+        break
+    if verb == "fill":
+        memory[: len(data)] = np.frombuffer(data, np.uint8)
+    elif verb == "hide":  # as a process that may not be traced, whoever asks
+        assert libc.prctl(4, 0, 0, 0, 0) == 0
+    pipe.send_bytes(memory[:data] if verb == "show" else b"")
+"""
+
+
+class Holder:
+    """Another process with private memory, filled and shown by itself.
+
+    Attributes:
+        address: Of its memory, :data:`MEMORY` bytes.
+        edge: An address from which on nothing is mapped, with a page before it.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HOLDER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        self._pipe = Connection(ours.detach())
+        self.address, self.edge = self._pipe.recv()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def fill(self, data: twin.Bytes) -> None:
+        self._ask("fill", data.tobytes())
+
+    def show(self, nbytes: int) -> twin.Bytes:
+        return np.frombuffer(self._ask("show", nbytes), np.uint8)
+
+    def hide(self) -> None:
+        self._ask("hide", None)
+
+    def tensors(self, count: int, extent: int) -> Tensors:
+        return Tensors(np.array([self.address + i * extent for i in range(count)], np.uint64), extent)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _ask(self, verb: str, data: object) -> bytes:
+        self._pipe.send((verb, data))
+        return self._pipe.recv_bytes()
