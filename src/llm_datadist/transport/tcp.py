@@ -180,7 +180,8 @@ class TcpConnection(Connection):
         transfer, only some of its parts are on their way at a time, and all of them keep off one lane.
         """
         start = self._lanes.engine.start_write if write else self._lanes.engine.start_read
-        large, shared = plan.nbytes > _MIN_PART_BYTES, max(1, len(self._group) - 1)
+        large = plan.nbytes > _MAX_PART_BYTES
+        shared = max(1, len(self._group) - large)
         part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
         lane, done, transfer = None, 0, next(self._transfers)
         for part in cut_plan(plan, part_bytes, MAX_RUNS):
