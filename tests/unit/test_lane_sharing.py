@@ -111,7 +111,6 @@ def test_a_small_read_passes_a_large_one() -> None:
         assert quiet.is_silent()
         assert set(connection._group._loads.values()) == {0}
     assert np.array_equal(large, source)
-    del connection
     is_as_before(before)
 
 
