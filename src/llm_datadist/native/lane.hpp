@@ -1,4 +1,4 @@
-// One lane: a stream socket that carries our jobs and the peer's at once. Touched by one thread of the engine only.
+// One lane: a stream socket that carries our jobs and the peer's at once. Touched by one thread at a time, see worker.hpp.
 //
 // A job of ours:       waiting (for the window) -> queued -> sent -> [receiving] -> its ticket is finished
 // A request of theirs: asked (an event tells) -> answering -> answered
@@ -74,9 +74,9 @@ public:
 
     void on_room() { sender_.unblock(); }
 
-    void send() {
+    void send(std::uint64_t budget) {
         if (sender_.blocked()) return;
-        sender_.pump(fd_.get(), slice_bytes, [this](Frame frame) { on_sent(frame); });
+        sender_.pump(fd_.get(), budget, [this](Frame frame) { on_sent(frame); });
     }
 
     // Our jobs.

@@ -1,7 +1,7 @@
 // The engine of the data lanes: a few threads that move the bytes of many jobs over many stream sockets.
 //
-// Any thread may call it. A lane belongs to one worker, whose thread alone touches it: calls become commands in that
-// worker's inbox, ends come back by ticket (our jobs) or by event (the peer's).
+// Any thread may call it. A lane belongs to one worker: calls become commands of that worker, ends come back by ticket
+// (our jobs) or by event (the peer's).
 #pragma once
 
 #include <fcntl.h>

@@ -19,6 +19,7 @@ namespace datadist {
 // Measured choices.
 constexpr std::uint64_t slice_bytes = 1u << 20;      // a lane's turn; with 256 KiB a quarter of the speed is lost
 constexpr std::uint64_t coalesce_bytes = 64u << 10;  // payloads up to this go out in one piece with their header
+constexpr std::uint64_t caller_bytes = 80u << 10;    // what a caller sends by itself: one such payload and its header
 constexpr std::uint64_t least_charge_bytes = 4096;   // what a system call counts in a slice, at least
 
 struct Frame {

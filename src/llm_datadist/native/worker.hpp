@@ -1,4 +1,7 @@
 // One thread of the engine: an epoll loop over its lanes, and an inbox of commands that run between two slices.
+//
+// While that thread sleeps, whoever posts a command runs it by itself and saves waking it: lanes are touched by whoever
+// holds the turn.
 #pragma once
 
 #include <sys/epoll.h>
@@ -76,8 +79,9 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
-    // Runs the command on the worker's thread soon; returns false when that has been told to stop.
+    // Runs the command now, or soon on the worker's thread; returns false when that has been told to stop.
     bool post(Command command) {
+        if (run_here(command)) return true;
         bool first;
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -106,7 +110,7 @@ public:
         ::close(bell_.fd());
     }
 
-    // For commands, on the worker's thread.
+    // For commands, which have the turn.
 
     void add(std::uint64_t number, Fd fd) {
         const int raw = fd.get();
@@ -124,7 +128,7 @@ public:
         Lane& lane = *found->second.lane;
         try {
             work(lane);
-            lane.send();
+            lane.send(budget_);
             settle(number, found->second);
         } catch (const std::exception& error) {  // LaneError, or no memory for what a peer sends
             drop(number, error.what(), true);
@@ -178,6 +182,21 @@ private:
         bool open_ = false;
     };
 
+    // Runs the command on this thread, if the worker sleeps and no command waits that came before it.
+    bool run_here(const Command& command) {
+        const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+        if (!turn) return false;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (stopping_ || !inbox_.empty()) return false;
+        }
+        const bool drained = draining_.empty();
+        budget_ = caller_bytes;
+        command(*this);
+        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+        return true;
+    }
+
     Scrap scrap() { return {scrap_.data(), scrap_.size()}; }
 
     bool watch(int operation, int fd, std::uint64_t token, std::uint32_t what) {
@@ -189,8 +208,13 @@ private:
 
     void run() {
         epoll_event ready[64];
+        std::unique_lock<std::mutex> turn(turn_);
         while (run_commands()) {
-            const int count = ::epoll_wait(epoll_.get(), ready, 64, draining_.empty() ? -1 : sweep_ms);
+            const int patience = draining_.empty() ? -1 : sweep_ms;
+            turn.unlock();
+            const int count = ::epoll_wait(epoll_.get(), ready, 64, patience);
+            turn.lock();
+            budget_ = slice_bytes;
             for (int i = 0; i < count; ++i) {
                 if (ready[i].data.u64 == bell_token)
                     bell_.clear();
@@ -256,9 +280,12 @@ private:
     std::vector<char> scrap_;
     Fd epoll_{checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")};
     Bell bell_;
+    std::thread thread_;
+
+    std::mutex turn_;  // protects the three below; the worker's thread gives it back only while it sleeps
     std::unordered_map<std::uint64_t, Entry> lanes_;
     std::unordered_set<std::uint64_t> draining_;
-    std::thread thread_;
+    std::uint64_t budget_ = slice_bytes;  // what is sent of a lane at once, by whose turn it is
 
     std::mutex mutex_;  // protects the two below
     std::vector<Command> inbox_;

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["LANES_PER_LINK", "Claim", "LaneDialer", "Opening", "meet_peer"]
 
 LANES_PER_LINK: Final = 4
-"""Data lanes that the end dials which dialled the link."""
+"""Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
+
+Measured over loopback on 2 CPUs: one lane moves 0.7 to 1.0 times what a raw stream does, two to four 0.9 to 1.2 times.
+Between hosts more connections share a line better than one. Threads, not lanes, depend on the usable CPUs.
+"""
 
 
 def meet_peer(

@@ -104,11 +104,12 @@ class LaneGroup:
             waiting, self._waiting = self._waiting, []
             return waiting
 
-    def take(self, nbytes: int, deadline_ns: int = 0) -> int:
+    def take(self, nbytes: int, deadline_ns: int = 0, *, large: bool = False) -> int:
         """Return the lane with the least to do, and note ``nbytes`` more on it.
 
-        Where the peer dials, lost lanes come back by themselves: they are waited for until ``deadline_ns``
-        (``time.monotonic_ns()``).
+        The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
+        the same order, as they were dialled. Where the peer dials, lost lanes come back by themselves: they are waited
+        for until ``deadline_ns`` (``time.monotonic_ns()``).
 
         Raises:
             PeerLost: There is none left.
@@ -118,7 +119,8 @@ class LaneGroup:
                 left = (deadline_ns - time.monotonic_ns()) / 1e9
                 if left <= 0 or not self._changed.wait(left):
                     break
-            lane = min(self._loads, key=self._loads.__getitem__, default=None)
+            lanes = list(self._loads)
+            lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__, default=None)
             if lane is not None:
                 self._loads[lane] += nbytes
         if lane is None:

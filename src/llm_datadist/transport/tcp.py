@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -46,7 +47,9 @@ _ELSEWHERE: Final = 1 << 62
 
 # Measured: below it another lane costs more than it brings; above it a job that is given up holds its lane up too long.
 _MIN_PART_BYTES: Final = 1 << 20
-_MAX_PART_BYTES: Final = 16 << 20
+_MAX_PART_BYTES: Final = 8 << 20
+# Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
+_PARTS_PER_LANE: Final = 2
 
 # Calls that run out of time on a lane without a byte of theirs moving, before the lane is given up.
 _SILENT_TRANSFERS: Final = 2
@@ -148,12 +151,11 @@ class TcpConnection(Connection):
         check_plan(plan, *((remote, local) if write else (local, remote)))
         if time.monotonic_ns() >= deadline.expires_ns:
             raise deadline.error(f"{what} (0 of {plan.nbytes} bytes done)", "copy")
-        started: list[_Part] = []
+        started: deque[_Part] = deque()
         try:
             # With a lane left it is not worth waiting for another thread that dials.
             self._mend(deadline, 0 if len(self._group) else deadline.remaining())
-            self._start(started, plan, local, remote, deadline, write=write)
-            self._finish(started, plan.nbytes, deadline, what)
+            self._run(started, plan, local, remote, deadline, write=write)
         except LinkError as error:
             if self._aborted:
                 raise TransferAborted(f"{what}: the tcp connection was aborted", phase="copy") from error
@@ -162,9 +164,9 @@ class TcpConnection(Connection):
             self._give_up(started)
         return Transfer(plan.nbytes)
 
-    def _start(
+    def _run(
         self,
-        started: list[_Part],
+        started: deque[_Part],
         plan: Plan,
         local: Tensors,
         remote: RemoteTensors,
@@ -172,43 +174,58 @@ class TcpConnection(Connection):
         *,
         write: bool,
     ) -> None:
-        """Start a plan in parts, each on the lane with the least to do, and note them in ``started``."""
+        """Move a plan in parts, each on the lane with the least to do; those on their way are in ``started``.
+
+        A lane serves one after the other. So that whatever comes later need not wait for the whole of a large
+        transfer, only some of its parts are on their way at a time, and all of them keep off one lane.
+        """
         start = self._lanes.engine.start_write if write else self._lanes.engine.start_read
-        share = -(-plan.nbytes // max(1, len(self._group)))
-        lane, transfer = None, next(self._transfers)
-        for part in cut_plan(plan, min(max(share, _MIN_PART_BYTES), _MAX_PART_BYTES), MAX_RUNS):
+        large = plan.nbytes > _MAX_PART_BYTES
+        shared = max(1, len(self._group) - large)
+        part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
+        lane, done, transfer = None, 0, next(self._transfers)
+        for part in cut_plan(plan, part_bytes, MAX_RUNS):
+            if len(started) >= _PARTS_PER_LANE * shared:
+                done += self._finish(started, done, plan.nbytes, deadline, write=write)
             # The parts of an ordered plan follow each other on one lane.
             if lane is None or not plan.ordered:
-                lane = self._group.take(part.nbytes, deadline.expires_ns)
+                lane = self._group.take(part.nbytes, deadline.expires_ns, large=large)
             meta = encode_request(remote.handle, remote.extent, part, write=write)
             started.append(_Part(start(lane, meta, part, local), lane, part.nbytes, transfer))
-
-    def _finish(self, started: list[_Part], total: int, deadline: Deadline, what: str) -> None:
-        """Wait for every part, taking it out of ``started``; the first that failed is raised."""
-        done = 0
         while started:
-            part = started.pop(0)
-            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
-            self._ended(part, outcome)
-            done += outcome.nbytes
-            if outcome.ending is Ending.TIMEOUT:
-                done += self._give_up(started)
-                raise deadline.error(f"{what} ({done} of {total} bytes done)", "copy")
-            if outcome.ending is not Ending.GOOD:
-                untouched = done == 0 and _untouched(outcome) and self._all_untouched(started, deadline)
-                raise self._failure(outcome, f"{what} ({done} of {total} bytes done)", untouched=untouched)
+            done += self._finish(started, done, plan.nbytes, deadline, write=write)
 
-    def _all_untouched(self, started: list[_Part], deadline: Deadline) -> bool:
+    def _finish(self, started: deque[_Part], before: int, total: int, deadline: Deadline, *, write: bool) -> int:
+        """Wait for the first part, taking it out of ``started``; return its bytes, or raise why it failed."""
+        part = started.popleft()
+        try:
+            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
+        except BaseException:  # of a signal, which has ended the job
+            self._group.put(part.lane, part.nbytes)
+            raise
+        self._ended(part, outcome)
+        if outcome.ending is Ending.GOOD:
+            return outcome.nbytes
+        done = before + outcome.nbytes
+        if outcome.ending is Ending.TIMEOUT:
+            done += self._give_up(started)
+        what = f"{'write' if write else 'read'} ({done} of {total} bytes done)"
+        if outcome.ending is Ending.TIMEOUT:
+            raise deadline.error(what, "copy")
+        untouched = done == 0 and _untouched(outcome) and self._all_untouched(started, deadline)
+        raise self._failure(outcome, what, untouched=untouched)
+
+    def _all_untouched(self, started: deque[_Part], deadline: Deadline) -> bool:
         """Return True when every other part was refused too: on another lane one may have been in time."""
         untouched = True
         while started:
-            part = started.pop(0)
+            part = started.popleft()
             outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
             self._ended(part, outcome)
             untouched &= _untouched(outcome)
         return untouched
 
-    def _give_up(self, started: list[_Part]) -> int:
+    def _give_up(self, started: deque[_Part]) -> int:
         """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
         done = 0
         while started:
