@@ -106,7 +106,7 @@ std::int64_t bytes_of(const RunList& plan, const Memory& memory) {
 std::uint64_t move(const RunList& plan, const Memory& dst, const Memory& src, CopyPool* pool, std::int64_t deadline) {
     const Copy copy = copy_of(plan, dst, src);
     const std::uint64_t each = check(copy, static_cast<std::int64_t>(copy.pairs), bytes_of(plan, dst));
-    return execute(copy, each, pool, deadline);
+    return execute(copy, each, pool, {deadline});
 }
 
 // Between two memories, or inside one (alias); `repeated` blocks make the plan ordered.
@@ -361,13 +361,13 @@ void between_processes(int rounds) {
             move_slowly(pairs, expected, src.bytes);
             const Copy copy = copy_of(plan, dst, src);
             const std::uint64_t each = check(copy, 2, bytes_of(plan, dst));
-            CHECK(execute_process(copy, each, {getpid(), i % 2 == 0}, &pool, never) == each * 2);
+            CHECK(execute_process(copy, each, {getpid(), i % 2 == 0}, &pool, {never}) == each * 2);
             CHECK(dst.bytes == expected);
             const std::uint64_t nowhere[] = {4096, 4096};
             const Copy broken{dst.end("dst"), {nowhere, 2, extent, 0, "src"}, 2, plan.runs.data(), plan.runs.size(), false};
             bool failed = each == 0;
             try {
-                execute_process(broken, each, {getpid(), false}, &pool, never);
+                execute_process(broken, each, {getpid(), false}, &pool, {never});
             } catch (const ProcessError& error) {
                 failed = error.code == EFAULT;
             }
