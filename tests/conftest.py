@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from llm_datadist import LLMStatusCode
 from tests.support.ends import ChildEnd, End, LocalEnd
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TRANSPORTS = ("inproc", "shm", "tcp")
+
+# No test is about time: by default an example that takes 200 ms fails.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

@@ -22,13 +22,13 @@ BUILD: Final = ROOT / "build" / "asan"
 
 #: The first thing found ends the process, with a stack.
 LOUD: Final = {
-    "ASAN_OPTIONS": "halt_on_error=1:detect_stack_use_after_return=1",
+    "ASAN_OPTIONS": "halt_on_error=1:detect_stack_use_after_return=1:detect_leaks=1",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
 #: An interpreter frees little of what it holds when it ends, and next to none of that is ours, so leaks are looked for
 #: in the drivers only. Its allocator of small objects is switched off: the sanitizer would see one block of many.
-IN_PYTHON: Final = {"ASAN_OPTIONS": LOUD["ASAN_OPTIONS"] + ":detect_leaks=0", "PYTHONMALLOC": "malloc"}
+IN_PYTHON: Final = {"ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0", "PYTHONMALLOC": "malloc"}
 
 TESTS: Final = (
     *sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_native_*.py")),
