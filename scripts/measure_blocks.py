@@ -141,9 +141,7 @@ def main() -> None:
     print(f"{'blocks':>9}{'parse':>9}{'plan':>9}{'copy':>9}{'memcpy':>9}{'all / memcpy':>14}")
     for count in options.blocks:
         with repeated(min(nbytes, _SPREAD * count * options.block_bytes), times) as base:
-            passes = max(
-                options.passes, min(100, 10_000 // count)
-            )
+            passes = max(options.passes, min(100, 10_000 // count))
             blocks = Blocks(count, options.block_bytes, nbytes, base)
             blocks.measure(0)  # touches the pages
             turns = zip(*(blocks.measure(seed + 1) for seed in range(passes)), strict=True)
