@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
 
-.PHONY: help install demo test test-torch faults lint docs clean
+.PHONY: help install demo test test-torch asan faults lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
+	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
 	@echo "make lint   ruff, mypy strict, layers"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
@@ -40,6 +41,9 @@ $(VENV)/.torch: $(STAMP)
 
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
+
+asan: $(STAMP)
+	@$(BIN)/python -m tests.native.sanitize
 
 FRAMES ?= 2000000
 faults: $(STAMP)

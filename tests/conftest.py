@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from llm_datadist import LLMStatusCode
 from tests.support.ends import ChildEnd, End, LocalEnd
-from tests.support.world import World, baseline, cluster_info, settled
+from tests.support.world import World, baseline, cluster_info, settled, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TRANSPORTS = ("inproc", "shm", "tcp")
+
+# No test is about time: by default an example that takes 200 ms fails.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
@@ -54,10 +59,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _baseline(world: World) -> dict[str, Any]:
     return baseline()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 def _link(world: World, cluster_id: int, port: int) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
@@ -108,7 +109,7 @@ def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
         end.stop()
     for end in all_of_them[2:]:
         end.close()
-    assert [child.do(_settled, was) for child, was in zip(children, before, strict=True)] == before
+    assert [child.do(settled_of, was) for child, was in zip(children, before, strict=True)] == before
 
 
 @pytest.fixture
@@ -169,4 +170,4 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
     # The decoder first: it is the one that linked.
     for end in reversed(ends):
         end.stop()
-    assert [end.do(_settled, was) for end, was in zip(ends, before, strict=True)] == before
+    assert [end.do(settled_of, was) for end, was in zip(ends, before, strict=True)] == before

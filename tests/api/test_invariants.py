@@ -43,7 +43,7 @@ from tests.support.moves import (
     show,
     wait_until,
 )
-from tests.support.world import World, make_config, residue, settled
+from tests.support.world import World, make_config, residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,23 +77,15 @@ def newborn() -> Iterator[Callable[[str], ChildEnd]]:
 
     def born(name: str) -> ChildEnd:
         end = ChildEnd(name)
-        made[end] = end.do(_residue)
+        made[end] = end.do(residue_of)
         return end
 
     yield born
     for end, before in made.items():
         if end._process.poll() is None:
             end.stop()
-            assert end.do(_settled, before) == before
+            assert end.do(settled_of, before) == before
             end.close()
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 def test_i01_one_link_clusters_makes_a_link_that_both_ends_can_use(pair: Pair) -> None:

@@ -27,7 +27,7 @@ from tests.support.linking import (
     unlink,
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import World, fill, make_config, residue, settled
+from tests.support.world import World, fill, make_config, residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ class Family:
 
     def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
         end = ChildEnd(f"{role.lower()} {cluster_id}")
-        self._newborn[end] = end.do(_residue)
+        self._newborn[end] = end.do(residue_of)
         extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
         end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
         return end
@@ -69,7 +69,7 @@ class Family:
         try:
             for end, newborn in self._newborn.items():
                 end.stop()
-                assert end.do(_settled, newborn) == newborn
+                assert end.do(settled_of, newborn) == newborn
                 end.close()
         finally:
             for end in self._newborn:
@@ -88,14 +88,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
 def files_of_ours() -> list[str]:
     names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
     return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 def waiting(world: World, peer: int) -> int:
@@ -142,11 +134,11 @@ def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
 def warmed_up(prompt: End, decoder: End) -> None:
     """Link and part once: what a process makes at its first link and keeps is there from now on."""
     ends = (prompt, decoder)
-    sockets = [end.do(_residue)["fds"]["socket"] for end in ends]
+    sockets = [end.do(residue_of)["fds"]["socket"] for end in ends]
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
     alone(*ends)
-    wait_until(lambda: [end.do(_residue)["fds"]["socket"] for end in ends] == sockets)  # data lanes close a bit later
+    wait_until(lambda: [end.do(residue_of)["fds"]["socket"] for end in ends] == sockets)  # data lanes close a bit later
 
 
 def unchanged(end: End, was: list[Bytes]) -> None:
@@ -177,7 +169,7 @@ def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(f
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
     warmed_up(prompt, decoder)
-    tables, held = decoder.do(picture), decoder.do(_residue)
+    tables, held = decoder.do(picture), decoder.do(residue_of)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
     family.kill(prompt)
@@ -186,11 +178,11 @@ def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(f
     if family.transport == "tcp":
         # No descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
         assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-        wait_until(lambda: "llm-datadist-redial" not in decoder.do(_residue)["threads"])
+        wait_until(lambda: "llm-datadist-redial" not in decoder.do(residue_of)["threads"])
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
-    wait_until(lambda: [decoder.do(_residue)[kind] for kind in kept] == [held[kind] for kind in kept])
+    wait_until(lambda: [decoder.do(residue_of)[kind] for kind in kept] == [held[kind] for kind in kept])
     assert decoder.do(picture) == tables
 
 
@@ -202,7 +194,7 @@ def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
     source, target = caches(prompt, decoder)
     warmed_up(prompt, decoder)
-    tables, held = prompt.do(picture), prompt.do(_residue)
+    tables, held = prompt.do(picture), prompt.do(residue_of)
     for step in ("resolved", "release"):
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         (folder := tmp_path / step).mkdir()
@@ -210,7 +202,7 @@ def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes
             assert prompt.do(picture).pins == 1
             family.kill(decoder)
             wait_until(lambda: prompt.do(picture) == tables)
-            wait_until(lambda: prompt.do(_residue) == held)
+            wait_until(lambda: prompt.do(residue_of) == held)
         unchanged(prompt, source)
         decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
         target = [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]

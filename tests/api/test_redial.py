@@ -18,7 +18,7 @@ from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.strangers import silent_port
-from tests.support.world import World, residue
+from tests.support.world import World, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ def redials(world: World) -> tuple[Any, ...]:
 
 
 def threads(world: World) -> list[str]:
-    names: list[str] = residue()["threads"]
+    names: list[str] = residue_of(world)["threads"]
     return names
 
 
@@ -240,17 +240,13 @@ def born(prompts: list[ChildEnd], port: int | None = 0, **settings: Any) -> Chil
 def decoder() -> Iterator[ChildEnd]:
     """A decoder that must have nothing left afterwards."""
     end = ChildEnd("decoder")
-    before = end.do(_residue)
+    before = end.do(residue_of)
     end.start("DECODER", 2, extra=PATIENT)
     end.do(make, "kv", Spec(blocks=True), 1)
     yield end
     end.stop()
-    wait_until(lambda: end.do(_residue) == before)
+    wait_until(lambda: end.do(residue_of) == before)
     end.close()
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
 
 
 def test_a_killed_peer_is_not_dialled_for_long(prompts: list[ChildEnd], decoder: ChildEnd) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.ends import ChildEnd
-from tests.support.world import World, residue, settled
+from tests.support.world import residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Processes:
     def born(self, name: str) -> ChildEnd:
         """Start a process."""
         end = ChildEnd(name)
-        self._alive[end] = end.do(_residue)
+        self._alive[end] = end.do(residue_of)
         return end
 
     def kill(self, end: ChildEnd) -> None:
@@ -36,19 +36,11 @@ class Processes:
             for end in self._alive:
                 end.stop()
             for end, before in self._alive.items():
-                assert end.do(_settled, before) == before
+                assert end.do(settled_of, before) == before
                 end.close()
         finally:
             for end in self._alive:
                 end.kill()
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ What the tests themselves add: processes instead of devices, smaller tensors, an
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from llm_datadist.cpp_api import (
 from tests.support.ends import ChildEnd
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
-from tests.support.world import residue, settled
+from tests.support.world import residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,19 +155,11 @@ def ends(shm_pair: Pair) -> tuple[End, End]:
 def second() -> Iterator[ChildEnd]:
     """One more process."""
     end = ChildEnd("second decoder")
-    before = end.do(_residue)
+    before = end.do(residue_of)
     yield end
     end.stop()
-    assert end.do(_settled, before) == before
+    assert end.do(settled_of, before) == before
     end.close()
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)
 
 
 def begun(end: End, cluster: int, role: LlmRole, *, num_tensors: int, caches: int, seed: int) -> tuple[int, Bytes]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import wait_until
-from tests.support.world import World, residue, settled
+from tests.support.world import World, residue_of, settled_of
 
 if TYPE_CHECKING:
     from llm_datadist.metrics import LinkStatistics
@@ -60,7 +60,7 @@ class Cluster:
     ) -> ChildEnd:
         """Start an LLMDataDist on a host, listening."""
         end, address = self._crew.take(host), address or host.address
-        self._born[end] = (host, address, end.do(_residue))
+        self._born[end] = (host, address, end.do(residue_of))
         end.start(role, cluster_id, listen_ip_info=f"{address}:{port}", extra=extra or {}, **settings)
         return end
 
@@ -84,7 +84,7 @@ class Cluster:
         """Finalize everybody, who must have nothing left. The ones that linked come last and go first."""
         for end, (host, _, before) in reversed(self._born.items()):
             end.stop()
-            assert end.do(_settled, before) == before
+            assert end.do(settled_of, before) == before
             self._crew.give(host, end)
         self._born.clear()
         for host in self.hosts:
@@ -99,11 +99,3 @@ class Cluster:
 def explained(world: World, peer: int) -> LinkStatistics:
     """Return what an end says about a link."""
     return world.dd.explain(peer)
-
-
-def _residue(world: World) -> dict[str, Any]:
-    return residue()
-
-
-def _settled(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    return settled(before)

@@ -1,7 +1,5 @@
 // Drives the lanes without Python, for the sanitizers: two engines, many threads, every byte compared.
-//
-//   g++ -std=c++17 -g -O1 -fsanitize=thread -Isrc/llm_datadist/native tests/native/lanes_driver.cpp -pthread
-//   (and -fsanitize=address,undefined)
+// Built and run by tests/native/drivers.py.
 #include <sys/socket.h>
 
 #include <cstdio>
@@ -11,19 +9,12 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "lanes.hpp"
 
 using namespace datadist;
 
 namespace {
-
-#define CHECK(what)                                                             \
-    do {                                                                        \
-        if (!(what)) {                                                          \
-            std::fprintf(stderr, "line %d: %s is not so\n", __LINE__, #what);   \
-            std::abort();                                                       \
-        }                                                                       \
-    } while (false)
 
 constexpr std::uint64_t block = 3000;
 constexpr std::uint64_t blocks = 400;
@@ -326,6 +317,7 @@ void fuzz() {
 }  // namespace
 
 int main() {
+    end_if_it_hangs();
     parallel_reads();
     writes_both_ways();
     give_ups();

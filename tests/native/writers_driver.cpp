@@ -1,7 +1,5 @@
 // Drives the announcements without Python, for the sanitizers: many writers, one owner who takes the memory back.
-//
-//   g++ -std=c++17 -g -O1 -fsanitize=thread -Wno-tsan -Isrc/llm_datadist/native tests/native/writers_driver.cpp -pthread
-//   (and -fsanitize=address,undefined)
+// Built and run by tests/native/drivers.py.
 //
 // Each writer fills the memory with its own number while the generation is what it was told. The owner advances, waits
 // for whom it finds, fills the memory with a mark, and looks whether the mark stays. The memory is plain: the thread
@@ -13,19 +11,12 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "writers.hpp"
 
 using namespace datadist;
 
 namespace {
-
-#define CHECK(what)                                                             \
-    do {                                                                        \
-        if (!(what)) {                                                          \
-            std::fprintf(stderr, "line %d: %s is not so\n", __LINE__, #what);   \
-            std::abort();                                                       \
-        }                                                                       \
-    } while (false)
 
 constexpr int words = 64;
 constexpr std::uint64_t guard = 7;
@@ -163,6 +154,7 @@ void a_closed_page_lets_nobody_begin() {
 }  // namespace
 
 int main(int argc, char** argv) {
+    end_if_it_hangs();
     a_closed_page_lets_nobody_begin();
     one_of_both_sees_the_other(argc > 2 ? std::atoi(argv[2]) : 20000);
     many_rounds(argc > 1 ? std::atoi(argv[1]) : 300);

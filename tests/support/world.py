@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.memory.device import Device
 
-__all__ = ["World", "baseline", "cluster_info", "fill", "make_config", "read", "residue", "settled"]
+__all__ = [
+    "World",
+    "baseline",
+    "cluster_info",
+    "fill",
+    "make_config",
+    "read",
+    "residue",
+    "residue_of",
+    "settled",
+    "settled_of",
+]
 
 
 def make_config(**settings: Any) -> dict[str, str]:
@@ -137,3 +148,16 @@ def residue() -> dict[str, Any]:
         "fds": fds,
         "memfd mappings": memfds,
     }
+
+
+# The same two as an end calls them: ``end.do(residue_of)``.
+
+
+def residue_of(world: World) -> dict[str, Any]:
+    """Return :func:`residue` of the process of an end."""
+    return residue()
+
+
+def settled_of(world: World, before: dict[str, Any]) -> dict[str, Any]:
+    """Return :func:`settled` of the process of an end."""
+    return settled(before)

@@ -8,8 +8,10 @@ import pytest
 
 from llm_datadist.errors import LLMException, LLMStatusCode
 
+from .lane_ends import held, is_as_before
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def _refused(kind: type[Exception], call: Callable[[], object], *parts: str) -> None:
@@ -29,3 +31,11 @@ def refused() -> Callable[..., None]:
     A class with a status must carry LLM_PARAM_INVALID.
     """
     return _refused
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Lanes and their engines leave no descriptor and no thread."""
+    before = held()
+    yield
+    is_as_before(before)

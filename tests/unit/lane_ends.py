@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import numpy as np
 
-from llm_datadist.native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Served, Tensors, WriteAsked
+from llm_datadist.native import (
+    LaneEngine,
+    LaneEvent,
+    Outcome,
+    Plan,
+    ReadAsked,
+    Served,
+    Tensors,
+    WriteAsked,
+    plan_row,
+)
+
+from . import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +39,8 @@ BUDGET_S: Final = 20.0
 """For what is expected to happen: only a hang can use it up."""
 MAGIC: Final = 0x31444C44
 READ, DATA, WRITE, RESULT = 1, 2, 3, 4
+BIG: Final = 8 << 20
+"""Bytes: more than the socket buffers hold."""
 HEADER: Final = struct.Struct("<IBBHQQQQ")
 
 E = TypeVar("E", ReadAsked, WriteAsked, Served, "LaneLost")
@@ -63,6 +77,16 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     return near, far
+
+
+def one_row(nbytes: int) -> Plan:
+    """Return a plan of one run, from the beginning to the beginning."""
+    return twin.make_plan(plan_row(0, 0, nbytes))
+
+
+def tensors(memory: twin.Bytes) -> Tensors:
+    """Return the memory as one tensor."""
+    return twin.tensors_of([memory])
 
 
 def encode_plan(plan: Plan) -> bytes:

@@ -217,12 +217,15 @@ def test_a_passed_deadline_moves_nothing(pool: CopyPool, size: int, ordered: boo
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_deadline_ends_a_copy_between_chunks(pool: CopyPool, ordered: bool) -> None:
     dst, src = twin.noise(14, 1, 8 * MIB), twin.noise(15, 1, 8 * MIB)
-    runs = np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0)  # 160 GiB: no machine is done in 50 ms
-    started = time.monotonic()
-    deadline = time.monotonic_ns() + 50_000_000
-    done = execute(twin.make_plan(runs, ordered=ordered), twin.tensors_of(dst), twin.tensors_of(src), pool, deadline)
-    assert 0 < done < 20_000 * 8 * MIB
-    assert 0.05 <= time.monotonic() - started < 5
+    plan = twin.make_plan(np.repeat(plan_row(0, 0, 8 * MIB), 200_000, axis=0), ordered=ordered)  # 1.5 TiB
+    for budget_ms in (50, 1_000, 20_000):  # a busy machine may not get as far as the first chunks
+        deadline = time.monotonic_ns() + budget_ms * 1_000_000
+        done = execute(plan, twin.tensors_of(dst), twin.tensors_of(src), pool, deadline)
+        assert done < plan.nbytes
+        assert time.monotonic_ns() >= deadline
+        if done >= 64 * MIB:
+            break
+    assert done >= 64 * MIB
     assert np.array_equal(dst[0], src[0])
 
 

@@ -28,24 +28,18 @@ from .lane_ends import (
     deadline,
     encode_plan,
     events_of,
-    held,
-    is_as_before,
     joined,
     next_event,
+    one_row,
     tcp_pair,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 MIB = 1 << 20
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = held()
-    yield
-    is_as_before(before)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
@@ -59,10 +53,6 @@ def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
     lengths[rng.random(runs) < 0.1] = 0
     table = np.stack([dst, src, lengths], axis=1).astype(np.uint64)
     return twin.make_plan(table, dst_first=firsts[0], src_first=firsts[1], count=count)
-
-
-def one_row(nbytes: int) -> Plan:
-    return twin.make_plan(plan_row(0, 0, nbytes))
 
 
 def check_moves(ends: Ends, plan: Plan, seed: int, *, tensors: int, extent: int, write: bool) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from llm_datadist.memory import GuardTable
-from llm_datadist.native import Ending, LaneEngine, LaneLost, ReadAsked, Served, WriteAsked, plan_row
+from llm_datadist.native import Ending, LaneEngine, LaneLost, ReadAsked, Served, WriteAsked
 from llm_datadist.native.lanes import ABORTED, CHANGED, LOST, MISFIT, TORN
 
-from . import twin
 from .lane_ends import (
+    BIG,
     DATA,
     READ,
     RESULT,
@@ -24,26 +24,18 @@ from .lane_ends import (
     deadline,
     encode_plan,
     events_of,
-    held,
-    is_as_before,
     joined,
     next_event,
+    one_row,
+    tensors,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.native import LaneEvent, Plan, Tensors
+    from llm_datadist.native import LaneEvent
 
-MIB = 1 << 20
-BIG = 8 * MIB  # more than the socket buffers hold
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = held()
-    yield
-    is_as_before(before)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture
@@ -59,17 +51,9 @@ def guards() -> Iterator[GuardTable]:
         yield table
 
 
-def one_row(nbytes: int) -> Plan:
-    return twin.make_plan(plan_row(0, 0, nbytes))
-
-
 def ask_read(engine: LaneEngine, wire: Wire, id: int, nbytes: int) -> ReadAsked:
     wire.send(READ, id, encode_plan(one_row(nbytes)))
     return next_event(engine, ReadAsked)
-
-
-def tensors(memory: twin.Bytes) -> Tensors:
-    return twin.tensors_of([memory])
 
 
 # Guards

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from llm_datadist.native import Ending, LaneEngine, LaneLost, plan_row
+from llm_datadist.native import Ending, LaneEngine, LaneLost
 
 from . import twin
 from .lane_ends import (
+    BIG,
     DATA,
     HEADER,
     MAGIC,
@@ -23,34 +23,15 @@ from .lane_ends import (
     deadline,
     encode_plan,
     events_of,
-    held,
-    is_as_before,
     joined,
     next_event,
+    one_row,
+    tensors,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from llm_datadist.native import Plan, Tensors
-
 MIB = 1 << 20
-BIG = 8 * MIB  # more than the socket buffers hold
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = held()
-    yield
-    is_as_before(before)
-
-
-def one_row(nbytes: int) -> Plan:
-    return twin.make_plan(plan_row(0, 0, nbytes))
-
-
-def tensors(memory: twin.Bytes) -> Tensors:
-    return twin.tensors_of([memory])
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def header(

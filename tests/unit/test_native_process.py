@@ -266,12 +266,15 @@ def test_a_passed_deadline_moves_nothing(holder: Holder, pool: CopyPool, nbytes:
 def test_a_deadline_ends_a_copy_between_chunks(holder: Holder, pool: CopyPool, ordered: bool) -> None:
     ours, theirs = twin.noise(5, 2, 8 * MIB)
     holder.fill(theirs)
-    runs = np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0)  # 160 GiB: no machine is done in 50 ms
-    started = time.monotonic()
-    deadline = time.monotonic_ns() + 50_000_000
-    done = read(holder, twin.make_plan(runs, ordered=ordered), ours, holder.address, pool, deadline_ns=deadline)
-    assert 0 < done < 20_000 * 8 * MIB
-    assert 0.05 <= time.monotonic() - started < 5
+    plan = twin.make_plan(np.repeat(plan_row(0, 0, 8 * MIB), 200_000, axis=0), ordered=ordered)  # 1.5 TiB
+    for budget_ms in (50, 1_000, 20_000):  # a busy machine may not get as far as the first chunks
+        deadline = time.monotonic_ns() + budget_ms * 1_000_000
+        done = read(holder, plan, ours, holder.address, pool, deadline_ns=deadline)
+        assert done < plan.nbytes
+        assert time.monotonic_ns() >= deadline
+        if done >= 64 * MIB:
+            break
+    assert done >= 64 * MIB
     assert np.array_equal(ours, theirs)
 
 
