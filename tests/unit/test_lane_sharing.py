@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from llm_datadist.transport.base import RemoteTensors
 
 MIB = 1 << 20
-LARGE = 20 * MIB
-PART = 8 * MIB
+LARGE = 40 * MIB
+PART = 16 * MIB
 
 
 class Far(Wire):

@@ -47,7 +47,7 @@ _ELSEWHERE: Final = 1 << 62
 
 # Measured: below it another lane costs more than it brings; above it a job that is given up holds its lane up too long.
 _MIN_PART_BYTES: Final = 1 << 20
-_MAX_PART_BYTES: Final = 8 << 20
+_MAX_PART_BYTES: Final = 16 << 20
 # Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
 _PARTS_PER_LANE: Final = 2
 
