@@ -51,6 +51,15 @@ TESTS: Final = (
 )
 
 
+_WRONG: Final = """
+import numpy as np
+from llm_datadist.native import NO_DEADLINE, Plan, Tensors, execute, plan_row
+dst, src = (np.zeros(nbytes, np.uint8) for nbytes in (4096, 8192))
+ends = (Tensors(np.array([each.ctypes.data], np.uint64), 8192) for each in (dst, src))
+execute(Plan(0, 0, 1, plan_row(0, 0, 8192), False, 8192), *ends, None, NO_DEADLINE)
+"""
+
+
 def main() -> int:
     """Run both parts, or the one asked for; return 0 when all of it was clean."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -91,7 +100,7 @@ def run_tests(workers: str) -> bool:
     libraries = [_runtime(name) for name in ("libasan.so", "libstdc++.so")]
     python = _environment()
     environment = os.environ | LOUD | IN_PYTHON | {"LD_PRELOAD": " ".join(libraries)}
-    _check_loaded(python, environment)
+    _check_it_bites(python, environment)
     # A hang is told later than elsewhere: everything takes several times as long.
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
     command += ["-n", workers, "--maxprocesses", "8", "--dist", "loadfile", *TESTS]
@@ -130,17 +139,19 @@ def _environment() -> str:
     # A folder named in a .pth file does not have its own .pth files read: an installed llm_datadist there stays unseen.
     Path(folder, "base.pth").write_text(sysconfig.get_path("purelib") + "\n" + sysconfig.get_path("platlib") + "\n")
     settings = ["-Ccmake.define.DATADIST_SANITIZE=ON", f"-Cbuild-dir={BUILD / 'module'}"]
+    settings += ["-Ccmake.build-type=RelWithDebInfo", "-Cinstall.strip=false"]  # stacks with names and lines
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *settings]
     subprocess.run([*install, "-e", "."], cwd=ROOT, check=True)
     stamp.touch()
     return python
 
 
-def _check_loaded(python: str, environment: dict[str, str]) -> None:
-    """Make sure that this is about the sanitized module: also in children, whose path begins with ``src``."""
-    look = "from llm_datadist.native import _native; assert b'__asan_' in open(_native.__file__, 'rb').read()"
-    command = [python, "-c", look]
-    subprocess.run(command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT / "src")}, check=True)
+def _check_it_bites(python: str, environment: dict[str, str]) -> None:
+    """Make sure that a copy beyond its memory is found: also in children of tests, whose path begins with ``src``."""
+    command, path = [python, "-c", _WRONG], {"PYTHONPATH": str(ROOT / "src")}
+    ran = subprocess.run(command, cwd=ROOT, env=environment | path, capture_output=True, text=True, check=False)
+    if "heap-buffer-overflow" not in ran.stderr:
+        raise Unsupported(f"{compiler()}: its address sanitizer does not see a copy beyond its memory:\n{ran.stderr}")
 
 
 if __name__ == "__main__":
