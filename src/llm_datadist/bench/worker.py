@@ -1,0 +1,137 @@
+"""One process of a side: ``python -m llm_datadist.bench.worker SIDE ROLE``.
+
+Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
+standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver is gone, and the process
+exits at once. What anything else prints on standard output comes out on standard error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from llm_datadist.bench.sides import find
+from llm_datadist.bench.sides.base import Role, Side
+from llm_datadist.bench.workload import Workload
+
+__all__ = ["Worker", "main"]
+
+_ORPHANED: Final = 3
+
+Order = dict[str, Any]
+
+
+class Worker:
+    """The commands, by name. Each takes its order's other fields as keywords and returns a JSON value."""
+
+    def __init__(self, side: str, role: Role) -> None:
+        self._name = side
+        self._role = role
+        self._side: Side | None = None
+        self._busy: _Busy | None = None
+        self.commands: Final[dict[str, Callable[..., object]]] = {
+            "start": self._start,
+            "connect": lambda facts: self._running.connect(facts),
+            "fill": lambda seed: self._running.fill(seed),
+            "poison": lambda: self._running.poison(),
+            "transfer": lambda: self._running.timed(),
+            "sample": lambda count: self._running.sample(count),
+            "verify": lambda seed: self._running.verify(seed),
+            "cpu": time.process_time,
+            "busy": self._be_busy,
+            "stop": self.stop,
+        }
+
+    def obey(self, order: Order) -> Order:
+        """Carry out one order; return the answer."""
+        name = order.pop("do", None)
+        try:
+            return {"value": self.commands[name](**order)}
+        except Exception as error:  # noqa: BLE001  the driver shows it, whatever it is
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def stop(self) -> None:
+        """Give everything back. Idempotent."""
+        self._be_busy(on=False)
+        side, self._side = self._side, None
+        if side is not None:
+            side.stop()
+
+    @property
+    def _running(self) -> Side:
+        if self._side is None:
+            raise RuntimeError("not started")
+        return self._side
+
+    def _start(self, workload: object) -> object:
+        work = msgspec.convert(workload, Workload)
+        self._side = find(self._name)(self._role, work)
+        return self._side.start()
+
+    def _be_busy(self, *, on: bool) -> None:
+        """Run a thread of pure Python beside the side, or end it."""
+        if self._busy is not None:
+            self._busy.end()
+        self._busy = _Busy() if on else None
+
+
+class _Busy:
+    """The thread ``bench-busy``, which counts and never blocks."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._thread = threading.Thread(target=self._count, name="bench-busy", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def _count(self) -> None:
+        count = 0
+        while not self._ended:
+            count += 1
+
+
+def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
+    # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+    with io.FileIO(0, closefd=False) as stdin:
+        while line := stdin.readline():
+            orders.put(line)
+    os._exit(_ORPHANED)
+
+
+def _take_stdout() -> io.FileIO:
+    """Return the real standard output; from now on everybody else's is standard error, native libraries' too."""
+    answers = io.FileIO(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the driver until it says stop."""
+    name, role = arguments
+    answers = _take_stdout()
+    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_orders, args=(orders,), name="bench-orders", daemon=True).start()
+    worker = Worker(name, Role(role))
+    while True:
+        order = msgspec.json.decode(orders.get(), type=Order)
+        stopping = order.get("do") == "stop"
+        answers.write(msgspec.json.encode(worker.obey(order)) + b"\n")
+        if stopping:
+            answers.flush()
+            # Not by way of the interpreter's end: a peer's library that hangs there would hang the bench.
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
