@@ -13,8 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,29 +21,27 @@ from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role, Side
 from llm_datadist.bench.workload import Workload
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["Worker", "main"]
 
 _ORPHANED: Final = 3
+_OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
 
 Order = dict[str, Any]
 
 
 class Worker:
-    """The commands, by name. Each takes its order's other fields as keywords and returns a JSON value."""
+    """Carries out orders: its own, and methods of its side; an order's other fields are the keywords."""
 
     def __init__(self, side: str, role: Role) -> None:
         self._name = side
         self._role = role
         self._side: Side | None = None
         self._busy: _Busy | None = None
-        self.commands: Final[dict[str, Callable[..., object]]] = {
+        self._own: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
-            "connect": lambda facts: self._running.connect(facts),
-            "fill": lambda seed: self._running.fill(seed),
-            "poison": lambda: self._running.poison(),
-            "transfer": lambda: self._running.timed(),
-            "sample": lambda count: self._running.sample(count),
-            "verify": lambda seed: self._running.verify(seed),
             "cpu": time.process_time,
             "busy": self._be_busy,
             "stop": self.stop,
@@ -54,7 +51,7 @@ class Worker:
         """Carry out one order; return the answer."""
         name = order.pop("do", None)
         try:
-            return {"value": self.commands[name](**order)}
+            return {"value": self._command(name)(**order)}
         except Exception as error:  # noqa: BLE001  the driver shows it, whatever it is
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -65,11 +62,13 @@ class Worker:
         if side is not None:
             side.stop()
 
-    @property
-    def _running(self) -> Side:
-        if self._side is None:
-            raise RuntimeError("not started")
-        return self._side
+    def _command(self, name: str) -> Callable[..., object]:
+        if name in self._own:
+            return self._own[name]
+        if self._side is None or name not in _OF_THE_SIDE:
+            raise ValueError(f"{name}: no such command, or not started")
+        command: Callable[..., object] = getattr(self._side, name)
+        return command
 
     def _start(self, workload: object) -> object:
         work = msgspec.convert(workload, Workload)

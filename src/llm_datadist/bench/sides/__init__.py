@@ -14,20 +14,24 @@ if TYPE_CHECKING:
 __all__ = ["LIMITS", "OURS", "PEERS", "SIDES", "find", "why_not"]
 
 OURS: Final = {
-    "shm": "llm_datadist.bench.sides.ours:Shm",
-    "cma": "llm_datadist.bench.sides.ours:Cma",
-    "tcp": "llm_datadist.bench.sides.ours:Tcp",
-    "inproc": "llm_datadist.bench.sides.ours:Inproc",
+    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:{name.title()}" for name in ("shm", "cma", "tcp", "inproc")},
+    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:{name.title()}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-link": f"llm_datadist.bench.sides.linking:{name.title()}" for name in ("shm", "cma", "tcp")},
+    "ours-copy-blocks": "llm_datadist.bench.sides.local:CopyBlocks",
+    "ours-copy-cache": "llm_datadist.bench.sides.local:CopyCache",
+    "ours-swap": "llm_datadist.bench.sides.local:SwapBlocks",
+    "ours-plan": "llm_datadist.bench.sides.local:Planning",
+    "ours-alloc": "llm_datadist.bench.sides.local:Allocating",
 }
-"""This library, by transport."""
+"""This library: by transport, and what it does without one."""
 
 LIMITS: Final = {
     "memcpy": "llm_datadist.bench.sides.limits:Memcpy",
     "memcpy-nt": "llm_datadist.bench.sides.limits:MemcpyStreaming",
-    "cma-raw": "llm_datadist.bench.sides.limits:CmaRaw",
+    "cma": "llm_datadist.bench.sides.limits:Cma",
     "tcp-raw": "llm_datadist.bench.sides.limits:TcpRaw",
 }
-"""What the machine can do, without this library's engine."""
+"""What the machine can do, without this library's engine. ``memcpy-nt``: with streaming stores."""
 
 PEERS: Final = {
     "nixl": "llm_datadist.bench.sides.nixl:Nixl",
@@ -36,7 +40,7 @@ PEERS: Final = {
     "mooncake": "llm_datadist.bench.sides.mooncake:Mooncake",
     "torch": "llm_datadist.bench.sides.torch:Torch",
 }
-"""Other software that does the same."""
+"""Other software that does the same. ``nixl`` makes each transfer anew, ``nixl-prepared`` only posts one."""
 
 SIDES: Final = OURS | LIMITS | PEERS
 """Name -> module:class. Every name of the form module:class is one too."""

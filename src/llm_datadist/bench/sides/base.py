@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.workload import Bytes, Op, Workload
@@ -22,8 +22,6 @@ __all__ = ["Facts", "Role", "Side"]
 
 Facts = dict[str, Any]
 """What one end tells the other: JSON values."""
-
-PAIR: Final = ("source", "destination")
 
 
 class Role(StrEnum):
@@ -83,13 +81,13 @@ class Side(ABC):
         """Move every block once. Only this is timed. Called in the initiating process."""
 
     def transfer_one(self, index: int) -> None:
-        """Do the step ``index`` (of ``workload.blocks``) by itself, for ops whose single steps are timed.
+        """Do the step ``index`` by itself, for ops whose single steps are timed.
 
-        For ``latency``: move block ``src_blocks[index]`` to ``dst_blocks[index]``.
+        For ``latency``: move block ``src_blocks[index]`` to ``dst_blocks[index]``, in every tensor.
         """
         raise NotImplementedError(f"{type(self).__name__} has no single steps")
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
         """Give everything back. Called once, also after a failure."""
 
     # What the worker calls. A side need not touch these.
