@@ -64,6 +64,11 @@ class Side(ABC):
     def why_not(cls, workload: Workload) -> str | None:
         """Say why this side cannot run the workload (not installed, not for this op), or None. Loads no peer."""
 
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """Return the bytes that all processes of this side hold: source and destination, moved blocks and others."""
+        return 2 * workload.tensor_bytes * workload.tensors
+
     @abstractmethod
     def start(self) -> Facts:
         """Set up memory; return what the other end needs to know (port, addresses, pid, metadata)."""

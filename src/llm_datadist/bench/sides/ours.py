@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Cma", "Inproc", "Ours", "Shm", "Tcp", "end_of", "link", "make_blocks"]
+__all__ = ["CLUSTER", "KEY", "Cma", "Inproc", "Ours", "Shm", "Tcp", "end_of", "link", "make_blocks", "pool_bytes_for"]
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
@@ -34,6 +34,7 @@ _HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
 _PAGE_SHIFT: Final = 16
+_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 
 
 def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
@@ -103,8 +104,8 @@ class Ours(Side):
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Only for pull and push."""
-        return None if workload.op in (Op.PULL, Op.PUSH) else f"moves blocks between processes, not for {workload.op}"
+        """Pull and push, and the latency of single blocks."""
+        return None if workload.op in _OPS else f"moves blocks between processes, not for {workload.op}"
 
     def start(self) -> Facts:
         """Initialize this end and make its cache."""
@@ -125,6 +126,11 @@ class Ours(Side):
         """Pull or push all blocks."""
         self._move()
 
+    def transfer_one(self, index: int) -> None:
+        """Pull one block, as a decoder that needs one more: lists of one block number."""
+        src, dst = self._pairs[index]
+        self._end.cache_manager.pull_blocks(KEY, self._cache, src, dst)
+
     def stop(self) -> None:
         """Finalize."""
         self._end.finalize()
@@ -136,6 +142,9 @@ class Ours(Side):
 
     def _mover(self, cache: Cache) -> Callable[[], None]:
         src, dst, manager = self.workload.src_blocks, self.workload.dst_blocks, self._end.cache_manager
+        self._cache = cache
+        if self.workload.op is Op.LATENCY:
+            self._pairs = [([a], [b]) for a, b in zip(src.tolist(), dst.tolist(), strict=True)]
         # The interface documents lists; arrays of block numbers are an extension that type checkers do not see.
         if self.workload.op is Op.PUSH:
             return lambda: manager.push_blocks(KEY, cache, src, dst)  # type: ignore[arg-type]
