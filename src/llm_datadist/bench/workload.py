@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["POISON", "SPREAD", "Bytes", "Memory", "Op", "Workload", "fill", "poison", "poison_blocks", "verify"]
+__all__ = [
+    "POISON",
+    "SPREAD",
+    "Bytes",
+    "Memory",
+    "Op",
+    "Workload",
+    "fill",
+    "poison",
+    "poison_blocks",
+    "verify",
+    "verify_front",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """One tensor at one end: uint8, shape (rows, block_bytes)."""
@@ -150,6 +162,21 @@ def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: b
 
             for _ in threads.map(compare, _parts(workload.blocks, view.shape[1])):
                 pass
+
+
+def verify_front(views: Sequence[Bytes], workload: Workload, seed: int) -> None:
+    """Compare every byte of a destination into which the first ``blocks`` rows of the source were moved as they lie.
+
+    Raises:
+        WrongBytes: As ``verify``.
+    """
+    for tensor, view in enumerate(views):
+        windows = _windows(view, seed, tensor)
+        numbers = np.arange(workload.rows, dtype=np.int64)
+        for part in _parts(workload.blocks, view.shape[1]):
+            _compare(view[part], windows[part], tensor, numbers[part], "inside the addressed blocks")
+            rest = slice(part.start + workload.blocks, part.stop + workload.blocks)
+            _compare(view[rest], np.uint8(POISON), tensor, numbers[rest], "outside the addressed blocks")
 
 
 def _compare(got: Bytes, expected: Bytes | np.uint8, tensor: int, first: int) -> None:

@@ -35,12 +35,12 @@ struct LimitBlocks {
     char* at(std::size_t i) const { return reinterpret_cast<char*>(static_cast<std::uintptr_t>(addresses[i])); }
 };
 
-constexpr std::size_t max_limit_block = std::size_t{1} << 30;
+constexpr std::int64_t max_limit_block = std::int64_t{1} << 30;
 constexpr int max_limit_threads = 1024;
 
-inline void check_limit_blocks(const LimitBlocks& blocks, std::int64_t block_bytes) {
-    if (block_bytes < 1 || static_cast<std::uint64_t>(block_bytes) > max_limit_block)
-        refuse("block_bytes is ", block_bytes, ": must be in [1, ", max_limit_block, "]");
+inline void check_limit_blocks(const LimitBlocks& blocks, std::int64_t block_bytes, std::int64_t most) {
+    if (block_bytes < 1 || block_bytes > most)
+        refuse("block_bytes is ", block_bytes, ": must be in [1, ", most, "]");
     for (std::size_t i = 0; i < blocks.count; ++i)
         if (blocks.addresses[i] == 0) refuse("address ", i, " is 0: must be that of a block");
 }
@@ -49,8 +49,8 @@ inline void check_limit_pair(const LimitBlocks& dst, const LimitBlocks& src, std
     if (dst.count != src.count) refuse("dst has ", dst.count, " blocks and src ", src.count, ": must be as many");
     if (threads < 1 || threads > max_limit_threads)
         refuse("threads is ", threads, ": must be in [1, ", max_limit_threads, "]");
-    check_limit_blocks(dst, block_bytes);
-    check_limit_blocks(src, block_bytes);
+    check_limit_blocks(dst, block_bytes, max_limit_block);
+    check_limit_blocks(src, block_bytes, max_limit_block);
 }
 
 // Calls work(first, end) on equal shares of the blocks, in the caller and threads - 1 others.
@@ -153,7 +153,7 @@ inline void limit_memcpy(const LimitBlocks& dst, const LimitBlocks& src, int thr
 inline int process_blocks(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, std::size_t first,
                           std::size_t end) {
     constexpr std::size_t most_ranges = 512;
-    const std::size_t a_call = std::min(most_ranges, max_limit_block / near.bytes);  // the kernel moves below 2 GiB
+    const std::size_t a_call = std::min(most_ranges, static_cast<std::size_t>(max_limit_block) / near.bytes);  // the kernel moves below 2 GiB
     iovec here[most_ranges], there[most_ranges];
     while (first < end) {
         const std::size_t ranges = std::min(a_call, end - first);

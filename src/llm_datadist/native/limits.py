@@ -50,6 +50,8 @@ class RawBlocks:
         Raises:
             ParamError: Tensors that are not like that, or a row that there is not.
         """
+        if not tensors:
+            raise ParamError("tensors is empty: must be at least one")
         for each in tensors:
             _check_tensor(each, tensors[0])
         rows, block_bytes = tensors[0].shape
@@ -59,6 +61,11 @@ class RawBlocks:
     def elsewhere(cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
         """Return the same of another process, whose tensors of ``rows`` blocks begin at ``bases``. Raises as ``of``."""
         return cls._at(bases, rows, block_bytes, numbers, None)
+
+    def steps(self, count: int) -> list[RawBlocks]:
+        """Return list ``i`` of ``count``: block ``i`` of every tensor, where ``of`` was given ``count`` numbers."""
+        columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
+        return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
 
     @classmethod
     def _at(

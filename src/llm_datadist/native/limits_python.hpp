@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <limits>
 #include <system_error>
 
 #include "limits.hpp"
@@ -45,9 +46,9 @@ inline void py_limit_process(int pid, bool write, const LimitAddresses& near, co
     without_gil([&] { limit_process(pid, write, here, there, threads); });
 }
 
-inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t nbytes) {
-    const LimitBlocks blocks = limit_blocks(addresses, nbytes);
-    check_limit_blocks(blocks, nbytes);
+inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes) {
+    const LimitBlocks blocks = limit_blocks(addresses, block_bytes);
+    check_limit_blocks(blocks, block_bytes, std::numeric_limits<std::int64_t>::max());
     without_gil([&] { limit_stream(fd, send, blocks); });
 }
 
@@ -60,7 +61,7 @@ inline void bind_limits(nb::module_& m) {
           "streaming"_a);
     m.def("limit_process", &py_limit_process, "pid"_a, "write"_a, "near"_a.noconvert(), "far"_a.noconvert(),
           "block_bytes"_a, "threads"_a);
-    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "nbytes"_a);
+    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a);
 }
 
 }  // namespace datadist
