@@ -23,6 +23,7 @@ _BLOCK_BYTES: Final = 64 << 10
 _LATENCY_BLOCKS: Final = 1000
 _KEY_BLOCKS: Final = 200
 _TENSORS: Final = {Op.PLAN: 122, Op.ALLOC: 122}
+_COPY_CACHE_TENSORS: Final = 64
 _PLANNED: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 _SAMPLES: Final = {Op.PLAN: 20, Op.ALLOC: 50, Op.LINK: 20}
 
@@ -222,17 +223,18 @@ def _between(request: Request) -> Iterator[Case]:
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap."""
-    calls = {"copy_blocks": "ours-copy-blocks", "copy_cache": "ours-copy-cache"}
+    """Yield the cases of copy and swap. A call of copy_cache copies one row, so it has many tensors to copy it in."""
+    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
+    calls = {"copy_blocks": ("ours-copy-blocks", request), "copy_cache": ("ours-copy-cache", rows)}
     if request.op is Op.SWAP:
-        calls = {"swap_blocks": "ours-swap"}
+        calls = {"swap_blocks": ("ours-swap", request)}
     limit, peers = _sides(request, "local")
-    for call, side in calls.items():
+    for call, (side, asked) in calls.items():
         yield Case(
             side=side,
             call=call,
             transport="local",
-            workload=_workload(request, request.op, "local"),
+            workload=_workload(asked, request.op, "local"),
             limit=limit,
             peers=peers,
             passes=request.passes or _PASSES,

@@ -30,6 +30,7 @@ __all__ = ["Listener", "Results", "prepare", "run"]
 _SHARE: Final = 0.9
 #: A side is tried on this before anything is measured.
 _TINY_BLOCKS: Final = 2
+_TINY_BYTES: Final = 4096
 
 
 class Listener(Protocol):
@@ -77,22 +78,35 @@ class _Check:
         self._memory, self._bound = available_memory()
 
     def case(self, case: Case) -> Case | None:
+        """Return the case as it can run, or None."""
+        possible = self._sift(case, sides.why_not)
+        if possible is None or not self._fits(possible):
+            return None
+        return self._sift(possible, self._try)
+
+    def _sift(self, case: Case, why_not: Callable[[str, Workload], str | None]) -> Case | None:
+        """Leave out the sides that ``why_not`` has something against."""
         for side in case.sides:
-            reason = sides.why_not(side, case.workload) or self._try(side, case.workload)
+            reason = why_not(side, case.workload)
             if reason is not None:
                 self._say(f"{side}: {reason}")
                 if side == case.side:
                     self._say(f"left out: {case.title}")
                     return None
                 case = case.without(side)
-        return case if self._fits(case) else None
+        return case
 
     def _try(self, side: str, workload: Workload) -> str | None:
-        """Start a side on two blocks; return why that does not work, or None."""
+        """Start a side on two small blocks; return why that does not work, or None."""
         key = (side, workload.op, workload.memory)
         if key not in self._tried:
             self._tell.say(f"trying {side} for {workload.op}")
-            tiny = msgspec.structs.replace(workload, blocks=min(workload.blocks, _TINY_BLOCKS), tensors=1)
+            tiny = msgspec.structs.replace(
+                workload,
+                blocks=min(workload.blocks, _TINY_BLOCKS),
+                block_bytes=min(workload.block_bytes, _TINY_BYTES),
+                tensors=1,
+            )
             try:
                 with Contestant(side, tiny, self._timeout_s) as contestant:
                     contestant.prepare(0)

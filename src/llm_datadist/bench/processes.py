@@ -154,6 +154,11 @@ class Contestant:
             for process in reversed(self._processes):
                 process.end()
 
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of its processes."""
+        return [process.pid for process in self._processes]
+
     def kill(self) -> None:
         """Kill all processes. Idempotent."""
         for process in self._processes:

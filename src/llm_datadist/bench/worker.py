@@ -100,12 +100,12 @@ class _Busy:
             count += 1
 
 
-def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
+def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) -> None:
     # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
     with io.FileIO(0, closefd=False) as stdin:
         while line := stdin.readline():
             orders.put(line)
-    os._exit(_ORPHANED)
+    os._exit(0 if stopping.is_set() else _ORPHANED)
 
 
 def _take_stdout() -> io.FileIO:
@@ -120,14 +120,17 @@ def main(arguments: list[str]) -> int:
     name, role = arguments
     answers = _take_stdout()
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read_orders, args=(orders,), name="bench-orders", daemon=True).start()
+    stopping = threading.Event()
+    threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
     worker = Worker(name, Role(role))
     while True:
         order = msgspec.json.decode(orders.get(), type=Order)
-        stopping = order.get("do") == "stop"
-        answers.write(msgspec.json.encode(worker.obey(order)) + b"\n")
-        if stopping:
-            answers.flush()
+        last = order.get("do") == "stop"
+        answer = worker.obey(order)
+        if last:
+            stopping.set()
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        if last:
             # Not by way of the interpreter's end: a peer's library that hangs there would hang the bench.
             os._exit(0)
 

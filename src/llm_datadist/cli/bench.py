@@ -26,6 +26,16 @@ _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _PLOTS: Final = (".png", ".svg")
 _MIB: Final = 20
+#: From 1 to this. Checked here, because not every version of typer names value and range.
+_HIGHEST: Final = {
+    "block_bytes": 1 << 30,
+    "blocks": 10_000_000,
+    "tensors": 4096,
+    "threads": 1024,
+    "passes": 1000,
+    "set_mib": 1 << 20,
+    "timeout": 3600,
+}
 
 
 class What(StrEnum):
@@ -56,29 +66,19 @@ def bench(
     transport: Annotated[
         Transport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
     ] = None,
-    block_bytes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 30, help="Bytes of one block of one tensor (65536).")
-    ] = None,
-    blocks: Annotated[
-        int | None, typer.Option(min=1, max=10_000_000, help="Blocks moved in each tensor (as many as the set holds).")
-    ] = None,
-    tensors: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Tensors of a cache (1; plan, alloc: 122).")
-    ] = None,
+    block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks moved in each tensor (as many as the set holds).")] = None,
+    tensors: Annotated[int | None, typer.Option(help="Tensors of a cache (1; plan, alloc: 122).")] = None,
     memory: Annotated[
         Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads that copy, in each process (the usable CPUs).")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that copy, in each process (the usable CPUs).")] = None,
     against: Annotated[
         str | None, typer.Option(help="Limits and peers, by commas; an empty text: none (the usual ones of the op).")
     ] = None,
-    passes: Annotated[int | None, typer.Option(min=1, max=1000, help="Passes after the first (5).")] = None,
-    set_mib: Annotated[
-        int, typer.Option(min=1, max=1 << 20, help="MiB that one transfer moves, where --blocks is not given.")
-    ] = 512,
-    timeout: Annotated[int, typer.Option(min=1, max=3600, help="Seconds that a side may take for one step.")] = 120,
+    passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
+    set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, where --blocks is not given.")] = 512,
+    timeout: Annotated[int, typer.Option(help="Seconds that a side may take for one step.")] = 120,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there, a list of rows.")
     ] = None,
@@ -90,6 +90,13 @@ def bench(
 
     Without an argument: the standard suite, which takes --threads, --against and --set-mib of the options about work.
     """
+    _check_range("block_bytes", block_bytes)
+    _check_range("blocks", blocks)
+    _check_range("tensors", tensors)
+    _check_range("threads", threads)
+    _check_range("passes", passes)
+    _check_range("set_mib", set_mib)
+    _check_range("timeout", timeout)
     _check_file("--json", json_file)
     _check_plot(plot_file)
     names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
@@ -130,6 +137,11 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return _FAILED if results.failures else 0
+
+
+def _check_range(name: str, value: int | None) -> None:
+    if value is not None and not 1 <= value <= _HIGHEST[name]:
+        raise _usage(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
 
 
 def _check_plot(path: Path | None) -> None:

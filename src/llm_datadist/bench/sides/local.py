@@ -189,6 +189,11 @@ class Allocating(Local):
             return "registered memory is not allocated"
         return super().why_not(workload)
 
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """One cache."""
+        return workload.tensor_bytes * workload.tensors
+
     def prepare(self) -> None:
         """Describe the cache."""
         work = self.workload
