@@ -37,6 +37,7 @@ PEERS: Final = {
     "nixl": "llm_datadist.bench.sides.nixl:Nixl",
     "nixl-tcp": "llm_datadist.bench.sides.nixl:NixlTcp",
     "nixl-prepared": "llm_datadist.bench.sides.nixl:NixlPrepared",
+    "nixl-tcp-prepared": "llm_datadist.bench.sides.nixl:NixlTcpPrepared",
     "mooncake": "llm_datadist.bench.sides.mooncake:Mooncake",
     "torch": "llm_datadist.bench.sides.torch:Torch",
 }

@@ -10,6 +10,7 @@ from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
 from llm_datadist.bench.errors import WrongBytes
 from llm_datadist.bench.sides.base import Facts, Role, Side
 from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
+from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection, plan_blocks
 from llm_datadist.views import tensor_views
@@ -102,7 +103,7 @@ class CopyCache(Local):
         if work.memory is Memory.POOL:
             cache = manager.allocate_cache(desc)
             return cache, tensor_views(cache)
-        tensors: list[Bytes] = [np.zeros((work.rows, work.block_bytes), np.uint8) for _ in range(work.tensors)]
+        tensors = private_tensors(work)
         return manager.register_cache(desc, [each.ctypes.data for each in tensors]), tensors
 
 
@@ -115,7 +116,7 @@ class SwapBlocks(Local):
         """Make both caches."""
         work = self.workload
         self._device, self.source_views = make_blocks(self._end, work, None)
-        self.destination_views = [np.zeros((work.rows, work.block_bytes), np.uint8) for _ in range(work.tensors)]
+        self.destination_views = private_tensors(work)
         desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8, Placement.HOST)
         self._host = Cache.create_cpu_cache(desc, [each.ctypes.data for each in self.destination_views])
         self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))

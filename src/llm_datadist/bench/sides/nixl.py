@@ -70,6 +70,7 @@ class Nixl(Side):
             return {}
         peer = self._agent.add_remote_agent(b64decode(facts["metadata"]))
         name = peer.decode() if isinstance(peer, bytes) else peer
+        self._agent.make_connection(name)
         here = self.workload
         push = here.op is Op.PUSH
         self._verb = "WRITE" if push else "READ"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import numpy as np
-
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -18,6 +16,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.bench.sides.base import Facts, Role, Side
+from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 
@@ -89,7 +88,7 @@ def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey |
     if workload.memory is Memory.POOL:
         cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
-    tensors: list[Bytes] = [np.zeros((workload.rows, workload.block_bytes), np.uint8) for _ in range(workload.tensors)]
+    tensors = private_tensors(workload)
     return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
 
 
