@@ -96,14 +96,15 @@ def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
 
 
 def test_processes_are_gone_at_the_end() -> None:
-    with Contestant(side("Pair"), Workload(op=Op.PULL, block_bytes=64, blocks=2), LONG_S) as contestant:
+    with Contestant(side("Pair"), LONG_S) as contestant:
+        contestant.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
         pids = contestant.pids
         assert len(set(pids)) == 2
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(SideFailed, match="no such adapter"):
-        Contestant(side("CannotStart"), WORK, LONG_S)
+    with pytest.raises(SideFailed, match="no such adapter"), Contestant(side("CannotStart"), LONG_S) as contestant:
+        contestant.start(WORK)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 

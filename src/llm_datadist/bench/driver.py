@@ -73,7 +73,7 @@ class _Check:
     def __init__(self, tell: Listener, timeout_s: float) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
-        self._tried: dict[tuple[str, str, str], str | None] = {}
+        self._tried: dict[str, str | None] = {}
         self._said: set[str] = set()
         self._memory, self._bound = available_memory()
 
@@ -97,10 +97,9 @@ class _Check:
         return case
 
     def _try(self, side: str, workload: Workload) -> str | None:
-        """Start a side on two small blocks; return why that does not work, or None."""
-        key = (side, workload.op, workload.memory)
-        if key not in self._tried:
-            self._tell.say(f"trying {side} for {workload.op}")
+        """Start a side once, on two small blocks; return why that does not work, or None."""
+        if side not in self._tried:
+            self._tell.say(f"trying {side}")
             tiny = msgspec.structs.replace(
                 workload,
                 blocks=min(workload.blocks, _TINY_BLOCKS),
@@ -108,12 +107,13 @@ class _Check:
                 tensors=1,
             )
             try:
-                with Contestant(side, tiny, self._timeout_s) as contestant:
+                with Contestant(side, self._timeout_s) as contestant:
+                    contestant.start(tiny)
                     contestant.prepare(0)
-                self._tried[key] = None
+                self._tried[side] = None
             except (BenchError, OSError) as error:
-                self._tried[key] = str(error)
-        return self._tried[key]
+                self._tried[side] = str(error)
+        return self._tried[side]
 
     def _fits(self, case: Case) -> bool:
         needed = sum(sides.find(side).footprint(case.workload) for side in case.sides)
@@ -158,8 +158,11 @@ class _Race:
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
+            # All processes are launched before the first is set up: importing takes longer than anything else.
             for side in self._case.sides:
-                self._guarded(side, self._start, stack, side)
+                self._guarded(side, self._launch, stack, side)
+            for side in list(self._running):
+                self._guarded(side, self._start, side)
             for number in range(self._case.passes + 1):
                 for side in list(self._running):
                     self._tell.progress(self._case, side, number, self._case.passes + 1)
@@ -183,9 +186,12 @@ class _Race:
             if lost is not None:
                 lost.kill()
 
-    def _start(self, stack: ExitStack, side: str) -> None:
-        self._running[side] = stack.enter_context(Contestant(side, self._case.workload, self._timeout_s))
+    def _launch(self, stack: ExitStack, side: str) -> None:
+        self._running[side] = stack.enter_context(Contestant(side, self._timeout_s))
         self._measured[side] = Measured()
+
+    def _start(self, side: str) -> None:
+        self._running[side].start(self._case.workload)
         if side == self._case.side and self._case.busy:
             self._running[side].busy(self._case.busy, on=True)
 

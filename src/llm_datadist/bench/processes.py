@@ -122,21 +122,22 @@ class Process:
 
 
 class Contestant:
-    """One side at work: its processes, from start to end. A context manager, which ends them.
+    """One side at work: its processes, launched at once and set up by ``start``. A context manager, which ends them.
 
     Attributes:
         side: Its name.
         facts: What its processes told when they were connected, for example ``transport``.
     """
 
-    def __init__(self, side: str, workload: Workload, timeout_s: float) -> None:
+    def __init__(self, side: str, timeout_s: float) -> None:
         self.side = side
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
         self._failed = False
         self._processes: list[Process] = []
         try:
-            self._start(workload)
+            for role in find(self.side).roles:
+                self._processes.append(Process(self.side, role))
         except BaseException:
             self.kill()
             raise
@@ -198,9 +199,8 @@ class Contestant:
             answers.append(value)
         return answers
 
-    def _start(self, workload: Workload) -> None:
-        for role in find(self.side).roles:
-            self._processes.append(Process(self.side, role))
+    def start(self, workload: Workload) -> None:
+        """Set up the memory of all processes, and connect them."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self._processes) > 1:
