@@ -2,8 +2,8 @@
 
     .venv-bench/bin/python scripts/link_mooncake_libraries.py
 
-For `make bench` only. Mooncake's engine is linked with libibverbs and does not load without it, although tcp, which the
-bench compares with, never uses it. Does nothing where Mooncake loads, or where either package is missing; the bench says
+For `make bench` only. Mooncake's engine is linked with libibverbs and does not load without it, although tcp, with
+which the bench compares, never uses it. Does nothing where Mooncake loads or either package is missing; the bench says
 by itself what it cannot use.
 """
 
@@ -20,7 +20,10 @@ _NAMES: Final = {"libibverbs.so.1": "libibverbs-*.so*", "": "libnl-*"}
 
 
 def _loads() -> bool:
-    return subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def _link(target: Path, name: Path) -> None:
