@@ -171,19 +171,21 @@ def test_addresses_that_are_not_mapped_there(other: Other) -> None:
 
 def test_some_blocks_not_mapped_there(other: Other) -> None:
     """The kernel moves what comes before and says so only by the number of bytes."""
-    dst = tensors(1, 4, 300, 2)
-    far = other.blocks(np.array([0, 1]))
+    dst = tensors(2, 4, 300, 2)
+    one = np.array([1])
+    far = other.blocks(one)
     far.addresses[1] = 4096
     with pytest.raises(OSError, match="process_vm_readv"):
-        move_process(RawBlocks.of(dst, np.array([0, 1])), far, other.pid, threads=1)
+        move_process(RawBlocks.of(dst, one), far, other.pid, threads=1)
 
 
 def test_a_process_that_is_gone(other: Other) -> None:
-    dst = tensors(1, 4, 300, 2)
-    far = other.blocks(np.array([1]))
+    dst = tensors(2, 4, 300, 2)
+    one = np.array([1])
+    far = other.blocks(one)
     other.end()
     with pytest.raises(ProcessLookupError):
-        move_process(RawBlocks.of(dst, np.array([1])), far, other.pid, threads=1)
+        move_process(RawBlocks.of(dst, one), far, other.pid, threads=1)
 
 
 def in_thread(connection: socket.socket, blocks: RawBlocks) -> threading.Thread:
