@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -259,7 +259,7 @@ def test_refuses_blocks_outside_the_tensor(number: int) -> None:
 
 def test_refuses_tensors_of_another_shape_or_layout() -> None:
     good = tensors(1, 4, 64, 1)[0]
-    bad = [good.T, good[:, ::2], good.view(np.int64), good.reshape(-1)]
+    bad: list[Any] = [good.T, good[:, ::2], good.view(np.int64), good.reshape(-1)]
     for each in bad:
         with pytest.raises(ParamError, match="must be C-contiguous uint8"):
             RawBlocks.of([each], np.array([0]))

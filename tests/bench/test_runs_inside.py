@@ -1,4 +1,4 @@
-"""Small real runs of the ops that stay in one process, or move nothing, and of single pulls."""
+"""Small real runs of the ops that stay in one process, or move nothing."""
 
 from __future__ import annotations
 
@@ -28,22 +28,6 @@ def test_copies_of_registered_memory(tmp_path: Path) -> None:
 def test_swaps(tmp_path: Path) -> None:
     [row] = bench(tmp_path / "rows.json", "swap --block-bytes 8192 --blocks 50 --against ,")
     assert (row["call"], row["transport"], row["bytes"]) == ("swap_blocks", "local", 8192 * 50)
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_single_pulls_by_key_and_without(tmp_path: Path, transport: str) -> None:
-    rows = bench(tmp_path / "rows.json", f"latency --transport {transport} --blocks 10 --against ,")
-    assert [(row["call"], row["busy"]) for row in rows] == [
-        (call, busy) for call in ("pull_blocks", "pull_cache by key") for busy in (None, "source", "destination")
-    ]
-    assert {row["transport"] for row in rows} == {transport}
-    assert {row["bytes"] for row in rows} == {65536}
-    assert {row["blocks"] for row in rows} == {10, 2}
-
-
-def test_single_pulls_in_one_process(tmp_path: Path) -> None:
-    rows = bench(tmp_path / "rows.json", "latency --transport inproc --blocks 10 --against ,")
-    assert [(row["call"], row["transport"], row["busy"]) for row in rows] == [("pull_blocks", "inproc", None)]
 
 
 def test_plans(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_the_source_of_a_stream_stops_without_a_destination() -> None:
 
 def test_a_lost_source_is_told() -> None:
     workload = work(Op.PULL)
-    with Contestant("tcp-raw", workload, _TIMEOUT_S) as contestant:
+    with Contestant("tcp-raw", _TIMEOUT_S) as contestant:
+        contestant.start(workload)
         contestant.prepare(1)
         contestant.run(0)
         source, destination = contestant._processes
