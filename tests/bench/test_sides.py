@@ -64,7 +64,8 @@ def expects_reason(side: str) -> bool:
 
 def passes(side: str, workload: Workload) -> None:
     """Two passes with bytes of their own, so that those of the first do not do for the second."""
-    with Contestant(side, workload, _TIMEOUT_S) as contestant:
+    with Contestant(side, _TIMEOUT_S) as contestant:
+        contestant.start(workload)
         for seed in (1, 2):
             contestant.prepare(seed)
             contestant.run(workload.blocks if workload.op is Op.LATENCY else 0)
