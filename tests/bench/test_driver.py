@@ -71,7 +71,7 @@ def test_a_bad_side_is_caught_and_has_no_row(told: Told, name: str, said: str) -
     assert failure in told.lines
 
 
-@pytest.mark.parametrize("name", ["MovesNothing", "Dies", "CannotStart"])
+@pytest.mark.parametrize("name", ["MovesNothing", "VerifiesNothing", "Dies", "CannotStart"])
 def test_a_bad_peer_costs_its_own_figures_only(told: Told, name: str) -> None:
     results = run([replace(GOOD, peers=(side(name), side("Chatters"))), GOOD], told, LONG_S)
     assert [row.peer for row in results.rows] == [side("Chatters"), None]

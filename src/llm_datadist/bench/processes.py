@@ -162,6 +162,7 @@ class Contestant:
 
     def kill(self) -> None:
         """Kill all processes. Idempotent."""
+        self._failed = True
         for process in self._processes:
             process.kill()
 
