@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
 
-.PHONY: help install demo test test-torch asan faults lint docs clean
+.PHONY: help install demo test test-torch asan faults bench lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
+	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make lint   ruff, mypy strict, layers"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
@@ -50,6 +51,32 @@ faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
 	@$(BIN)/python -m llm_datadist.testing.fuzz --frames $(FRAMES)
 
+# An environment of its own, with the peers in it: the library needs none of them. What cannot be installed is said, and
+# the bench runs without it. Pinned; --no-deps, because NIXL declares a torch it never imports, with gigabytes behind it.
+BENCH_VENV := .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
+BENCH_PIP := $(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check
+BENCH_TORCH := torch==2.13.0
+BENCH_NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+BENCH_MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
+
+$(BENCH_VENV)/.installed: pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
+	@test -x $(BENCH_BIN)/python || $(PYTHON) -m venv $(BENCH_VENV)
+	@echo "setting up $(BENCH_VENV) (once; again when pyproject.toml or the native code changes)"
+	@$(BENCH_PIP) -e '.[cli,plot]'
+	@$(BENCH_PIP) --no-deps $(BENCH_NIXL) || echo "NIXL cannot be installed: the bench runs without it"
+	@$(BENCH_PIP) --no-deps $(BENCH_MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
+	@$(BENCH_PIP) $(BENCH_TORCH) || echo "torch cannot be installed: the bench runs without it"
+	@$(BENCH_BIN)/python scripts/link_mooncake_libraries.py
+	@touch $@
+
+# The standard suite and its files, or what BENCH says.
+BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results/latest.svg
+bench: $(BENCH_VENV)/.installed
+	@mkdir -p benchmarks/results
+	@$(BENCH_BIN)/llm-datadist bench $(BENCH)
+
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -65,4 +92,4 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/native/*.so
+	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/native/*.so

@@ -28,7 +28,7 @@ LAYERS: Final[dict[int, str]] = {
     "recipient locate layerwise tasks workers engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist cpp_api",
-    8: "cli demo testing prometheus compat configs status utils v2",
+    8: "bench cli demo testing prometheus compat configs status utils v2",
 }
 _PUBLIC_LAYER: Final = 7
 
@@ -48,6 +48,7 @@ THIRD_PARTY: Final[dict[str, str]] = {
     "views": "torch",  # optional, inside one function
     "cli": "typer rich",
     "demo": "rich",  # optional, inside one function
+    "bench": "rich matplotlib torch nixl mooncake",  # of the command only; peers inside their sides
     "testing": "pytest",
     "prometheus": "prometheus_client",
 }

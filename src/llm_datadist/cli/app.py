@@ -9,6 +9,7 @@ from typing import Annotated
 import rich  # noqa: F401
 import typer
 
+from llm_datadist.cli.bench import bench
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -64,3 +65,6 @@ def demo(
 ) -> None:
     """Move a real KV cache from a prompt to a decoder process and compare the tokens with a single-process run."""
     raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json))
+
+
+app.command()(bench)

@@ -13,6 +13,7 @@
 #include "digest_python.hpp"
 #include "guard.hpp"
 #include "lanes_python.hpp"
+#include "limits_python.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -209,4 +210,5 @@ NB_MODULE(_native, m) {
     bind_lanes(m);
     bind_writers(m);
     bind_digest(m);
+    bind_limits(m);
 }

@@ -1,0 +1,308 @@
+"""What is compared with what: one case for each row of a table, made from what the user asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench.sides import LIMITS, PEERS
+from llm_datadist.bench.sides.base import Role
+from llm_datadist.bench.workload import Memory, Op, Workload
+from llm_datadist.native import usable_cpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Case", "Request", "cases_of", "check_options", "size_text", "usual_against"]
+
+_PASSES: Final = 5
+_BLOCK_BYTES: Final = 64 << 10
+_LATENCY_BLOCKS: Final = 1000
+_KEY_BLOCKS: Final = 200
+_TENSORS: Final = {Op.PLAN: 122, Op.ALLOC: 122}
+_COPY_CACHE_TENSORS: Final = 64
+_PLANNED: Final = (100, 1000, 10_000, 100_000, 1_000_000)
+_SAMPLES: Final = {Op.PLAN: 20, Op.ALLOC: 50, Op.LINK: 20}
+
+_WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against"}
+_SHAPE: Final = {"block_bytes", "blocks", "tensors", "passes", "against"}
+#: What each op takes of the options about work; the others are refused.
+_TAKES: Final = {
+    Op.PULL: _WORK,
+    Op.PUSH: _WORK,
+    Op.COPY: _WORK - {"transport"},
+    Op.SWAP: _WORK - {"transport"},
+    Op.LATENCY: _WORK,
+    Op.PLAN: _SHAPE,
+    Op.ALLOC: _SHAPE,
+    Op.LINK: {"transport", "passes", "against"},
+}
+_LIMIT: Final = {"shm": "memcpy", "inproc": "memcpy", "cma": "cma", "tcp": "tcp-raw"}
+_PEERS: Final = {"shm": ("nixl",), "inproc": (), "cma": ("nixl",), "tcp": ("nixl-tcp", "mooncake")}
+#: Between two hosts there is no shared memory: what a peer does over tcp is what ours over tcp is compared with.
+_OVER_TCP: Final = {"nixl": "nixl-tcp"}
+_MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user asked for; None where nothing was said.
+
+    Attributes:
+        op: What is measured.
+        transport: One of ``TRANSPORTS``.
+        block_bytes: Bytes of one block of one tensor.
+        blocks: Blocks moved in each tensor.
+        tensors: Tensors of a cache.
+        memory: Where our caches lie.
+        threads: Threads that copy, in each process; None: one for each usable CPU.
+        against: Names of limits and peers; None: the usual ones.
+        passes: Passes after the first; None: 5.
+        set_bytes: What one transfer moves where ``blocks`` is not given; single steps have at most as many blocks.
+    """
+
+    op: Op
+    transport: str | None = None
+    block_bytes: int | None = None
+    blocks: int | None = None
+    tensors: int | None = None
+    memory: Memory | None = None
+    threads: int | None = None
+    against: tuple[str, ...] | None = None
+    passes: int | None = None
+    set_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One side of ours beside a limit and peers, on one workload.
+
+    Attributes:
+        side: Name of our side.
+        call: What is called, for people.
+        transport: What is asked for; "local" where nothing leaves the process.
+        workload: What is moved.
+        limit: Name of the limit, or None.
+        peers: Names of the peers, and of limits beside the first.
+        passes: Passes after the first.
+        samples: Single steps in each pass; 0: everything in one transfer.
+        busy: In which of our processes a thread of pure Python runs.
+    """
+
+    side: str
+    call: str
+    transport: str
+    workload: Workload
+    limit: str | None = None
+    peers: tuple[str, ...] = ()
+    passes: int = 5
+    samples: int = 0
+    busy: Role | None = None
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """All sides, ours first."""
+        return (self.side, *([self.limit] if self.limit else []), *self.peers)
+
+    @property
+    def bytes_timed(self) -> int:
+        """Bytes that one measured time stands for; 0 where nothing is moved."""
+        if self.workload.op in _MOVES:
+            return self.workload.nbytes
+        return self.workload.block_bytes * self.workload.tensors if self.workload.op is Op.LATENCY else 0
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes that one pass moves."""
+        return self.bytes_timed * (self.samples or 1)
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        work = self.workload
+        busy = f", {self.busy} busy" if self.busy else ""
+        shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
+        return f"{work.op} {self.call} over {self.transport}, {shape}{busy}"
+
+    def without(self, side: str) -> Case:
+        """Return the case without a limit or peer."""
+        return replace(
+            self,
+            limit=None if side == self.limit else self.limit,
+            peers=tuple(each for each in self.peers if each != side),
+        )
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size in words: 64 KiB."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} B"
+
+
+def cases_of(request: Request) -> list[Case]:
+    """Return the cases of one op.
+
+    Raises:
+        BenchError: An option that the op does not take, or a side that does not exist; the text names the option.
+    """
+    check_options(request, request.op, _TAKES[request.op])
+    return list(_MAKERS[request.op](request))
+
+
+def check_options(request: Request, name: str, takes: set[str]) -> None:
+    """Refuse what is not among the options that something takes, and sides that do not exist."""
+    given = {each for each in _WORK if getattr(request, each) is not None}
+    for each in sorted(given - takes):
+        known = ", ".join(_option(one) for one in sorted(takes))
+        raise BenchError(f"{_option(each)}: bench {name} does not take it; about the work it takes {known}")
+    for side in request.against or ():
+        if side not in LIMITS and side not in PEERS:
+            raise BenchError(f"--against: {side!r} is unknown, known: {', '.join([*LIMITS, *PEERS])}")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def usual_against(op: Op, transport: str) -> tuple[str, ...]:
+    """Return what an op is compared with where nothing is asked for: first the limit."""
+    if op in (Op.PULL, Op.PUSH):
+        return (_LIMIT[transport], *_PEERS[transport])
+    if op in (Op.COPY, Op.SWAP):
+        return ("memcpy", "torch")
+    if op is Op.LATENCY:
+        return ("nixl", "nixl-prepared") if transport != "tcp" else ("nixl-tcp",)
+    return ()
+
+
+def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
+    """Return the limit and the peers: of several limits the one that suits the transport, the others are peers."""
+    names = usual_against(request.op, transport) if request.against is None else request.against
+    if transport == "tcp":
+        names = tuple(_OVER_TCP.get(name, name) for name in names)
+    names = tuple(dict.fromkeys(names))
+    limits = [name for name in names if name in LIMITS]
+    suitable = _LIMIT.get(transport, "memcpy")
+    limit = suitable if suitable in limits else next(iter(limits), None)
+    return limit, tuple(name for name in names if name != limit)
+
+
+def _workload(request: Request, op: Op, transport: str, blocks: int | None = None) -> Workload:
+    tensors = request.tensors or _TENSORS.get(op, 1)
+    block_bytes = request.block_bytes or _BLOCK_BYTES
+    fitting = max(1, request.set_bytes // (block_bytes * tensors))
+    usual = Memory.REGISTERED if transport == "cma" else Memory.POOL
+    return Workload(
+        op=op,
+        block_bytes=block_bytes,
+        blocks=request.blocks or blocks or fitting,
+        tensors=tensors,
+        memory=request.memory or usual,
+        threads=request.threads or usable_cpus(),
+    )
+
+
+def _between(request: Request) -> Iterator[Case]:
+    """Yield the one case of pull and push."""
+    transport = request.transport or "shm"
+    limit, peers = _sides(request, transport)
+    yield Case(
+        side=f"ours-{transport}",
+        call=f"{request.op}_blocks",
+        transport=transport,
+        workload=_workload(request, request.op, transport),
+        limit=limit,
+        peers=peers,
+        passes=request.passes or _PASSES,
+    )
+
+
+def _inside(request: Request) -> Iterator[Case]:
+    """Yield the cases of copy and swap. A call of copy_cache copies one row, so it has many tensors to copy it in."""
+    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
+    calls = {"copy_blocks": ("ours-copy-blocks", request), "copy_cache": ("ours-copy-cache", rows)}
+    if request.op is Op.SWAP:
+        calls = {"swap_blocks": ("ours-swap", request)}
+    limit, peers = _sides(request, "local")
+    for call, (side, asked) in calls.items():
+        yield Case(
+            side=side,
+            call=call,
+            transport="local",
+            workload=_workload(asked, request.op, "local"),
+            limit=limit,
+            peers=peers,
+            passes=request.passes or _PASSES,
+        )
+
+
+def _latency(request: Request) -> Iterator[Case]:
+    """Yield single pulls of a resolved blocks cache, then pulls by key; idle, and beside a busy Python thread."""
+    transport = request.transport or "shm"
+    limit, peers = _sides(request, transport)
+    for call, suffix, usual in (("pull_blocks", "", _LATENCY_BLOCKS), ("pull_cache by key", "-key", _KEY_BLOCKS)):
+        if suffix and transport == "inproc":
+            continue
+        idle = Case(
+            side=f"ours-{transport}{suffix}",
+            call=call,
+            transport=transport,
+            workload=_workload(request, Op.LATENCY, "shm" if suffix else transport, _at_most(usual, request)),
+            limit=None if suffix else limit,
+            peers=() if suffix else peers,
+            passes=request.passes or _PASSES,
+        )
+        yield replace(idle, samples=idle.workload.blocks)
+        yield from () if transport == "inproc" else _beside_python(idle)
+
+
+def _at_most(usual: int, request: Request) -> int:
+    """Return how many blocks are moved one by one: the usual number, or what the set holds."""
+    return max(1, min(usual, request.set_bytes // (request.block_bytes or _BLOCK_BYTES)))
+
+
+def _beside_python(idle: Case) -> Iterator[Case]:
+    """Yield the case with a busy thread on either side: no peers, and fewer steps, for one may take 10 ms."""
+    work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
+    for busy in (Role.SOURCE, Role.DESTINATION):
+        yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)
+
+
+def _single(request: Request) -> Iterator[Case]:
+    """Yield the cases of plan, alloc and link, which move nothing."""
+    op = request.op
+    transport = request.transport or "shm" if op is Op.LINK else "local"
+    if transport == "inproc":
+        raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
+    side = f"ours-{transport}-link" if op is Op.LINK else f"ours-{op}"
+    call = {Op.PLAN: "plan_blocks", Op.ALLOC: "allocate_blocks_cache + deallocate", Op.LINK: "link + unlink"}[op]
+    limit, peers = _sides(request, transport)
+    many = _PLANNED if op is Op.PLAN and not request.blocks else (1000 if op is Op.PLAN else 16,)
+    for blocks in many:
+        yield Case(
+            side=side,
+            call=call,
+            transport=transport,
+            workload=_workload(request, op, "shm", blocks),
+            limit=limit,
+            peers=peers,
+            passes=request.passes or _PASSES,
+            samples=_SAMPLES[op],
+        )
+
+
+_MAKERS: Final = {
+    Op.PULL: _between,
+    Op.PUSH: _between,
+    Op.COPY: _inside,
+    Op.SWAP: _inside,
+    Op.LATENCY: _latency,
+    Op.PLAN: _single,
+    Op.ALLOC: _single,
+    Op.LINK: _single,
+}

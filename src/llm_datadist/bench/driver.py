@@ -1,0 +1,205 @@
+"""Runs cases: says first what cannot run, then pass after pass of all sides in turn, every byte verified."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, ParamSpec, Protocol
+
+import msgspec
+
+from llm_datadist.bench import sides
+from llm_datadist.bench.cases import size_text
+from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench.memory import available_memory
+from llm_datadist.bench.processes import Contestant
+from llm_datadist.bench.rows import Measured, make_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from llm_datadist.bench.cases import Case
+    from llm_datadist.bench.rows import Row
+    from llm_datadist.bench.workload import Workload
+
+_P = ParamSpec("_P")
+
+__all__ = ["Listener", "Results", "prepare", "run"]
+
+#: Of the memory that is available, so that measuring it does not make the machine swap or kill.
+_SHARE: Final = 0.9
+#: A side is tried on this before anything is measured.
+_TINY_BLOCKS: Final = 2
+_TINY_BYTES: Final = 4096
+
+
+class Listener(Protocol):
+    """Who is told how it goes."""
+
+    def say(self, text: str) -> None:
+        """Take one line for the user."""
+
+    def progress(self, case: Case, side: str, done: int, total: int) -> None:
+        """Take that ``done`` of ``total`` passes of a case are done; ``side`` is what runs now."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What came of a run.
+
+    Attributes:
+        rows: The results.
+        failures: What went wrong while it ran, for people.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Case]:
+    """Return what can run, without the limits and peers that cannot; say what is left out, each thing once.
+
+    A side cannot run when it says so, when its processes cannot be started and connected, and when a case with it needs
+    more memory than there is.
+    """
+    check = _Check(tell, timeout_s)
+    checked = [check.case(each) for each in cases]
+    return [each for each in checked if each is not None]
+
+
+class _Check:
+    """What is known of sides, so that each is tried once."""
+
+    def __init__(self, tell: Listener, timeout_s: float) -> None:
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._tried: dict[str, str | None] = {}
+        self._said: set[str] = set()
+        self._memory, self._bound = available_memory()
+
+    def case(self, case: Case) -> Case | None:
+        """Return the case as it can run, or None."""
+        possible = self._sift(case, sides.why_not)
+        if possible is None or not self._fits(possible):
+            return None
+        return self._sift(possible, self._try)
+
+    def _sift(self, case: Case, why_not: Callable[[str, Workload], str | None]) -> Case | None:
+        """Leave out the sides that ``why_not`` has something against."""
+        for side in case.sides:
+            reason = why_not(side, case.workload)
+            if reason is not None:
+                self._say(f"{side}: {reason}")
+                if side == case.side:
+                    self._say(f"left out: {case.title}")
+                    return None
+                case = case.without(side)
+        return case
+
+    def _try(self, side: str, workload: Workload) -> str | None:
+        """Start a side once, on two small blocks; return why that does not work, or None."""
+        if side not in self._tried:
+            self._tell.say(f"trying {side}")
+            tiny = msgspec.structs.replace(
+                workload,
+                blocks=min(workload.blocks, _TINY_BLOCKS),
+                block_bytes=min(workload.block_bytes, _TINY_BYTES),
+                tensors=1,
+            )
+            try:
+                with Contestant(side, self._timeout_s) as contestant:
+                    contestant.start(tiny)
+                    contestant.prepare(0)
+                self._tried[side] = None
+            except (BenchError, OSError) as error:
+                self._tried[side] = str(error)
+        return self._tried[side]
+
+    def _fits(self, case: Case) -> bool:
+        needed = sum(sides.find(side).footprint(case.workload) for side in case.sides)
+        fits = needed <= self._memory * _SHARE
+        if not fits:
+            self._say(
+                f"left out: {case.title}: {', '.join(case.sides)} together need {size_text(needed)}, and "
+                f"{self._memory / 2**30:.1f} GiB are available ({self._bound}); "
+                "fewer --blocks, or fewer sides --against"
+            )
+        return fits
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._tell.say(text)
+
+
+def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
+    """Run the cases one after the other; a side that fails is said, and costs its own figures only."""
+    results = Results()
+    for case in cases:
+        race = _Race(case, tell, timeout_s, results.failures)
+        try:
+            results.rows += race.run()
+        except (BenchError, OSError) as error:
+            results.failures.append(f"{case.title}: {error}")
+            tell.say(results.failures[-1])
+    return results
+
+
+class _Race:
+    """One case."""
+
+    def __init__(self, case: Case, tell: Listener, timeout_s: float, failures: list[str]) -> None:
+        self._case = case
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._failures = failures
+        self._measured: dict[str, Measured] = {}
+        self._running: dict[str, Contestant] = {}
+
+    def run(self) -> list[Row]:
+        with ExitStack() as stack:
+            # All processes are launched before the first is set up: importing takes longer than anything else.
+            for side in self._case.sides:
+                self._guarded(side, self._launch, stack, side)
+            for side in list(self._running):
+                self._guarded(side, self._start, side)
+            for number in range(self._case.passes + 1):
+                for side in list(self._running):
+                    self._tell.progress(self._case, side, number, self._case.passes + 1)
+                    self._guarded(side, self._pass, side, number)
+            transport = str(self._running[self._case.side].facts.get("transport", self._case.transport))
+        limit = self._measured.get(self._case.limit or "")
+        peers = {name: self._measured[name] for name in self._case.peers if name in self._measured}
+        return make_rows(self._case, transport, self._measured[self._case.side], limit, peers)
+
+    def _guarded(self, side: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Carry out an action of a side; when it fails, go on without the side, unless it is ours."""
+        try:
+            action(*args, **kwargs)
+        except (BenchError, OSError) as error:
+            if side == self._case.side:
+                raise
+            self._failures.append(f"{self._case.title}: {error}")
+            self._tell.say(self._failures[-1])
+            self._measured.pop(side, None)
+            lost = self._running.pop(side, None)
+            if lost is not None:
+                lost.kill()
+
+    def _launch(self, stack: ExitStack, side: str) -> None:
+        self._running[side] = stack.enter_context(Contestant(side, self._timeout_s))
+        self._measured[side] = Measured()
+
+    def _start(self, side: str) -> None:
+        self._running[side].start(self._case.workload)
+        if side == self._case.side and self._case.busy:
+            self._running[side].busy(self._case.busy, on=True)
+
+    def _pass(self, side: str, number: int) -> None:
+        contestant = self._running[side]
+        # Every pass of every side has bytes of its own.
+        seed = number + 1
+        contestant.prepare(seed)
+        seconds, cpu_seconds = contestant.run(self._case.samples)
+        contestant.verify(seed)
+        self._measured[side].add(number, seconds, cpu_seconds)

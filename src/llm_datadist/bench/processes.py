@@ -1,0 +1,222 @@
+"""The processes of a side as the driver sees them: started, given orders, and certainly ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from llm_datadist.bench.errors import SideFailed
+from llm_datadist.bench.sides import find
+from llm_datadist.bench.sides.base import Role
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from llm_datadist.bench.workload import Workload
+
+__all__ = ["Contestant", "Process"]
+
+_STOP_S: Final = 5.0
+_KILL_S: Final = 10.0
+_TAIL_BYTES: Final = 600
+# Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
+_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Process:
+    """One worker. The thread ``bench-answers`` reads its answers; everything else is for one thread.
+
+    Attributes:
+        name: "side (role)", for texts.
+    """
+
+    def __init__(self, side: str, role: Role) -> None:
+        self.name = side if role is Role.ALONE else f"{side} ({role})"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llm_datadist.bench.worker", side, role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=os.environ | _ENVIRONMENT | dict(find(side).env),
+            # Ctrl-C goes to the driver alone, which ends the others in order.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] = self._process.stdout
+        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="bench-answers", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, do: str, **fields: object) -> None:
+        """Give an order. When the process is gone, nothing happens here: :meth:`answer` tells."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
+            self._stdin.flush()
+
+    def answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401  a JSON value
+        """Return the value of the next answer.
+
+        Raises:
+            SideFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
+        """
+        try:
+            line = self._answers.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            raise SideFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
+        if line is None:
+            raise SideFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
+        try:
+            answer = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            raise SideFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
+        if "error" in answer:
+            raise SideFailed(f"{self.name}: {what}: {answer['error']}")
+        return answer["value"]
+
+    def end(self) -> None:
+        """Let it stop by itself, kill it if it does not, and take back pipes and thread. Idempotent."""
+        self.send("stop")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it if it lives, and take back pipes and thread. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(_KILL_S)
+        self._reader.join(_KILL_S)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._stdout.close()
+        self._log.close()
+
+    def _read(self) -> None:
+        for line in self._stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def _tail(self) -> str:
+        """Return the end of what it wrote to standard error."""
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+        return f"; it wrote: {text}" if text else ""
+
+
+class Contestant:
+    """One side at work: its processes, launched at once and set up by ``start``. A context manager, which ends them.
+
+    Attributes:
+        side: Its name.
+        facts: What its processes told when they were connected, for example ``transport``.
+    """
+
+    def __init__(self, side: str, timeout_s: float) -> None:
+        self.side = side
+        self.facts: dict[str, Any] = {}
+        self._timeout_s = timeout_s
+        self._failed = False
+        self._processes: list[Process] = []
+        try:
+            for role in find(self.side).roles:
+                self._processes.append(Process(self.side, role))
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None or self._failed:
+            self.kill()
+        else:
+            # The initiator first, as a user would: it unlinks while its peer is still there.
+            for process in reversed(self._processes):
+                process.end()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of its processes."""
+        return [process.pid for process in self._processes]
+
+    def kill(self) -> None:
+        """Kill all processes. Idempotent."""
+        self._failed = True
+        for process in self._processes:
+            process.kill()
+
+    def prepare(self, seed: int) -> None:
+        """Give the source new bytes and poison the destination, both processes at once."""
+        self.ask_all([("fill", {"seed": seed}), ("poison", {})])
+
+    def run(self, samples: int) -> tuple[list[float], float]:
+        """Return the seconds of one transfer, or of so many single steps, and the CPU seconds of all processes."""
+        before = sum(self.ask_all([("cpu", {})]))
+        initiator = self._processes[-1]
+        seconds = self._ask(initiator, "sample", count=samples) if samples else [self._ask(initiator, "timed")]
+        return seconds, sum(self.ask_all([("cpu", {})])) - before
+
+    def verify(self, seed: int) -> None:
+        """Compare all bytes. Raises SideFailed when they are wrong, or when no process had any to compare."""
+        if not any(self.ask_all([("verify", {"seed": seed})])):
+            raise SideFailed(f"{self.side}: no process verified anything")
+
+    def busy(self, role: Role, *, on: bool) -> None:
+        """Run a thread of pure Python in the process of that role, or end it."""
+        index = 0 if role is Role.SOURCE else -1
+        self._ask(self._processes[index], "busy", on=on)
+
+    def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
+        """Give every process all orders at once; return the answers to the last one."""
+        deadline = time.monotonic() + self._timeout_s
+        for process in self._processes:
+            for what, fields in orders:
+                process.send(what, **fields)
+        answers: list[Any] = []
+        for process in self._processes:
+            for what, _ in orders:
+                value = self._answer(process, what, deadline)
+            answers.append(value)
+        return answers
+
+    def start(self, workload: Workload) -> None:
+        """Set up the memory of all processes, and connect them."""
+        told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
+        self.facts.update(told[-1])
+        if len(self._processes) > 1:
+            source, destination = self._processes
+            self.facts.update(self._ask(destination, "connect", facts=told[0]))
+            self._ask(source, "connect", facts=told[1])
+
+    def _ask(self, process: Process, what: str, **fields: object) -> Any:  # noqa: ANN401  a JSON value
+        process.send(what, **fields)
+        return self._answer(process, what, time.monotonic() + self._timeout_s)
+
+    def _answer(self, process: Process, what: str, deadline: float) -> Any:  # noqa: ANN401  a JSON value
+        try:
+            return process.answer(what, deadline - time.monotonic())
+        except SideFailed:
+            # Its other process may wait for it for ever: neither is asked to stop by itself.
+            self._failed = True
+            raise

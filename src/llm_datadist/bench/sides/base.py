@@ -1,0 +1,140 @@
+"""What every side of a comparison is: one class, in processes of its own, that moves a workload's blocks.
+
+A side sets up its memory in ``start``, meets its other end in ``connect``, and moves everything in ``transfer``. The
+base gives the source its bytes, poisons the destination and compares afterwards, through the arrays that the side put
+into ``source_views`` and ``destination_views``: it has no way to verify itself.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llm_datadist.bench import workload as work
+from llm_datadist.bench.workload import Bytes, Op, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Facts", "Role", "Side"]
+
+Facts = dict[str, Any]
+"""What one end tells the other: JSON values."""
+
+
+class Role(StrEnum):
+    """Which process of a side."""
+
+    SOURCE = "source"
+    """Owns the memory that is read, or that is written to by a push. Answers."""
+    DESTINATION = "destination"
+    """Starts the transfers."""
+    ALONE = "alone"
+    """Both, where a side has one process."""
+
+
+class Side(ABC):
+    """One process of a side.
+
+    Attributes:
+        roles: The processes of this side, in the order of their start.
+        label: What tables call it.
+        env: Environment of its processes beside the inherited one; set before they start.
+        role: Which of the processes this is.
+        workload: What is to be moved.
+        source_views: The tensors that are read, where this process owns them: one uint8 array of shape
+            (workload.rows, workload.block_bytes) per tensor. Set by ``start`` or ``connect``.
+        destination_views: The same for those that are written.
+    """
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
+    label: ClassVar[str] = ""
+    env: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, role: Role, workload: Workload) -> None:
+        self.role = role
+        self.workload = workload
+        self.source_views: list[Bytes] = []
+        self.destination_views: list[Bytes] = []
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Say why this side cannot run the workload (not installed, not for this op), or None. Loads no peer."""
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """Return the bytes that all processes of this side hold: source and destination, moved blocks and others."""
+        return 2 * workload.tensor_bytes * workload.tensors
+
+    @abstractmethod
+    def start(self) -> Facts:
+        """Set up memory; return what the other end needs to know (port, addresses, pid, metadata)."""
+
+    def connect(self, facts: Facts) -> Facts:
+        """Meet the other end, given its facts; return what the driver should know (``transport``), or nothing.
+
+        The destination is asked after every start, with the source's facts; then the source, with the facts that the
+        destination's *start* returned. Sides with one process are not asked.
+        """
+        return {}
+
+    @abstractmethod
+    def transfer(self) -> None:
+        """Move every block once. Only this is timed. Called in the initiating process."""
+
+    def transfer_one(self, index: int) -> None:
+        """Do the step ``index`` by itself, for ops whose single steps are timed.
+
+        For ``latency``: move block ``src_blocks[index]`` to ``dst_blocks[index]``, in every tensor.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no single steps")
+
+    def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
+        """Give everything back. Called once, also after a failure."""
+
+    # What the worker calls. A side need not touch these.
+
+    @property
+    def in_place(self) -> bool:
+        """True when what is read and what is written are blocks of the same memory."""
+        return bool(self.source_views) and self.source_views is self.destination_views
+
+    def own(self, views: list[Bytes]) -> None:
+        """Take the tensors of this process of a pair: read here or written here, by op and role."""
+        reads = (self.workload.op is Op.PUSH) == (self.role is Role.DESTINATION)
+        self.source_views, self.destination_views = (views, []) if reads else ([], views)
+
+    def fill(self, seed: int) -> None:
+        """Give the source new bytes, where it is in this process."""
+        work.fill(self.source_views, seed)
+
+    def poison(self) -> None:
+        """Poison what is to be written, where it is in this process."""
+        if self.in_place:
+            work.poison_blocks(self.destination_views, self.workload)
+        else:
+            work.poison(self.destination_views)
+
+    def verify(self, seed: int) -> bool:
+        """Compare every byte written here; False where nothing is. Raises WrongBytes."""
+        if self.destination_views:
+            work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
+        return bool(self.destination_views)
+
+    def timed(self) -> float:
+        """Run ``transfer``; return its seconds."""
+        started = time.perf_counter()
+        self.transfer()
+        return time.perf_counter() - started
+
+    def sample(self, count: int) -> list[float]:
+        """Run the single steps 0 to ``count - 1``; return the seconds of each."""
+        clock, step, seconds = time.perf_counter, self.transfer_one, []
+        for index in range(count):
+            started = clock()
+            step(index)
+            seconds.append(clock() - started)
+        return seconds

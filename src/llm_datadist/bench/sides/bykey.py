@@ -1,0 +1,114 @@
+"""pull_cache by key, as in serving: a request's cache is allocated and published, pulled once, and gone."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist import CacheDesc, CacheKey, DataType
+from llm_datadist.bench.sides.base import Facts, Role
+from llm_datadist.bench.sides.ours import CLUSTER, Ours, end_of, pool_bytes_for
+from llm_datadist.bench.workload import Memory, Op, Workload, fill
+from llm_datadist.views import tensor_views
+
+if TYPE_CHECKING:
+    from llm_datadist import Cache, LLMDataDist
+
+__all__ = ["ByKey", "Cma", "Shm", "Tcp"]
+
+_CONSUMED_S: Final = 10.0
+_LOOK_AGAIN_S: Final = 0.001
+
+
+class ByKey(Ours):
+    """Every step pulls a cache of one row by its key, into a row of one cache: resolve, copy, consume.
+
+    Before each pass the source allocates one cache for each block, binds its key and gives the cache back, so that the
+    pull which consumes the key frees the memory, too.
+    """
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Latency of caches in a pool: registered ones are not consumed."""
+        if workload.op is not Op.LATENCY:
+            return f"measures single pulls, not {workload.op}"
+        return None if workload.memory is Memory.POOL else "pulling a registered cache consumes no key"
+
+    def start(self) -> Facts:
+        """Initialize this end; the destination makes its cache."""
+        self._end = self._open(self.role)
+        if self.role is Role.DESTINATION:
+            self._cache = self._end.cache_manager.allocate_cache(self._desc(self.workload.rows))
+            self.own(tensor_views(self._cache))
+            numbers = self.workload.dst_blocks.tolist()
+            self._steps = [(CacheKey(CLUSTER[Role.SOURCE], index), row) for index, row in enumerate(numbers)]
+        return {"port": self._end.listen_port}
+
+    def fill(self, seed: int) -> None:
+        """Publish one cache for each block, with the bytes that ``verify`` expects of it."""
+        if self.role is not Role.SOURCE:
+            return
+        shape = (self.workload.rows, self.workload.block_bytes)
+        tensors = [np.empty(shape, np.uint8) for _ in range(self.workload.tensors)]
+        fill(tensors, seed)
+        for index, block in enumerate(self.workload.src_blocks.tolist()):
+            cache = self._publish(index)
+            for view, tensor in zip(tensor_views(cache), tensors, strict=True):
+                view[0] = tensor[block]
+            self._end.cache_manager.deallocate_cache(cache)
+
+    def transfer_one(self, index: int) -> None:
+        """Pull cache number ``index``."""
+        key, row = self._steps[index]
+        self._end.cache_manager.pull_cache(key, self._cache, row)
+
+    def transfer(self) -> None:
+        """Pull every cache."""
+        for index in range(self.workload.blocks):
+            self.transfer_one(index)
+
+    def verify(self, seed: int) -> bool:
+        """Compare what was pulled; at the source, see that nothing is left that the pulls should have consumed."""
+        if self.role is Role.SOURCE:
+            self._wait_until_consumed()
+        return super().verify(seed)
+
+    def _wait_until_consumed(self) -> None:
+        """A pull returns when its bytes are there; the message that ends the key may still be on its way."""
+        deadline = time.monotonic() + _CONSUMED_S
+        while keys := len(self._end.statistics().keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{keys} keys are still bound after they were pulled")
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _publish(self, index: int) -> Cache:
+        return self._end.cache_manager.allocate_cache(self._desc(1), [CacheKey(CLUSTER[Role.SOURCE], index)])
+
+    def _desc(self, rows: int) -> CacheDesc:
+        return CacheDesc(self.workload.tensors, [rows, self.workload.block_bytes], DataType.DT_UINT8)
+
+    def _open(self, role: Role) -> LLMDataDist:
+        # At the source every block is an allocation of its own, rounded up to pages.
+        one = pool_bytes_for(self.workload.block_bytes, self.workload.tensors) * self.workload.blocks
+        size = one if role is Role.SOURCE else pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors)
+        return end_of(role, self.workload, self.transport, pool_bytes=size, accessible=False)
+
+
+class Shm(ByKey):
+    """Over shared memory."""
+
+    transport = "shm"
+
+
+class Cma(ByKey):
+    """By process_vm_readv."""
+
+    transport = "cma"
+
+
+class Tcp(ByKey):
+    """Over data lanes on loopback."""
+
+    transport = "tcp"

@@ -1,0 +1,221 @@
+"""What this library does inside one process: copies, the planner, the allocator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
+from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench.sides.base import Facts, Role, Side
+from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
+from llm_datadist.bench.sides.pages import private_tensors
+from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection, plan_blocks
+from llm_datadist.views import tensor_views
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llm_datadist.native import Plan
+
+__all__ = ["Allocating", "CopyBlocks", "CopyCache", "Planning", "SwapBlocks"]
+
+#: Orders of the blocks that take turns, so that nothing is planned that was planned a moment ago.
+_ORDERS: Final = 8
+#: Of one block: two block numbers, and what a plan says of it.
+_PLAN_BYTES: Final = 5 * 8
+
+
+class Local(Side):
+    """One LLMDataDist in one process; subclasses say for which op."""
+
+    label: ClassVar[str] = "open-datadist"
+    roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
+    op: ClassVar[Op]
+    caches: ClassVar[int] = 1
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Only for the op of the class."""
+        return None if workload.op is cls.op else f"does {cls.op}, not {workload.op}"
+
+    def start(self) -> Facts:
+        """Initialize, with a pool for the caches that ``prepare`` makes there."""
+        work = self.workload
+        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is Memory.POOL else 0
+        self._end: LLMDataDist = end_of(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
+        self.prepare()
+        return {"transport": "local"}
+
+    def prepare(self) -> None:
+        """Make the caches."""
+
+    def stop(self) -> None:
+        """Finalize."""
+        self._end.finalize()
+
+
+class CopyBlocks(Local):
+    """copy_blocks inside one blocks cache: even blocks to odd ones."""
+
+    op = Op.COPY
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """One cache."""
+        return workload.tensor_bytes * workload.tensors
+
+    def prepare(self) -> None:
+        """Make the cache and the dictionary that the interface takes."""
+        self._cache, self.source_views = make_blocks(self._end, self.workload, None)
+        self.destination_views = self.source_views
+        pairs = zip(self.workload.src_blocks.tolist(), self.workload.dst_blocks.tolist(), strict=True)
+        self._info = {src: [dst] for src, dst in pairs}
+
+    def transfer(self) -> None:
+        """Copy all blocks in one call."""
+        self._end.cache_manager.copy_blocks(self._cache, self._info)
+
+
+class CopyCache(Local):
+    """copy_cache between two continuous caches: one call for each row of ``block_bytes`` in each tensor."""
+
+    op = Op.COPY
+    caches = 2
+
+    def prepare(self) -> None:
+        """Make both caches."""
+        self._src, self.source_views = self._make()
+        self._dst, self.destination_views = self._make()
+        self._pairs = list(zip(self.workload.dst_blocks.tolist(), self.workload.src_blocks.tolist(), strict=True))
+
+    def transfer(self) -> None:
+        """Copy all rows."""
+        copy, src, dst = self._end.cache_manager.copy_cache, self._src, self._dst
+        for dst_row, src_row in self._pairs:
+            copy(dst, src, dst_row, src_row)
+
+    def _make(self) -> tuple[Cache, list[Bytes]]:
+        work, manager = self.workload, self._end.cache_manager
+        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
+        if work.memory is Memory.POOL:
+            cache = manager.allocate_cache(desc)
+            return cache, tensor_views(cache)
+        tensors = private_tensors(work)
+        return manager.register_cache(desc, [each.ctypes.data for each in tensors]), tensors
+
+
+class SwapBlocks(Local):
+    """swap_blocks from a blocks cache of the device to one in host memory of the caller's."""
+
+    op = Op.SWAP
+
+    def prepare(self) -> None:
+        """Make both caches."""
+        work = self.workload
+        self._device, self.source_views = make_blocks(self._end, work, None)
+        self.destination_views = private_tensors(work)
+        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8, Placement.HOST)
+        self._host = Cache.create_cpu_cache(desc, [each.ctypes.data for each in self.destination_views])
+        self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))
+
+    def transfer(self) -> None:
+        """Swap all blocks out in one call."""
+        self._end.cache_manager.swap_blocks(self._device, self._host, self._pairs)
+
+
+class Planning(Side):
+    """The planner alone, for a pull of ``blocks`` random blocks in each of ``tensors`` tensors. Moves nothing."""
+
+    label: ClassVar[str] = "open-datadist"
+    roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Only for plan."""
+        return None if workload.op is Op.PLAN else f"plans, nothing else; not for {workload.op}"
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """Plans, no blocks."""
+        return _ORDERS * workload.blocks * _PLAN_BYTES
+
+    def start(self) -> Facts:
+        """Make two geometries and several orders of the same blocks."""
+        work = self.workload
+        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
+        self._geometry = Geometry.of(desc, CacheKind.BLOCKS)
+        self._layers = LayerSelection(None, None, 2)
+        self._orders = [self._order(number) for number in range(_ORDERS)]
+        return {"transport": "local"}
+
+    def transfer_one(self, index: int) -> None:
+        """Plan once."""
+        src, dst = self._orders[index % _ORDERS]
+        self._plan = plan_blocks(self._geometry, self._geometry, src, dst, self._layers)
+
+    def transfer(self) -> None:
+        """Plan once."""
+        self.transfer_one(0)
+
+    def verify(self, seed: int) -> bool:
+        """Compare a plan with the blocks it is for, each in its place: order does not matter, none are adjacent."""
+        plan: Plan = plan_blocks(self._geometry, self._geometry, *self._orders[0], self._layers)
+        size = self.workload.block_bytes
+        src, dst = self._orders[0]
+        wanted = np.column_stack([dst * size, src * size, np.full(len(src), size)]).astype(np.uint64)
+        got = np.asarray(plan.runs)
+        same = np.array_equal(got[np.argsort(got[:, 0])], wanted[np.argsort(wanted[:, 0])])
+        if not same or plan.count != self.workload.tensors:
+            raise WrongBytes("the plan is not what was asked for")
+        return True
+
+    def _order(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        shuffle = np.random.default_rng([self.workload.seed, 2, number]).permutation(self.workload.blocks)
+        return self.workload.src_blocks[shuffle], self.workload.dst_blocks[shuffle]
+
+
+class Allocating(Local):
+    """Every step allocates a blocks cache of ``tensors`` tensors in an empty pool, and gives it back."""
+
+    op = Op.ALLOC
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Only for alloc, in a pool."""
+        if workload.op is Op.ALLOC and workload.memory is not Memory.POOL:
+            return "registered memory is not allocated"
+        return super().why_not(workload)
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        """One cache."""
+        return workload.tensor_bytes * workload.tensors
+
+    def prepare(self) -> None:
+        """Describe the cache."""
+        work = self.workload
+        self._desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
+
+    def transfer_one(self, index: int) -> None:
+        """Allocate and free once."""
+        manager = self._end.cache_manager
+        manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
+
+    def transfer(self) -> None:
+        """Allocate and free once."""
+        self.transfer_one(0)
+
+    def verify(self, seed: int) -> bool:
+        """See that tensors do not overlap, and that everything came back to the pool."""
+        manager = self._end.cache_manager
+        cache = manager.allocate_blocks_cache(self._desc)
+        addresses = np.sort(np.array(cache.tensor_addrs, dtype=np.uint64))
+        manager.deallocate_blocks_cache(cache)
+        if len(addresses) != self.workload.tensors or (np.diff(addresses) < self.workload.tensor_bytes).any():
+            raise WrongBytes("tensors of one cache overlap, or some are missing")
+        if used := sum(pool.used_bytes for pool in self._end.statistics().pools):
+            raise WrongBytes(f"{used} bytes of the pool are still in use")
+        return True

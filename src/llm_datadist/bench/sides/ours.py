@@ -1,0 +1,199 @@
+"""This library between two processes, or between two ``LLMDataDist`` of one, as its users call it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+)
+from llm_datadist.bench.sides.base import Facts, Role, Side
+from llm_datadist.bench.sides.pages import private_tensors
+from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.views import tensor_views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist import Cache
+
+__all__ = ["CLUSTER", "KEY", "Cma", "Inproc", "Ours", "Shm", "Tcp", "end_of", "link", "make_blocks", "pool_bytes_for"]
+
+CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
+KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
+_HOST: Final = "127.0.0.1"
+# Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
+_TIMEOUT_MS: Final = 120_000
+_PAGE_SHIFT: Final = 16
+_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
+
+
+def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
+    """Return an initialized LLMDataDist: the source listens, the destination links.
+
+    Args:
+        role: SOURCE or DESTINATION.
+        workload: For its threads.
+        transport: Value of ``llm.Transport``.
+        pool_bytes: Size of the device pool; 0: no pool.
+        accessible: Remote cache access (RCA), which a push needs and a pull by key must not have.
+    """
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.enable_remote_cache_accessible = accessible
+    config.sync_kv_timeout = _TIMEOUT_MS
+    if pool_bytes:
+        config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
+    if role is Role.SOURCE:
+        config.listen_ip_info = f"{_HOST}:0"
+    options = config.generate_options()
+    options["llm.Transport"] = transport
+    options["llm.CopyThreads"] = str(workload.threads)
+    datadist = LLMDataDist(LLMRole.PROMPT if role is Role.SOURCE else LLMRole.DECODER, CLUSTER[role])
+    datadist.init(options)
+    return datadist
+
+
+def pool_bytes_for(tensor_bytes: int, tensors: int) -> int:
+    """Return the size of a pool that holds so many tensors."""
+    page = 1 << _PAGE_SHIFT
+    return -(-tensor_bytes // page) * page * tensors
+
+
+def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
+    """Link the destination to the source at ``port``; raise RuntimeError with the status if that fails."""
+    info = LLMClusterInfo()
+    info.remote_cluster_id = CLUSTER[Role.SOURCE]
+    info.append_local_ip_info(_HOST, 0)
+    info.append_remote_ip_info(_HOST, port)
+    status, _ = datadist.link_clusters([info], _TIMEOUT_MS)
+    if status != LLMStatusCode.LLM_SUCCESS:
+        raise RuntimeError(f"link_clusters: {status}")
+    return info
+
+
+def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey | None) -> tuple[Cache, list[Bytes]]:
+    """Make a blocks cache of the workload's rows, in the pool or over registered memory, and arrays over it."""
+    desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
+    manager = datadist.cache_manager
+    if workload.memory is Memory.POOL:
+        cache = manager.allocate_blocks_cache(desc, key)
+        return cache, tensor_views(cache)
+    tensors = private_tensors(workload)
+    return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
+
+
+class Ours(Side):
+    """pull_blocks and push_blocks of a blocks cache between two processes.
+
+    Block numbers are NumPy arrays, which the library takes beside lists.
+    """
+
+    label: ClassVar[str] = "open-datadist"
+    transport: ClassVar[str]
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        """Pull and push, and the latency of single blocks."""
+        return None if workload.op in _OPS else f"moves blocks between processes, not for {workload.op}"
+
+    def start(self) -> Facts:
+        """Initialize this end and make its cache."""
+        self._end = self._open(self.role)
+        cache, views = make_blocks(self._end, self.workload, KEY if self.role is Role.SOURCE else None)
+        self.own(views)
+        self._move = self._mover(cache)
+        return {"port": self._end.listen_port}
+
+    def connect(self, facts: Facts) -> Facts:
+        """Link to the source."""
+        if self.role is Role.SOURCE:
+            return {}
+        link(self._end, facts["port"])
+        return {"transport": self._transport_used(self._end)}
+
+    def transfer(self) -> None:
+        """Pull or push all blocks."""
+        self._move()
+
+    def transfer_one(self, index: int) -> None:
+        """Pull one block, as a decoder that needs one more: lists of one block number."""
+        src, dst = self._pairs[index]
+        self._end.cache_manager.pull_blocks(KEY, self._cache, src, dst)
+
+    def stop(self) -> None:
+        """Finalize."""
+        self._end.finalize()
+
+    def _open(self, role: Role) -> LLMDataDist:
+        pool = self.workload.memory is Memory.POOL
+        size = pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors) if pool else 0
+        return end_of(role, self.workload, self.transport, pool_bytes=size)
+
+    def _mover(self, cache: Cache) -> Callable[[], None]:
+        src, dst, manager = self.workload.src_blocks, self.workload.dst_blocks, self._end.cache_manager
+        self._cache = cache
+        if self.workload.op is Op.LATENCY:
+            self._pairs = [([a], [b]) for a, b in zip(src.tolist(), dst.tolist(), strict=True)]
+        # The interface documents lists; arrays of block numbers are an extension that type checkers do not see.
+        if self.workload.op is Op.PUSH:
+            return lambda: manager.push_blocks(KEY, cache, src, dst)  # type: ignore[arg-type]
+        return lambda: manager.pull_blocks(KEY, cache, src, dst)  # type: ignore[arg-type]
+
+    def _transport_used(self, end: LLMDataDist) -> str:
+        choice = end.explain(CLUSTER[Role.SOURCE])
+        # Memory outside the pools may go another way than they.
+        private = choice.private_transport if self.workload.memory is Memory.REGISTERED else None
+        return private or choice.transport
+
+
+class Shm(Ours):
+    """Over shared memory."""
+
+    transport = "shm"
+
+
+class Cma(Ours):
+    """By process_vm_readv and process_vm_writev."""
+
+    transport = "cma"
+
+
+class Tcp(Ours):
+    """Over data lanes on loopback."""
+
+    transport = "tcp"
+
+
+class Inproc(Ours):
+    """Two LLMDataDist in one process."""
+
+    transport = "inproc"
+    roles = (Role.ALONE,)
+
+    def start(self) -> Facts:
+        """Initialize both ends, make both caches and link them."""
+        self._source, self._end = self._open(Role.SOURCE), self._open(Role.DESTINATION)
+        _, there = make_blocks(self._source, self.workload, KEY)
+        cache, here = make_blocks(self._end, self.workload, None)
+        push = self.workload.op is Op.PUSH
+        self.source_views, self.destination_views = (here, there) if push else (there, here)
+        port = self._source.listen_port
+        assert port is not None, "the source listens"
+        link(self._end, port)
+        self._move = self._mover(cache)
+        return {"transport": self._transport_used(self._end)}
+
+    def stop(self) -> None:
+        """Finalize both."""
+        super().stop()
+        self._source.finalize()

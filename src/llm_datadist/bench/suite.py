@@ -1,0 +1,197 @@
+"""The standard suite: every path, and the floors that this library holds itself to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist.bench.cases import Case, Request, cases_of, check_options
+from llm_datadist.bench.memory import available_memory
+from llm_datadist.bench.workload import Memory, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from llm_datadist.bench.rows import Row
+
+__all__ = ["Floor", "floors", "standard"]
+
+_KIB: Final = 1024
+_SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
+_FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))
+_COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
+_SMALLEST_SET: Final = 1 << 20
+#: Of the memory that is there: three sides, each with both ends, twice what is moved.
+_MEMORY_PER_SET: Final = 3 * 2 * 2
+_SHARE: Final = 0.8
+#: Passes after the first where the set is moved in much less than a second; tcp and peers over it take longer.
+_PASSES: Final = 4
+_FEW_PASSES: Final = 3
+
+
+def standard(request: Request) -> list[Case]:
+    """Return the cases of the standard suite, in the order of the table.
+
+    Args:
+        request: Its ``threads``, ``against`` and ``set_bytes`` are used, the set smaller where memory is short; its op
+            is not.
+
+    Raises:
+        BenchError: Another option is given, or a side does not exist.
+    """
+    check_options(request, "standard", {"threads", "against"})
+    request = replace(request, set_bytes=_fitting(request.set_bytes))
+    return [_against(each, request.against) for each in _all(request)]
+
+
+def _all(request: Request) -> Iterator[Case]:
+    half = replace(request, set_bytes=max(_SMALLEST_SET, request.set_bytes // 2), against=None)
+    whole = replace(request, against=None)
+    for transport in ("shm", "cma", "tcp"):
+        asked = half if transport == "tcp" else whole
+        for size in _SIZES:
+            yield from _moves(asked, Op.PULL, transport, size, _FEW_PASSES if transport == "tcp" else _PASSES)
+    for transport in ("shm", "cma", "tcp"):
+        for size in _FEW_SIZES:
+            yield from _moves(half, Op.PUSH, transport, size, _FEW_PASSES)
+    for op in (Op.COPY, Op.SWAP):
+        for size in _FEW_SIZES:
+            cases = cases_of(replace(half, op=op, block_bytes=size, passes=_FEW_PASSES))
+            # A row of a continuous cache is a whole sequence; nobody has rows of 4 KiB.
+            yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
+    yield from _counts(request)
+    for transport in ("shm", "cma", "tcp"):
+        asked = replace(whole, op=Op.LATENCY, transport=transport, passes=2)
+        # Beside a busy Python thread once: that is about Python, not about the transport.
+        yield from (case for case in cases_of(asked) if transport == "shm" or case.busy is None)
+    yield from cases_of(Request(op=Op.PLAN, passes=2))
+    yield from cases_of(Request(op=Op.ALLOC, passes=2))
+    for transport in ("shm", "tcp"):
+        yield from cases_of(Request(op=Op.LINK, transport=transport, passes=2))
+
+
+def _moves(request: Request, op: Op, transport: str, size: int, passes: int) -> list[Case]:
+    memory = Memory.REGISTERED if transport == "cma" else Memory.POOL
+    asked = replace(request, op=op, transport=transport, block_bytes=size, memory=memory, passes=passes)
+    return cases_of(asked)
+
+
+def _counts(request: Request) -> Iterator[Case]:
+    """Yield 4 KiB blocks from 10^2 to 10^6 against a memcpy of the same ones."""
+    for blocks in _COUNTS:
+        if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
+            continue
+        asked = replace(request, op=Op.PULL, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
+        few = 1 if blocks == _COUNTS[-1] else _FEW_PASSES
+        yield from cases_of(replace(asked, memory=Memory.POOL, passes=few))
+
+
+def _fitting(nbytes: int) -> int:
+    """Return the largest half, quarter, ... of a set that three sides fit into memory with."""
+    available, _ = available_memory()
+    while nbytes * _MEMORY_PER_SET > available * _SHARE and nbytes > _SMALLEST_SET:
+        nbytes //= 2
+    return nbytes
+
+
+def _against(case: Case, names: tuple[str, ...] | None) -> Case:
+    """Leave out what the user did not name."""
+    if names is None:
+        return case
+    for side in (case.limit, *case.peers):
+        if side is not None and side.removesuffix("-tcp").removesuffix("-prepared") not in names and side not in names:
+            case = case.without(side)
+    return case
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Something this library must reach.
+
+    Attributes:
+        what: For people.
+        measured: The worst value that counts, or None where nothing was measured.
+        wanted: The bound.
+        unit: Of both.
+        at_most: True when smaller is better.
+    """
+
+    what: str
+    measured: float | None
+    wanted: float
+    unit: str = "x"
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it is reached; None where nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
+
+
+def floors(rows: Sequence[Row]) -> list[Floor]:
+    """Return all floors with what the rows say of them; the worst row decides."""
+    return [*_floors_between(rows), *_floors_inside(rows), *_floors_of_time(rows)]
+
+
+def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
+    standard_blocks = [row for row in rows if row.op in (Op.PULL, Op.PUSH)]
+    for transport, wanted in (("shm", 0.9), ("cma", 0.9), ("tcp", 0.8)):
+        for op in (Op.PULL, Op.PUSH):
+            for size in _SIZES if op is Op.PULL else _FEW_SIZES:
+                ratios = [row.ratio_to_limit for row in _of(standard_blocks, op, transport, size)]
+                yield Floor(f"{op} over {transport}, {size // _KIB} KiB, of the limit", _worst(ratios), wanted)
+    for transport, peer, size, wanted in (
+        ("shm", "nixl", 4, 10.0),
+        ("shm", "nixl", 1024, 2.0),
+        ("cma", "nixl", 4, 8.0),
+        ("cma", "nixl", 1024, 1.0),
+        *(("tcp", "nixl-tcp", size // _KIB, 4.0) for size in _SIZES),
+        ("tcp", "mooncake", 4, 10.0),
+        *(("tcp", "mooncake", size // _KIB, 1.0) for size in _SIZES[1:]),
+    ):
+        found = [row for row in _of(standard_blocks, Op.PULL, transport, size * _KIB) if row.peer == peer]
+        yield Floor(f"pull over {transport}, {size} KiB, of {peer}", _worst([r.ratio_to_peer for r in found]), wanted)
+
+
+def _floors_inside(rows: Sequence[Row]) -> Iterator[Floor]:
+    for call in ("copy_blocks", "copy_cache", "swap_blocks"):
+        found = [row for row in rows if row.call == call]
+        yield Floor(f"{call}, of memcpy", _worst([row.ratio_to_limit for row in found]), 0.9)
+        against = [row.ratio_to_peer for row in found if row.peer == "torch"]
+        yield Floor(f"{call}, of torch index_copy_", _worst(against), 2.0)
+
+
+def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
+    idle = [row for row in rows if row.op == Op.LATENCY and row.busy is None and row.transport == "shm"]
+    single = [1 / row.ratio_to_peer for row in idle if row.peer == "nixl" and row.ratio_to_peer]
+    yield Floor("pull of one 64 KiB block, p50, in NIXL's", _highest(single), 1.5, "x", at_most=True)
+    keyed = [row.seconds_median * 1e6 for row in idle if row.call == "pull_cache by key"]
+    yield Floor("pull_cache by key, 64 KiB, p50", _highest(keyed), 150.0, "us", at_most=True)
+    planned = [row.seconds_median * 1e6 for row in rows if row.op == Op.PLAN and row.blocks == 1000]
+    yield Floor("planning 122 tensors x 1000 blocks", _highest(planned), 100.0, "us", at_most=True)
+    counted = [
+        1 / row.ratio_to_limit
+        for row in rows
+        if row.op == Op.PULL and row.blocks in _COUNTS and row.block_bytes == _SIZES[0] and row.ratio_to_limit
+    ]
+    yield Floor("4 KiB blocks, 10^2 to 10^6, time in memcpy's", _highest(counted), 1.5, "x", at_most=True)
+    allocated = [row.seconds_median * 1e6 / row.tensors for row in rows if row.op == Op.ALLOC]
+    yield Floor("allocate and free, for each tensor", _highest(allocated), 20.0, "us", at_most=True)
+
+
+def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if (row.op, row.transport, row.block_bytes) == (op, transport, size) and row.blocks not in _COUNTS
+    ]
+
+
+def _worst(ratios: Sequence[float | None]) -> float | None:
+    return min((each for each in ratios if each is not None), default=None)
+
+
+def _highest(values: Sequence[float]) -> float | None:
+    return max(values, default=None)

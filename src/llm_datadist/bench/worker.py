@@ -1,0 +1,139 @@
+"""One process of a side: ``python -m llm_datadist.bench.worker SIDE ROLE``.
+
+Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
+standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver is gone, and the process
+exits at once. What anything else prints on standard output comes out on standard error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from llm_datadist.bench.sides import find
+from llm_datadist.bench.sides.base import Role, Side
+from llm_datadist.bench.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Worker", "main"]
+
+_ORPHANED: Final = 3
+_OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
+
+Order = dict[str, Any]
+
+
+class Worker:
+    """Carries out orders: its own, and methods of its side; an order's other fields are the keywords."""
+
+    def __init__(self, side: str, role: Role) -> None:
+        self._name = side
+        self._role = role
+        self._side: Side | None = None
+        self._busy: _Busy | None = None
+        self._own: Final[dict[str, Callable[..., object]]] = {
+            "start": self._start,
+            "cpu": time.process_time,
+            "busy": self._be_busy,
+            "stop": self.stop,
+        }
+
+    def obey(self, order: Order) -> Order:
+        """Carry out one order; return the answer."""
+        name = order.pop("do", None)
+        try:
+            return {"value": self._command(name)(**order)}
+        except Exception as error:  # noqa: BLE001  the driver shows it, whatever it is
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def stop(self) -> None:
+        """Give everything back. Idempotent."""
+        self._be_busy(on=False)
+        side, self._side = self._side, None
+        if side is not None:
+            side.stop()
+
+    def _command(self, name: str) -> Callable[..., object]:
+        if name in self._own:
+            return self._own[name]
+        if self._side is None or name not in _OF_THE_SIDE:
+            raise ValueError(f"{name}: no such command, or not started")
+        command: Callable[..., object] = getattr(self._side, name)
+        return command
+
+    def _start(self, workload: object) -> object:
+        work = msgspec.convert(workload, Workload)
+        self._side = find(self._name)(self._role, work)
+        return self._side.start()
+
+    def _be_busy(self, *, on: bool) -> None:
+        """Run a thread of pure Python beside the side, or end it."""
+        if self._busy is not None:
+            self._busy.end()
+        self._busy = _Busy() if on else None
+
+
+class _Busy:
+    """The thread ``bench-busy``, which counts and never blocks."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._thread = threading.Thread(target=self._count, name="bench-busy", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def _count(self) -> None:
+        count = 0
+        while not self._ended:
+            count += 1
+
+
+def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) -> None:
+    # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+    with io.FileIO(0, closefd=False) as stdin:
+        while line := stdin.readline():
+            orders.put(line)
+    os._exit(0 if stopping.is_set() else _ORPHANED)
+
+
+def _take_stdout() -> io.FileIO:
+    """Return the real standard output; from now on everybody else's is standard error, native libraries' too."""
+    answers = io.FileIO(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the driver until it says stop."""
+    name, role = arguments
+    answers = _take_stdout()
+    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    stopping = threading.Event()
+    threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
+    worker = Worker(name, Role(role))
+    while True:
+        order = msgspec.json.decode(orders.get(), type=Order)
+        last = order.get("do") == "stop"
+        answer = worker.obey(order)
+        if last:
+            stopping.set()
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        if last:
+            # Not by way of the interpreter's end: a peer's library that hangs there would hang the bench.
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

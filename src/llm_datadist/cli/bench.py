@@ -1,0 +1,168 @@
+"""The command ``llm-datadist bench``: its options, its files and its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003  typer reads the annotations
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from llm_datadist.bench.cases import Request, cases_of
+from llm_datadist.bench.driver import prepare, run
+from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench.plot import draw
+from llm_datadist.bench.report import Reporter, show_floors, show_rows
+from llm_datadist.bench.suite import floors, standard
+from llm_datadist.bench.workload import Memory, Op
+
+__all__ = ["bench"]
+
+_FAILED: Final = 1
+_USAGE_ERROR: Final = 2
+_PLOTS: Final = (".png", ".svg")
+_MIB: Final = 20
+#: From 1 to this. Checked here, because not every version of typer names value and range.
+_HIGHEST: Final = {
+    "block_bytes": 1 << 30,
+    "blocks": 10_000_000,
+    "tensors": 4096,
+    "threads": 1024,
+    "passes": 1000,
+    "set_mib": 1 << 20,
+    "timeout": 3600,
+}
+
+
+class What(StrEnum):
+    """The argument of ``bench``: the standard suite, or an op."""
+
+    STANDARD = "standard"
+    PULL = "pull"
+    PUSH = "push"
+    COPY = "copy"
+    SWAP = "swap"
+    LATENCY = "latency"
+    PLAN = "plan"
+    ALLOC = "alloc"
+    LINK = "link"
+
+
+class Transport(StrEnum):
+    """What ``--transport`` accepts."""
+
+    SHM = "shm"
+    CMA = "cma"
+    TCP = "tcp"
+    INPROC = "inproc"
+
+
+def bench(
+    what: Annotated[What, typer.Argument(metavar="[" + "|".join(What) + "]", show_default=False)] = What.STANDARD,
+    transport: Annotated[
+        Transport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
+    ] = None,
+    block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks moved in each tensor (as many as the set holds).")] = None,
+    tensors: Annotated[int | None, typer.Option(help="Tensors of a cache (1; plan, alloc: 122).")] = None,
+    memory: Annotated[
+        Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that copy, in each process (the usable CPUs).")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Limits and peers, by commas; an empty text: none (the usual ones of the op).")
+    ] = None,
+    passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
+    set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, where --blocks is not given.")] = 512,
+    timeout: Annotated[int, typer.Option(help="Seconds that a side may take for one step.")] = 120,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there, a list of rows.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results there: .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure this library beside what the machine can do and beside other software, every byte verified.
+
+    Without an argument: the standard suite, which takes --threads, --against and --set-mib of the options about work.
+    """
+    _check_range("block_bytes", block_bytes)
+    _check_range("blocks", blocks)
+    _check_range("tensors", tensors)
+    _check_range("threads", threads)
+    _check_range("passes", passes)
+    _check_range("set_mib", set_mib)
+    _check_range("timeout", timeout)
+    _check_file("--json", json_file)
+    _check_plot(plot_file)
+    names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
+    request = Request(
+        op=Op.PULL if what is What.STANDARD else Op(what),
+        transport=transport,
+        block_bytes=block_bytes,
+        blocks=blocks,
+        tensors=tensors,
+        memory=memory,
+        threads=threads,
+        against=names,
+        passes=passes,
+        set_bytes=set_mib << _MIB,
+    )
+    raise typer.Exit(_run(request, timeout, json_file, plot_file, suite=what is What.STANDARD))
+
+
+def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path | None, *, suite: bool) -> int:
+    try:
+        asked = standard(request) if suite else cases_of(request)
+    except BenchError as error:
+        raise _usage(str(error)) from None
+    with Reporter(sys.stderr) as reporter:
+        cases = prepare(asked, reporter, timeout)
+        if not cases:
+            reporter.say("nothing is left to run")
+            return _USAGE_ERROR
+        reporter.begin(cases)
+        results = run(cases, reporter, timeout)
+    show_rows(results.rows, sys.stdout)
+    if suite:
+        show_floors(floors(results.rows), sys.stdout)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results.rows), indent=2) + b"\n")
+    if plot_file is not None:
+        draw(results.rows, plot_file)
+    for failure in results.failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    return _FAILED if results.failures else 0
+
+
+def _check_range(name: str, value: int | None) -> None:
+    if value is not None and not 1 <= value <= _HIGHEST[name]:
+        raise _usage(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
+
+
+def _check_plot(path: Path | None) -> None:
+    _check_file("--plot", path)
+    if path is None:
+        return
+    if path.suffix not in _PLOTS:
+        raise _usage(f"--plot: {path} ends with neither {' nor '.join(_PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _usage("--plot needs matplotlib: pip install 'open-datadist[plot]'")
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before minutes have gone into what should be in it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise _usage(f"{option}: {path} is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _usage(f"{option}: {path} cannot be written")
+
+
+def _usage(text: str) -> typer.BadParameter:
+    return typer.BadParameter(text)

@@ -1,0 +1,204 @@
+// What this machine can do, for the benchmark: plain loops over blocks in threads of their own. They share nothing with
+// the engine that is compared with them, so that a fault there cannot hide in its own yardstick.
+#pragma once
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "error.hpp"
+#include "thread.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace datadist {
+
+// Blocks of one size at any addresses, of this process or, for process_vm_readv and writev, of another one.
+struct LimitBlocks {
+    const std::uint64_t* addresses;
+    std::size_t count;
+    std::size_t bytes;
+
+    char* at(std::size_t i) const { return reinterpret_cast<char*>(static_cast<std::uintptr_t>(addresses[i])); }
+};
+
+constexpr std::int64_t max_limit_block = std::int64_t{1} << 30;
+constexpr int max_limit_threads = 1024;
+
+inline void check_limit_blocks(const LimitBlocks& blocks, std::int64_t block_bytes, std::int64_t most) {
+    if (block_bytes < 1 || block_bytes > most)
+        refuse("block_bytes is ", block_bytes, ": must be in [1, ", most, "]");
+    for (std::size_t i = 0; i < blocks.count; ++i)
+        if (blocks.addresses[i] == 0) refuse("address ", i, " is 0: must be that of a block");
+}
+
+inline void check_limit_pair(const LimitBlocks& dst, const LimitBlocks& src, std::int64_t block_bytes, int threads) {
+    if (dst.count != src.count) refuse("dst has ", dst.count, " blocks and src ", src.count, ": must be as many");
+    if (threads < 1 || threads > max_limit_threads)
+        refuse("threads is ", threads, ": must be in [1, ", max_limit_threads, "]");
+    check_limit_blocks(dst, block_bytes, max_limit_block);
+    check_limit_blocks(src, block_bytes, max_limit_block);
+}
+
+// Calls work(first, end) on equal shares of the blocks, in the caller and threads - 1 others.
+template <typename Work>
+void share_blocks(std::size_t count, int threads, const Work& work) {
+    const auto shares = static_cast<std::size_t>(threads);
+    std::vector<std::thread> others;
+    others.reserve(shares);
+    std::size_t given = 1;
+    try {
+        for (; given < shares; ++given)
+            others.push_back(quiet_thread("lldd-limit", [&work, count, shares, given] {
+                work(count * given / shares, count * (given + 1) / shares);
+            }));
+    } catch (const std::system_error&) {  // no more threads: the caller does what is left
+    }
+    work(0, count / shares);
+    work(count * given / shares, count);
+    for (std::thread& other : others) other.join();
+}
+
+inline void plain_blocks(const LimitBlocks& dst, const LimitBlocks& src, std::size_t first, std::size_t end) {
+    for (std::size_t i = first; i < end; ++i) std::memcpy(dst.at(i), src.at(i), dst.bytes);
+}
+
+#if defined(__x86_64__)
+
+// Moves what comes before the first aligned byte of dst; returns how many bytes that were.
+inline std::size_t move_head(char* dst, const char* src, std::size_t bytes, std::size_t alignment) {
+    const std::size_t past = reinterpret_cast<std::uintptr_t>(dst) % alignment;
+    const std::size_t head = std::min(bytes, past == 0 ? 0 : alignment - past);
+    std::memcpy(dst, src, head);
+    return head;
+}
+
+// 256 bytes a turn.
+__attribute__((target("avx512f"))) inline void stream_block_512(char* dst, const char* src, std::size_t bytes) {
+    std::size_t i = move_head(dst, src, bytes, 64);
+    for (; i + 256 <= bytes; i += 256) {
+        const __m512i a = _mm512_loadu_si512(src + i), b = _mm512_loadu_si512(src + i + 64);
+        const __m512i c = _mm512_loadu_si512(src + i + 128), d = _mm512_loadu_si512(src + i + 192);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), a);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i + 64), b);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i + 128), c);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i + 192), d);
+    }
+    std::memcpy(dst + i, src + i, bytes - i);
+}
+
+__attribute__((target("avx"))) inline __m256i load_256(const char* at) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+
+// 128 bytes a turn.
+__attribute__((target("avx"))) inline void stream_block_256(char* dst, const char* src, std::size_t bytes) {
+    std::size_t i = move_head(dst, src, bytes, 32);
+    for (; i + 128 <= bytes; i += 128) {
+        const __m256i a = load_256(src + i), b = load_256(src + i + 32);
+        const __m256i c = load_256(src + i + 64), d = load_256(src + i + 96);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i), a);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i + 32), b);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i + 64), c);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i + 96), d);
+    }
+    std::memcpy(dst + i, src + i, bytes - i);
+}
+
+#endif
+
+using BlockStreamer = void (*)(char*, const char*, std::size_t);
+
+// Bits of the widest streaming stores here, and what does them; 0 and null where there are none.
+inline std::pair<int, BlockStreamer> widest_streamer() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return {512, stream_block_512};
+    if (__builtin_cpu_supports("avx")) return {256, stream_block_256};
+#endif
+    return {0, nullptr};
+}
+
+inline void streamed_blocks(BlockStreamer move, const LimitBlocks& dst, const LimitBlocks& src, std::size_t first,
+                            std::size_t end) {
+    for (std::size_t i = first; i < end; ++i) move(dst.at(i), src.at(i), dst.bytes);
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+// Copies block i of src to block i of dst. Both checked, of this process.
+inline void limit_memcpy(const LimitBlocks& dst, const LimitBlocks& src, int threads, bool streaming) {
+    const BlockStreamer move = widest_streamer().second;
+    if (streaming && move == nullptr) refuse("streaming is true: this processor has no streaming stores");
+    share_blocks(dst.count, threads, [&](std::size_t first, std::size_t end) {
+        if (streaming) return streamed_blocks(move, dst, src, first, end);
+        plain_blocks(dst, src, first, end);
+    });
+}
+
+// process_vm_readv or writev of some consecutive blocks; returns the errno, or 0.
+inline int process_blocks(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, std::size_t first,
+                          std::size_t end) {
+    constexpr std::size_t most_ranges = 512;
+    const std::size_t a_call = std::min(most_ranges, static_cast<std::size_t>(max_limit_block) / near.bytes);  // the kernel moves below 2 GiB
+    iovec here[most_ranges], there[most_ranges];
+    while (first < end) {
+        const std::size_t ranges = std::min(a_call, end - first);
+        for (std::size_t i = 0; i < ranges; ++i, ++first) {
+            here[i] = {near.at(first), near.bytes};
+            there[i] = {far.at(first), far.bytes};
+        }
+        const ssize_t moved = write ? process_vm_writev(pid, here, ranges, there, ranges, 0)
+                                    : process_vm_readv(pid, here, ranges, there, ranges, 0);
+        if (moved < 0) return errno;
+        if (static_cast<std::size_t>(moved) != ranges * near.bytes) return EFAULT;
+    }
+    return 0;
+}
+
+// Copies block i of the other process to block i of this one, or the other way. Throws std::system_error.
+inline void limit_process(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, int threads) {
+    std::atomic<int> failed{0};
+    share_blocks(near.count, threads, [&](std::size_t first, std::size_t end) {
+        const int code = process_blocks(pid, write, near, far, first, end);
+        if (code != 0) failed.store(code, std::memory_order_relaxed);
+    });
+    const int code = failed.load(std::memory_order_relaxed);
+    if (code != 0)
+        throw std::system_error(code, std::generic_category(), write ? "process_vm_writev" : "process_vm_readv");
+}
+
+constexpr std::size_t limit_write_bytes = std::size_t{1} << 20;
+
+// One step of a stream: at most 1 MiB, as much as the socket takes or has. Throws std::system_error.
+inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes) {
+    const std::size_t asked = std::min(bytes, limit_write_bytes);
+    for (;;) {
+        const ssize_t moved = send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, 0);
+        if (moved > 0) return static_cast<std::size_t>(moved);
+        if (moved == 0) throw std::system_error(ECONNRESET, std::generic_category(), "recv");
+        if (errno != EINTR) throw std::system_error(errno, std::generic_category(), send ? "send" : "recv");
+    }
+}
+
+// Sends the blocks one after the other over a blocking stream socket, or receives into them.
+inline void limit_stream(int fd, bool send, const LimitBlocks& blocks) {
+    for (std::size_t i = 0; i < blocks.count; ++i)
+        for (std::size_t done = 0; done < blocks.bytes;)
+            done += stream_step(fd, send, blocks.at(i) + done, blocks.bytes - done);
+}
+
+}  // namespace datadist

@@ -1,0 +1,67 @@
+// The Python face of the raw limits.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <limits>
+#include <system_error>
+
+#include "limits.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+
+using LimitAddresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+inline LimitBlocks limit_blocks(const LimitAddresses& addresses, std::int64_t block_bytes) {
+    return {addresses.data(), addresses.size(), static_cast<std::size_t>(block_bytes)};
+}
+
+// Works without the interpreter lock; what the kernel refuses becomes OSError.
+template <typename Work>
+void without_gil(const Work& work) {
+    try {
+        const nb::gil_scoped_release released;
+        work();
+    } catch (const std::system_error& error) {
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+        throw nb::python_error();
+    }
+}
+
+inline void py_limit_memcpy(const LimitAddresses& dst, const LimitAddresses& src, std::int64_t block_bytes,
+                            int threads, bool streaming) {
+    const LimitBlocks to = limit_blocks(dst, block_bytes), from = limit_blocks(src, block_bytes);
+    check_limit_pair(to, from, block_bytes, threads);
+    without_gil([&] { limit_memcpy(to, from, threads, streaming); });
+}
+
+inline void py_limit_process(int pid, bool write, const LimitAddresses& near, const LimitAddresses& far,
+                             std::int64_t block_bytes, int threads) {
+    const LimitBlocks here = limit_blocks(near, block_bytes), there = limit_blocks(far, block_bytes);
+    check_limit_pair(here, there, block_bytes, threads);
+    without_gil([&] { limit_process(pid, write, here, there, threads); });
+}
+
+inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes) {
+    const LimitBlocks blocks = limit_blocks(addresses, block_bytes);
+    check_limit_blocks(blocks, block_bytes, std::numeric_limits<std::int64_t>::max());
+    without_gil([&] { limit_stream(fd, send, blocks); });
+}
+
+inline void bind_limits(nb::module_& m) {
+    using namespace nb::literals;
+
+    m.def("streaming_bits", [] { return widest_streamer().first; },
+          "Return the width in bits of the streaming stores that limit_memcpy uses; 0: it has none.");
+    m.def("limit_memcpy", &py_limit_memcpy, "dst"_a.noconvert(), "src"_a.noconvert(), "block_bytes"_a, "threads"_a,
+          "streaming"_a);
+    m.def("limit_process", &py_limit_process, "pid"_a, "write"_a, "near"_a.noconvert(), "far"_a.noconvert(),
+          "block_bytes"_a, "threads"_a);
+    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a);
+}
+
+}  // namespace datadist

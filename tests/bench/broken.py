@@ -1,0 +1,167 @@
+"""Sides for the tests of the driver: one that moves what it should, and others that each do one thing wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from llm_datadist.bench.sides.base import Facts, Role, Side
+
+if TYPE_CHECKING:
+    from llm_datadist.bench.workload import Workload
+
+
+class Good(Side):
+    """Copies in one process."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
+
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        return None
+
+    def start(self) -> Facts:
+        shape = (self.workload.rows, self.workload.block_bytes)
+        self.source_views = [np.zeros(shape, np.uint8) for _ in range(self.workload.tensors)]
+        self.destination_views = [np.zeros(shape, np.uint8) for _ in range(self.workload.tensors)]
+        return {"transport": "hand"}
+
+    def transfer(self) -> None:
+        for index in range(self.workload.blocks):
+            self.transfer_one(index)
+
+    def transfer_one(self, index: int) -> None:
+        src, dst = self.workload.src_blocks[index], self.workload.dst_blocks[index]
+        for there, here in zip(self.source_views, self.destination_views, strict=True):
+            here[dst] = there[src]
+
+
+class MovesNothing(Good):
+    def transfer(self) -> None:
+        pass
+
+
+class MovesNothingAfterTheFirst(Good):
+    """What a side would do that hands out what it once got."""
+
+    _moved = False
+
+    def transfer(self) -> None:
+        if not self._moved:
+            super().transfer()
+            self._kept = [view.copy() for view in self.destination_views]
+        self._moved = True
+        for view, kept in zip(self.destination_views, self._kept, strict=True):
+            view[:] = kept
+
+
+class MovesTooLittle(Good):
+    def transfer(self) -> None:
+        for index in range(self.workload.blocks - 1):
+            self.transfer_one(index)
+
+
+class LeavesOutALastByte(Good):
+    def transfer(self) -> None:
+        super().transfer()
+        self.destination_views[-1][self.workload.dst_blocks[-1], -1] ^= 1
+
+
+class MovesAWrongBlock(Good):
+    """Two blocks swap places in the last tensor."""
+
+    def transfer(self) -> None:
+        super().transfer()
+        first, second = self.workload.dst_blocks[:2]
+        view = self.destination_views[-1]
+        view[[first, second]] = view[[second, first]]
+
+
+class TakesAnotherTensor(Good):
+    def transfer(self) -> None:
+        super().transfer()
+        self.destination_views[0][1::2] = self.destination_views[-1][1::2]
+
+
+class WritesOutside(Good):
+    def transfer(self) -> None:
+        super().transfer()
+        self.destination_views[0][self.workload.dst_blocks[0] - 1, 0] ^= 1
+
+
+class VerifiesNothing(Good):
+    def verify(self, seed: int) -> bool:
+        return False
+
+
+class Dies(Good):
+    def transfer(self) -> None:
+        os.write(2, b"the last words\n")
+        os._exit(7)
+
+
+class Hangs(Good):
+    def transfer(self) -> None:
+        threading.Event().wait()
+
+
+class Raises(Good):
+    def transfer(self) -> None:
+        raise ValueError("no wind")
+
+
+class CannotStart(Good):
+    def start(self) -> Facts:
+        raise OSError("no such adapter")
+
+
+class NotForThis(Good):
+    @classmethod
+    def why_not(cls, workload: Workload) -> str | None:
+        return f"never for {workload.op}"
+
+
+class Chatters(Good):
+    """As libraries do that print on standard output, from Python and from C."""
+
+    def transfer(self) -> None:
+        sys.stdout.write("hello from Python\n")
+        sys.stdout.flush()
+        os.write(1, b"hello from C\n")
+        super().transfer()
+
+
+class Pair(Good):
+    """Two processes; the bytes are the driver's to compare, so each end needs the other's: a file between them."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
+
+    def start(self) -> Facts:
+        if self.role is Role.DESTINATION:
+            return {"pid": os.getpid()}
+        shape = (self.workload.rows, self.workload.block_bytes)
+        descriptor = os.memfd_create("pair")
+        os.truncate(descriptor, shape[0] * shape[1])
+        self.own([np.memmap(f"/proc/self/fd/{descriptor}", np.uint8, "r+", shape=shape)])
+        return {"pid": os.getpid(), "descriptor": descriptor}
+
+    def connect(self, facts: Facts) -> Facts:
+        if self.role is Role.SOURCE:
+            assert facts["pid"] != os.getpid()
+            return {}
+        shape = (self.workload.rows, self.workload.block_bytes)
+        path = f"/proc/{facts['pid']}/fd/{facts['descriptor']}"
+        self._there = np.memmap(path, np.uint8, "r+", shape=shape)
+        self.own([np.zeros(shape, np.uint8)])
+        return {"transport": "file"}
+
+    def transfer(self) -> None:
+        here = (self.source_views or self.destination_views)[0]
+        if self.source_views:
+            self._there[self.workload.dst_blocks] = here[self.workload.src_blocks]
+        else:
+            here[self.workload.dst_blocks] = self._there[self.workload.src_blocks]

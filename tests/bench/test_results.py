@@ -1,0 +1,146 @@
+"""What is made of measurements: rows, floors, pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from llm_datadist.bench.cases import Case, Request, cases_of
+from llm_datadist.bench.memory import available_memory
+from llm_datadist.bench.plot import draw
+from llm_datadist.bench.rows import Measured, Row, make_rows
+from llm_datadist.bench.suite import floors, standard
+from llm_datadist.bench.workload import Op, Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORK = Workload(op=Op.PULL, block_bytes=4096, blocks=256)
+CASE = Case(side="ours-shm", call="pull_blocks", transport="shm", workload=WORK, limit="memcpy", peers=("nixl",))
+
+
+def measured(*seconds: float, cpu: float = 0.5) -> Measured:
+    result = Measured()
+    for number, each in enumerate(seconds):
+        result.add(number, [each], cpu)
+    return result
+
+
+def rows() -> list[Row]:
+    ours, limit, peer = measured(9.0, 2.0, 4.0, 3.0), measured(5.0, 1.5), measured(9.0, 30.0)
+    return make_rows(CASE, "shm", ours, limit, {"nixl": peer})
+
+
+def test_a_row_is_computed_from_the_steady_state() -> None:
+    [row] = rows()
+    assert (row.first_seconds, row.seconds_median, row.seconds_min, row.seconds_max) == (9.0, 3.0, 2.0, 4.0)
+    assert row.gb_per_s == pytest.approx((1 << 20) / 3.0 / 1e9)
+    assert (row.ratio_to_limit, row.ratio_to_peer) == (0.5, 10.0)
+    # Half a second for each MiB.
+    assert row.cpu_seconds_per_gib == pytest.approx(512.0)
+
+
+def test_each_peer_has_a_row_and_none_is_a_row_too() -> None:
+    two = make_rows(CASE, "shm", measured(1, 1), None, {"nixl": measured(1, 2), "torch": measured(1, 3)})
+    assert [(row.peer, row.ratio_to_peer, row.limit) for row in two] == [("nixl", 2, None), ("torch", 3, None)]
+    assert [row.peer for row in make_rows(CASE, "shm", measured(1, 1), None, {})] == [None]
+
+
+def test_what_a_floor_asks_for_decides() -> None:
+    found = {floor.what: floor for floor in floors(rows())}
+    limit = found["pull over shm, 4 KiB, of the limit"]
+    assert (limit.measured, limit.wanted, limit.met) == (0.5, 0.9, False)
+    peer = found["pull over shm, 4 KiB, of nixl"]
+    assert (peer.measured, peer.wanted, peer.met) == (10.0, 10.0, True)
+    assert found["planning 122 tensors x 1000 blocks"].met is None
+
+
+def test_floors_of_time_are_upper_bounds() -> None:
+    work = Workload(op=Op.LATENCY, block_bytes=65536, blocks=10)
+    latency = replace(CASE, workload=work, samples=10, limit=None)
+    found = floors(make_rows(latency, "shm", measured(1, 3), None, {"nixl": measured(1, 1)}))
+    [single] = [floor for floor in found if "one 64 KiB block" in floor.what]
+    assert single.measured == pytest.approx(3.0)
+    assert (single.wanted, single.met) == (1.5, False)
+
+
+def test_the_suite_has_every_path_and_answers_every_floor() -> None:
+    cases = standard(Request(op=Op.PULL, set_bytes=512 << 20))
+    assert {case.workload.op for case in cases} == set(Op)
+    for transport in ("shm", "cma", "tcp"):
+        sizes = {c.workload.block_bytes for c in cases if c.workload.op is Op.PULL and c.transport == transport}
+        assert sizes >= {4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20}
+    answered: list[Row] = []
+    for case in cases:
+        peers = {name: measured(1, 1) for name in case.peers}
+        answered += make_rows(case, case.transport, measured(1, 1), measured(1, 1) if case.limit else None, peers)
+    unanswered = [floor.what for floor in floors(answered) if floor.measured is None]
+    assert unanswered == []
+
+
+def test_the_suite_takes_less_where_less_is_asked_for() -> None:
+    cases = standard(Request(op=Op.PULL, set_bytes=2 << 20, against=("memcpy", "nixl"), threads=3))
+    assert {side for case in cases for side in case.sides[1:]} == {"memcpy", "nixl", "nixl-tcp", "nixl-prepared"}
+    pulls = [case for case in cases if case.workload.op is Op.PULL and case.workload.blocks not in (100, 1000, 10**6)]
+    assert max(case.workload.nbytes for case in pulls) == 2 << 20
+    assert {case.workload.threads for case in cases if case.workload.op in (Op.PULL, Op.COPY, Op.LATENCY)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("transport", "against", "limit", "peers"),
+    [
+        ("shm", None, "memcpy", ("nixl",)),
+        ("tcp", None, "tcp-raw", ("nixl-tcp", "mooncake")),
+        ("tcp", ("nixl", "memcpy", "tcp-raw"), "tcp-raw", ("nixl-tcp", "memcpy")),
+        ("cma", ("memcpy",), "memcpy", ()),
+        ("shm", (), None, ()),
+    ],
+)
+def test_one_limit_and_the_others_are_peers(
+    transport: str, against: tuple[str, ...] | None, limit: str | None, peers: tuple[str, ...]
+) -> None:
+    [case] = cases_of(Request(op=Op.PULL, transport=transport, against=against))
+    assert (case.limit, case.peers) == (limit, peers)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+    latency = msgspec.structs.replace(rows()[0], op="latency", call="pull_blocks, one")
+    path = tmp_path / f"rows{suffix}"
+    draw([*rows(), latency], path)
+    written = path.read_bytes()
+    assert written.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert len(written) > 5000
+    if suffix == ".svg":
+        draw([*rows(), latency], path)
+        assert path.read_bytes() == written
+
+
+def test_a_picture_of_nothing_is_drawn_too(tmp_path: Path) -> None:
+    draw([], tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").stat().st_size > 0
+
+
+def _proc(folder: Path, available_kib: int, *, limit: str, used: int) -> Path:
+    group = folder / "group"
+    group.mkdir()
+    (group / "memory.max").write_text(limit)
+    (group / "memory.current").write_text(str(used))
+    (folder / "self").mkdir()
+    (folder / "meminfo").write_text(f"MemTotal: 1000000 kB\nMemAvailable: {available_kib} kB\n")
+    (folder / "self" / "cgroup").write_text("0::/\n")
+    (folder / "self" / "mountinfo").write_text(f"1 1 0:1 / {group} rw - cgroup2 cgroup2 rw\n")
+    return folder
+
+
+def test_memory_is_what_the_host_has_left_or_the_cgroup(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    assert available_memory(_proc(first, 500, limit="max\n", used=7)) == (500 << 10, "MemAvailable")
+    found, what = available_memory(_proc(second, 500, limit="300000\n", used=100_000))
+    assert found == 200_000
+    assert what.endswith("memory.max")

@@ -1,0 +1,111 @@
+"""The bytes of the bench: whatever is wrong with a destination is found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench.workload import (
+    POISON,
+    Bytes,
+    Op,
+    Workload,
+    fill,
+    poison,
+    poison_blocks,
+    verify,
+)
+
+WORK = Workload(op=Op.PULL, block_bytes=24, blocks=6, tensors=2)
+ODD = Workload(op=Op.PULL, block_bytes=7, blocks=6, tensors=2)
+
+
+def tensors(work: Workload) -> list[Bytes]:
+    return [np.zeros((work.rows, work.block_bytes), np.uint8) for _ in range(work.tensors)]
+
+
+def moved(work: Workload, seed: int) -> list[Bytes]:
+    source, destination = tensors(work), tensors(work)
+    fill(source, seed)
+    poison(destination)
+    for there, here in zip(source, destination, strict=True):
+        here[work.dst_blocks] = there[work.src_blocks]
+    return destination
+
+
+def copied_in_place(work: Workload, seed: int) -> list[Bytes]:
+    views = tensors(work)
+    fill(views, seed)
+    poison_blocks(views, work)
+    for view in views:
+        view[work.dst_blocks] = view[work.src_blocks]
+    return views
+
+
+def test_blocks_are_random_not_adjacent_and_the_same_for_every_side() -> None:
+    work = Workload(op=Op.PULL, block_bytes=8, blocks=1000)
+    src, dst = work.src_blocks, work.dst_blocks
+    assert src.dtype == dst.dtype == np.int64
+    assert sorted(src) == list(range(0, 2000, 2))
+    assert sorted(dst) == list(range(1, 2000, 2))
+    assert (np.abs(np.diff(src)) > 2).mean() > 0.9
+    assert np.array_equal(src, work.src_blocks)
+    assert not np.array_equal(src + 1, dst)
+
+
+def test_every_block_of_every_tensor_has_bytes_of_its_own_and_each_seed_others() -> None:
+    first, second = tensors(WORK), tensors(WORK)
+    fill(first, 1)
+    fill(second, 2)
+    rows = {bytes(row) for view in (*first, *second) for row in view}
+    assert len(rows) == 2 * WORK.tensors * WORK.rows
+
+
+@pytest.mark.parametrize("work", [WORK, ODD], ids=["words", "odd"])
+def test_what_was_moved_passes(work: Workload) -> None:
+    verify(moved(work, 3), work, 3)
+    verify(copied_in_place(work, 3), work, 3, in_place=True)
+
+
+@pytest.mark.parametrize("work", [WORK, ODD], ids=["words", "odd"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_single_wrong_byte_is_found(work: Workload, in_place: bool) -> None:
+    views = copied_in_place(work, 3) if in_place else moved(work, 3)
+    for tensor, view in enumerate(views):
+        for row in range(work.rows):
+            for byte in range(work.block_bytes):
+                view[row, byte] ^= 0x10
+                where = "inside" if row % 2 else "outside"
+                with pytest.raises(
+                    WrongBytes, match=rf"{where} .* 1 or more of tensor {tensor}, first in block {row}$"
+                ):
+                    verify(views, work, 3, in_place=in_place)
+                view[row, byte] ^= 0x10
+    verify(views, work, 3, in_place=in_place)
+
+
+def test_bytes_of_another_pass_are_wrong() -> None:
+    with pytest.raises(WrongBytes):
+        verify(moved(WORK, 3), WORK, 4)
+
+
+def test_poison_is_everywhere_or_only_where_something_is_to_come() -> None:
+    views = tensors(WORK)
+    poison(views)
+    assert all((view == POISON).all() for view in views)
+    fill(views, 1)
+    kept = [view.copy() for view in views]
+    poison_blocks(views, WORK)
+    for view, old in zip(views, kept, strict=True):
+        assert (view[1::2] == POISON).all()
+        assert np.array_equal(view[::2], old[::2])
+
+
+def test_blocks_larger_than_a_part_are_compared_whole() -> None:
+    work = Workload(op=Op.PULL, block_bytes=(1 << 20) + 8, blocks=2)
+    views = moved(work, 1)
+    verify(views, work, 1)
+    views[0][work.dst_blocks[1], -1] ^= 1
+    with pytest.raises(WrongBytes, match=f"first in block {work.dst_blocks[1]}"):
+        verify(views, work, 1)
