@@ -89,6 +89,8 @@ def _draw_rates(axis: Any, title: str, points: Points) -> None:  # noqa: ANN401
         width = 2.2 if name == _OURS else 1.2
         axis.plot([size / 1024 for size in sizes], [rates[size] for size in sizes], "o-", label=name, linewidth=width)
     axis.set_xscale("log", base=2)
+    ticks = sorted({size for rates in points.values() for size in rates})
+    axis.set_xticks([size / 1024 for size in ticks], [f"{size / 1024:g}" for size in ticks])
     axis.set_ylim(bottom=0)
     axis.set_title(title)
     axis.set_xlabel("block, KiB")

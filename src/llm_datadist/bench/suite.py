@@ -24,9 +24,8 @@ _SMALLEST_SET: Final = 1 << 20
 #: Of the memory that is there: three sides, each with both ends, twice what is moved.
 _MEMORY_PER_SET: Final = 3 * 2 * 2
 _SHARE: Final = 0.8
-#: Passes after the first where the set is moved in much less than a second; tcp and peers over it take longer.
-_PASSES: Final = 4
-_FEW_PASSES: Final = 3
+#: After the first: few, because setting up and touching the memory of every side takes longer than all of them.
+_PASSES: Final = 3
 
 
 def standard(request: Request) -> list[Case]:
@@ -50,13 +49,13 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         asked = half if transport == "tcp" else whole
         for size in _SIZES:
-            yield from _moves(asked, Op.PULL, transport, size, _FEW_PASSES if transport == "tcp" else _PASSES)
+            yield from _moves(asked, Op.PULL, transport, size, _PASSES)
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
-            yield from _moves(half, Op.PUSH, transport, size, _FEW_PASSES)
+            yield from _moves(half, Op.PUSH, transport, size, _PASSES)
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
-            cases = cases_of(replace(half, op=op, block_bytes=size, passes=_FEW_PASSES))
+            cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
             # A row of a continuous cache is a whole sequence; nobody has rows of 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
     yield from _counts(request)
@@ -82,7 +81,7 @@ def _counts(request: Request) -> Iterator[Case]:
         if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
             continue
         asked = replace(request, op=Op.PULL, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
-        few = 1 if blocks == _COUNTS[-1] else _FEW_PASSES
+        few = 1 if blocks == _COUNTS[-1] else _PASSES
         yield from cases_of(replace(asked, memory=Memory.POOL, passes=few))
 
 
