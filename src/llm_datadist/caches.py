@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_datadist.cache.entries import NOTHING
 from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.registry import Registry, key_of
 from llm_datadist.deadline import Deadline
@@ -368,7 +369,9 @@ class _Hold:
         return self._entry
 
     def __exit__(self, *exc_info: object) -> None:
-        self._store.apply(self._store.registry.let_go(self._entry))
+        effects = self._store.registry.let_go(self._entry)
+        if effects is not NOTHING:
+            self._store.apply(effects)
 
 
 def _bindable(keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:

@@ -229,6 +229,6 @@ class Span:
         self._meters.add(self.name, self.nbytes, seconds, failed=kind is not None)
         if error is not None:
             logger.info("%s failed " + self._detail + ": %s", self.name, *self._args, error, stacklevel=3)
-        elif logger.isEnabledFor(logging.INFO):
+        elif logger.isEnabledFor(logging.INFO):  # most of the time nobody listens
             text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
             logger.info(text, self.name, *self._args, self.nbytes, seconds, stacklevel=3)

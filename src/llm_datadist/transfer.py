@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
 from llm_datadist.control.link import Link, RemoteFailure
 from llm_datadist.control.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import (
@@ -36,7 +37,7 @@ from llm_datadist.verify import Moved
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from llm_datadist.cache.registry import Entry, Key
+    from llm_datadist.cache.registry import Entry
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
@@ -59,8 +60,7 @@ _ATTEMPTS: Final = 4
 _MAX_KEPT: Final = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteName:
+class RemoteName(NamedTuple):
     """How the initiator names a cache of the peer: by key, or by id and row."""
 
     cluster_id: int

@@ -68,7 +68,7 @@ class Lifecycle:
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = State.LIVE
-        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[tuple[Event, int, int, State]] = deque(maxlen=_STORY_LENGTH)
 
     def require(self, event: Event) -> frozenset[State]:
         """Return where ``event`` may lead from here; raise StateError, with the story, when it is illegal."""
@@ -87,9 +87,12 @@ class Lifecycle:
                 f"story: {self.story()}"
             )
         self.state = target
-        self._story.append(f"{event.value} (keys {keys}, pins {pins}) -> {target.value}")
+        self._story.append((event, keys, pins, target))  # put into words when somebody asks
         return target
 
     def story(self) -> str:
         """Return what happened to this entry, oldest first, on one line."""
-        return "; ".join(self._story) or "added"
+        told = [
+            f"{event.value} (keys {keys}, pins {pins}) -> {target.value}" for event, keys, pins, target in self._story
+        ]
+        return "; ".join(told) or "added"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
@@ -16,7 +16,7 @@ from llm_datadist.errors import AlreadyLinked, LLMException, NotLinked, PeerLost
 from llm_datadist.metrics import LinkStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist.control.channel import Channel
     from llm_datadist.control.messages import Hello
@@ -82,6 +82,7 @@ class Link:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._operations = 0
+        self._awaited = 0  # how many wait for the operations to end
         self._verified_bytes = 0
         self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
@@ -136,27 +137,31 @@ class Link:
 
     # --- operations: callers' threads ------------------------------------------------------------------------------
 
-    @contextmanager
-    def operation(self) -> Iterator[None]:
+    def operation(self) -> Self:
         """Keep the link from being unlinked for the length of the block.
 
         Raises:
-            NotLinked: The link is being given up or is gone.
+            NotLinked: At its beginning: the link is being given up or is gone.
         """
+        return self
+
+    def __enter__(self) -> Self:
         with self._lock:
             if self._machine.state not in USABLE:
                 raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
             self._operations += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._operations -= 1
-                farewell = self._due_farewell()
-                if self._operations == 0:
-                    self._idle.notify_all()
-            if farewell is not None:
-                farewell()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._operations -= 1
+            if self._operations:
+                return
+            farewell, self._farewell = self._farewell, None
+            if self._awaited:
+                self._idle.notify_all()
+        if farewell is not None:
+            farewell()
 
     def request(
         self,
@@ -300,7 +305,11 @@ class Link:
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no operation runs; False when the deadline passed first."""
         with self._lock:
-            return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
+            self._awaited += 1
+            try:
+                return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
+            finally:
+                self._awaited -= 1
 
     def peer_parts(self, farewell: Callable[[], None]) -> None:
         """The peer says goodbye: ``farewell`` is called once no operation runs, now or by the last one's thread."""

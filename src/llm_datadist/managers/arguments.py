@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,11 +219,19 @@ def layer_selection(
     """Return the layers of a call. An empty range means "not given" in pulls and is an error in pushes."""
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     check_rule(per_layer > 0, "tensor_num_per_layer=0: at least one tensor makes a layer")
+    if src_layer_range is None and dst_layer_range is None:
+        return _all_layers(per_layer)
     ranges = [
         None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
     ]
     return LayerSelection(ranges[0], ranges[1], per_layer)
+
+
+@lru_cache(maxsize=64)
+def _all_layers(tensors_per_layer: int) -> LayerSelection:
+    """Return the selection of nearly every call, made once."""
+    return LayerSelection(None, None, tensors_per_layer)
 
 
 def check_single_id(key: object) -> None:
@@ -238,10 +247,11 @@ def check_single_id(key: object) -> None:
 def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
     """Return how the peer is asked for ``key``. Pulling from oneself is refused; pass None for a push (R28)."""
     cluster = key.cluster_id
-    check_rule(cluster != own_cluster_id, f"cluster_id={cluster} of the key is our own: copy instead of pulling")
+    if cluster == own_cluster_id:
+        raise ParamError(f"cluster_id={cluster} of the key is our own: copy instead of pulling")
     if isinstance(key, CacheKeyByIdAndIndex):
-        return RemoteName(cluster, cache_id=key.cache_id, row=key.batch_index)
-    return RemoteName(cluster, key=key_of(key))
+        return RemoteName(cluster, None, key.cache_id, key.batch_index)
+    return RemoteName(cluster, key_of(key))
 
 
 def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: object, size: object) -> None:
@@ -323,7 +333,7 @@ def equal_lengths(
     names: tuple[str, str] = ("src_blocks", "dst_blocks"),
 ) -> None:
     """Pair i is source i and destination i; ``names``: what the caller knows the two lists as."""
-    check_rule(
-        src_blocks.size == dst_blocks.size,
-        f"{names[0]} has {src_blocks.size} entries and {names[1]} {dst_blocks.size}: equal lengths are needed",
-    )
+    if src_blocks.size != dst_blocks.size:
+        raise ParamError(
+            f"{names[0]} has {src_blocks.size} entries and {names[1]} {dst_blocks.size}: equal lengths are needed"
+        )
