@@ -29,7 +29,8 @@ from llm_datadist.errors import (
 )
 from llm_datadist.lane_target import encode_handle
 from llm_datadist.log import logger
-from llm_datadist.native import Plan
+from llm_datadist.memory.guards import SLOT_BYTES
+from llm_datadist.native import Plan, Promises
 from llm_datadist.recipient import Recipient
 from llm_datadist.transport.base import PRIVATE, MemoryChanged
 from llm_datadist.verify import Moved
@@ -83,6 +84,7 @@ class _Resolution:
     row: int
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
+    promises: Promises
     pin: int
 
 
@@ -208,7 +210,7 @@ class Initiator:
         theirs = remote.tensors
         if theirs.private and not link.connection.capabilities.same_addresses:
             return False
-        return bool(local.bases[0] == theirs.bases[0]) and np.array_equal(local.bases, theirs.bases)
+        return local.native.same_bases(theirs.native)
 
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
@@ -261,7 +263,8 @@ class Initiator:
             if isinstance(error, LLMException):
                 raise
             raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-        return _Resolution(answer.cache_id, geometry, answer.row, tensors, tuple(answer.guards), answer.pin)
+        guards = tuple(answer.guards)
+        return _Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _promises(guards), answer.pin)
 
     # --- steps 6 to 8: guards, copy, guards ------------------------------------------------------------------------
 
@@ -304,14 +307,10 @@ class Initiator:
         """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
         if remote.tensors.remote_guards:
             return True
-        generation = link.connection.generation
         try:
-            for guard in remote.guards:
-                if generation(guard.slot) != guard.generation:
-                    return False
+            return link.connection.hold(remote.promises)
         except LinkError as error:
             raise link.lost_error(what, "copy") from error
-        return True
 
     # --- step 9: settle --------------------------------------------------------------------------------------------
 
@@ -341,7 +340,11 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
         )
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
-    return replace(remote, guards=guards, tensors=replace(remote.tensors, handle=handle))
+    return replace(remote, guards=guards, promises=_promises(guards), tensors=replace(remote.tensors, handle=handle))
+
+
+def _promises(guards: tuple[Guarded, ...]) -> Promises:
+    return Promises([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
 
 
 def _announced(

@@ -24,8 +24,8 @@ def blocks(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def plan(dst: list[int], src: list[int], *, alias: bool = False, count: int = BLOCKS) -> tuple[list[list[int]], bool]:
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias)
     )
     return runs.tolist(), ordered
 
@@ -37,8 +37,10 @@ def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_
     dst, src = [d * spread for d, _ in pairs], [s * spread for _, s in pairs]
     if count == BLOCKS:
         src = [s + 3 for s in src] if not alias else src
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=block_bytes, dst_count=count, src_count=count + 3, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(
+            blocks(*dst), blocks(*src), block_bytes=block_bytes, dst_count=count, src_count=count + 3, alias=alias
+        )
     )
     expected, expected_ordered = twin.plan_blocks(dst, src, block_bytes, alias=alias)
     assert ordered is expected_ordered
@@ -49,8 +51,8 @@ def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_
 def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
     dst = [start * 4 + step for start in starts for step in range(3)]
     src = [d + 30_000 for d in dst]
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=4096, dst_count=60_000, src_count=60_000, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(blocks(*dst), blocks(*src), block_bytes=4096, dst_count=60_000, src_count=60_000, alias=alias)
     )
     expected, _ = twin.plan_blocks(dst, src, 4096, alias=alias)
     assert not ordered
@@ -79,7 +81,7 @@ def test_a_block_onto_itself_moves_nothing_and_hides_nothing() -> None:
 
 
 def test_runs_cannot_be_written() -> None:
-    runs, _ = plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False)
+    runs, _ = twin.parts_of(plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False))
     assert runs.dtype == np.uint64
     assert (runs.shape, runs.flags.c_contiguous, runs.flags.writeable) == ((1, 3), True, False)
 
@@ -126,8 +128,8 @@ def test_impossible_geometry(block_bytes: int, count: int, text: str) -> None:
 def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
     pieces = -(-src_bytes // block_bytes)
     dst = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=min(pieces, 30)))
-    runs, ordered = plan_pieces(
-        blocks(*dst), block_bytes=block_bytes, dst_count=BLOCKS, src_offset=src_offset, src_bytes=src_bytes
+    runs, ordered = twin.parts_of(
+        plan_pieces(blocks(*dst), block_bytes=block_bytes, dst_count=BLOCKS, src_offset=src_offset, src_bytes=src_bytes)
     )
     expected, expected_ordered = twin.plan_pieces(dst, block_bytes, src_offset, src_bytes)
     assert ordered is expected_ordered
@@ -135,7 +137,9 @@ def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes:
 
 
 def test_the_last_piece_may_be_short() -> None:
-    runs, ordered = plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
+    runs, ordered = twin.parts_of(
+        plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
+    )
     assert (runs.tolist(), ordered) == ([[32, 100, 32], [0, 132, 8]], False)
 
 

@@ -28,12 +28,13 @@ from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Sequence, Sized
 
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.engine import Engine
+    from llm_datadist.native import BlockList
 
 __all__ = [
     "accessible",
@@ -282,27 +283,25 @@ def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
     check_rule(offset + size <= geometry.stride, f"size={size}{at}: {row}")
 
 
-def check_blocks(name: str, blocks: NDArray[np.int64], geometry: Geometry) -> None:
+def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
     """Every index must be one of the local cache's blocks."""
-    if blocks.size and int(blocks.max()) >= geometry.rows:
-        at = int(blocks.argmax())
-        raise ParamError(f"{name}[{at}]={int(blocks[at])}: the local cache has {geometry.rows} blocks")
+    if blocks.largest >= geometry.rows:
+        at = int(blocks.array.argmax())
+        raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
-def check_pull_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Which lists go with which key (API §6.11)."""
-    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
+    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
     if isinstance(key, BlocksCacheKey):
-        check_rule(src_blocks.size, "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
+        check_rule(len(src_blocks), "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
         equal_lengths(src_blocks, dst_blocks)
         return
-    check_rule(not src_blocks.size, f"src_blocks has {src_blocks.size} entries: only a BlocksCacheKey addresses blocks")
+    check_rule(not len(src_blocks), f"src_blocks has {len(src_blocks)} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
 
 
-def check_grant(
-    grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: NDArray[np.int64]
-) -> None:
+def check_grant(grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
     """Check that a grant, if there is one, is for this peer and these blocks."""
     if grant is None:
         return
@@ -312,28 +311,28 @@ def check_grant(
         key.cluster_id == grant.cluster_id,
         f"grant: it is one of cluster {grant.cluster_id}, the key names cluster {key.cluster_id}",
     )
-    inside = np.isin(sources, grant.block_numbers)
+    inside = np.isin(sources.array, grant.block_numbers)
     if not inside.all():
-        block = int(sources[~inside][0])
+        block = int(sources.array[~inside][0])
         raise ParamError(f"src_blocks: block {block} is not among the {len(grant.blocks)} blocks of the grant")
 
 
-def check_push_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
-    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
-    check_rule(src_blocks.size, "src_blocks is empty: at least one block is needed")
+    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
+    check_rule(len(src_blocks), "src_blocks is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
 
 
 def equal_lengths(
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
+    src_blocks: Sized,
+    dst_blocks: Sized,
     names: tuple[str, str] = ("src_blocks", "dst_blocks"),
 ) -> None:
     """Pair i is source i and destination i; ``names``: what the caller knows the two lists as."""
-    if src_blocks.size != dst_blocks.size:
+    if len(src_blocks) != len(dst_blocks):
         raise ParamError(
-            f"{names[0]} has {src_blocks.size} entries and {names[1]} {dst_blocks.size}: equal lengths are needed"
+            f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"
         )

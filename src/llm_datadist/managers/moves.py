@@ -11,14 +11,11 @@ from llm_datadist.cache import layout
 from llm_datadist.managers import arguments
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llm_datadist.cache.layout import Geometry, LayerSelection
     from llm_datadist.deadline import Deadline
     from llm_datadist.engine import Engine
     from llm_datadist.grant import Grant
-    from llm_datadist.native import Plan
+    from llm_datadist.native import BlockList, Plan
     from llm_datadist.transfer import RemoteName
 
 __all__ = ["Move", "pull_blocks", "pull_pieces", "pull_row", "push_blocks", "push_row"]
@@ -85,8 +82,8 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
 
 def pull_blocks(
     move: Move,
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
+    src_blocks: BlockList,
+    dst_blocks: BlockList,
     grant: Grant | None = None,
     *,
     name: str = "dst_blocks",
@@ -110,7 +107,7 @@ def pull_blocks(
         span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what, grant)
 
 
-def pull_pieces(move: Move, dst_blocks: NDArray[np.int64]) -> None:
+def pull_pieces(move: Move, dst_blocks: BlockList) -> None:
     """Pull the remote row in pieces of the local block size, piece i into ``dst_blocks[i]``. As :func:`pull_row`."""
     engine, layers = move.engine, move.layers
     with (
@@ -144,7 +141,7 @@ def push_row(move: Move, row: int) -> None:
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
 
 
-def push_blocks(move: Move, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
     engine, layers = move.engine, move.layers
     with (

@@ -15,6 +15,7 @@ from llm_datadist.native._native import (
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
     CopyPool,
+    Promises,
     advance_generation,
     announce_writer,
     close_writers,
@@ -37,7 +38,7 @@ from llm_datadist.native.lanes import (
     WriteAsked,
     check_plan,
 )
-from llm_datadist.native.plan import Plan, Tensors
+from llm_datadist.native.plan import BlockList, Plan, Tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +47,7 @@ __all__ = [
     "NO_DEADLINE",
     "WRITER_PAGE_BYTES",
     "WRITER_SLOTS",
+    "BlockList",
     "CopyPool",
     "Ending",
     "LaneEngine",
@@ -53,6 +55,7 @@ __all__ = [
     "LaneLost",
     "Outcome",
     "Plan",
+    "Promises",
     "ReadAsked",
     "Served",
     "Tensors",
@@ -65,6 +68,7 @@ __all__ = [
     "execute_process",
     "find_writers",
     "load_generation",
+    "parse_blocks",
     "parse_indices",
     "peek_process",
     "plan_blocks",
@@ -79,8 +83,8 @@ NO_DEADLINE: Final = 2**63 - 1
 """A ``deadline_ns`` that never passes."""
 
 
-def parse_indices(name: str, values: object) -> NDArray[np.int64]:
-    """Return a caller's list of block numbers as a new int64 array.
+def parse_blocks(name: str, values: object) -> BlockList:
+    """Return a caller's list of block numbers, as the planner takes it.
 
     Args:
         name: What the caller calls the list; errors begin with it.
@@ -93,15 +97,20 @@ def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """
     if isinstance(values, list | tuple):
         try:
-            return _native.parse_indices(name, values)
+            return _native.parse_blocks(name, values)
         except TypeError:
             _refuse_none(name, values)
             raise
     if isinstance(values, np.ndarray):
-        return _parse_array(name, values)
+        return BlockList(_parse_array(name, values))
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
     raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+
+
+def parse_indices(name: str, values: object) -> NDArray[np.int64]:
+    """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
+    return parse_blocks(name, values).array
 
 
 def _refuse_none(name: str, values: list[object] | tuple[object, ...]) -> None:
@@ -121,16 +130,17 @@ def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
 
 
 def plan_blocks(
-    dst: NDArray[np.int64],
-    src: NDArray[np.int64],
+    dst: BlockList | NDArray[np.int64],
+    src: BlockList | NDArray[np.int64],
     *,
     block_bytes: int,
     dst_count: int,
     src_count: int,
     alias: bool,
+    tensors: tuple[int, int, int] = (0, 0, 1),
     dst_name: str = "dst_blocks",
     src_name: str = "src_blocks",
-) -> tuple[NDArray[np.uint64], bool]:
+) -> Plan:
     """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
 
     Args:
@@ -140,29 +150,31 @@ def plan_blocks(
         dst_count: Blocks of a destination tensor.
         src_count: Blocks of a source tensor.
         alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
+        tensors: First destination tensor, first source tensor, and how many.
         dst_name: What errors call ``dst``.
         src_name: What errors call ``src``.
 
     Returns:
-        ``(runs, ordered)``: read-only runs of shape ``(R, 3)`` as in :class:`Plan`, neighbours merged; ``ordered`` is
-        True, and nothing merged, when merging or doing pairs at once could be seen: a destination occurs twice, or a
-        block of aliased tensors is the source of one pair and the destination of another (R26).
+        The plan, its runs read-only and neighbours merged. It is ``ordered``, and nothing merged, when merging or doing
+        pairs at once could be seen: a destination occurs twice, or a block of aliased tensors is the source of one
+        pair and the destination of another (R26).
 
     Raises:
         ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
     """
-    return _native.plan_blocks(dst, src, block_bytes, dst_count, src_count, alias, dst_name, src_name)
+    return _native.plan_blocks(dst, src, block_bytes, dst_count, src_count, alias, *tensors, dst_name, src_name)
 
 
 def plan_pieces(
-    dst: NDArray[np.int64],
+    dst: BlockList | NDArray[np.int64],
     *,
     block_bytes: int,
     dst_count: int,
     src_offset: int,
     src_bytes: int,
+    tensors: tuple[int, int, int] = (0, 0, 1),
     dst_name: str = "dst_blocks",
-) -> tuple[NDArray[np.uint64], bool]:
+) -> Plan:
     """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
 
     Args:
@@ -171,15 +183,16 @@ def plan_pieces(
         dst_count: Blocks of a destination tensor.
         src_offset: Where the row begins in a source tensor, in bytes.
         src_bytes: Bytes of the row.
+        tensors: First destination tensor, first source tensor, and how many.
         dst_name: What errors call ``dst``.
 
     Returns:
-        ``(runs, ordered)`` as :func:`plan_blocks`; ``ordered`` is True when a destination block occurs twice.
+        The plan, as :func:`plan_blocks`; it is ``ordered`` when a destination block occurs twice.
 
     Raises:
         ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
     """
-    return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, dst_name)
+    return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, *tensors, dst_name)
 
 
 def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int) -> int:
@@ -202,20 +215,7 @@ def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadl
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
             nothing is written.
     """
-    return _native.execute(
-        dst.bases,
-        dst.extent,
-        plan.dst_first,
-        src.bases,
-        src.extent,
-        plan.src_first,
-        plan.count,
-        plan.runs,
-        plan.ordered,
-        plan.nbytes,
-        pool,
-        min(deadline_ns, NO_DEADLINE),
-    )
+    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE))
 
 
 def execute_process(
@@ -244,19 +244,4 @@ def execute_process(
         ParamError: As :func:`execute`; nothing is written.
     """
     dst, src = (remote, local) if write else (local, remote)
-    return _native.execute_process(
-        dst.bases,
-        dst.extent,
-        plan.dst_first,
-        src.bases,
-        src.extent,
-        plan.src_first,
-        plan.count,
-        plan.runs,
-        plan.ordered,
-        plan.nbytes,
-        pool,
-        min(deadline_ns, NO_DEADLINE),
-        pid,
-        write,
-    )
+    return _native.execute_process(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), pid, write)

@@ -18,7 +18,7 @@ import numpy as np
 
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted
 from llm_datadist.memory.guards import slot_address
-from llm_datadist.native import CopyPool, Plan, Tensors, execute, load_generation
+from llm_datadist.native import CopyPool, Plan, Promises, Tensors, execute, load_generation
 from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
 from llm_datadist.transport.values import Capabilities, MemoryChanged, RemoteTensors, Transfer, Window
 
@@ -139,6 +139,22 @@ class Connection(ABC):
             return load_generation(slot_address(guards.base, slot, guards.nbytes))
         finally:
             self._leave()
+
+    def hold(self, promises: Promises) -> bool:
+        """Return True while every guard of the peer shows the generation that was promised, by acquire loads.
+
+        Raises:
+            ProtocolError: A slot is outside the peer's guard table.
+            LinkError: The connection is closed.
+        """
+        if self._pid != _here["pid"] or self._closed:
+            self._enter("hold")  # says why not
+            self._leave()
+        guards = self._guards()  # keeps the table mapped, whoever closes the connection meanwhile
+        try:
+            return promises.hold(guards.base, guards.nbytes)
+        except ParamError as error:
+            raise ProtocolError(str(error)) from error
 
     def announced(
         self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.native import CopyPool, Plan, Promises, Tensors
     from llm_datadist.transport.values import Capabilities, RemoteTensors, Transfer
 
 __all__ = ["DataPath"]
@@ -50,6 +50,9 @@ class DataPath(Protocol):
 
     def generation(self, slot: int) -> int:
         """Return what a guard of the peer shows."""
+
+    def hold(self, promises: Promises) -> bool:
+        """Return True while guards of the peer show what was promised."""
 
     def announced(
         self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool

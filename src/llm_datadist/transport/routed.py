@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.native import CopyPool, Plan, Promises, Tensors
     from llm_datadist.transport.base import Connection
     from llm_datadist.transport.values import RemoteTensors, Transfer
 
@@ -68,6 +68,10 @@ class RoutedConnection:
     def generation(self, slot: int) -> int:
         """Return the generation in the peer's guard ``slot``."""
         return self._shared.generation(slot)
+
+    def hold(self, promises: Promises) -> bool:
+        """Return True while guards of the peer show what was promised."""
+        return self._shared.hold(promises)
 
     def announced(
         self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
