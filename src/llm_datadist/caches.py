@@ -297,8 +297,8 @@ class CacheStore:
 
     # --- using them here -------------------------------------------------------------------------------------------
 
-    def holding(self, cache_id: int, what: str) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call.
+    def holding(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
+        """Keep a cache's memory for the length of one local call; ``what`` is put into words in an error only.
 
         Raises:
             CacheNotFound: No such cache.
@@ -359,7 +359,7 @@ class _Hold:
 
     __slots__ = ("_cache_id", "_entry", "_store", "_what")
 
-    def __init__(self, store: CacheStore, cache_id: int, what: str) -> None:
+    def __init__(self, store: CacheStore, cache_id: int, what: object) -> None:
         self._store = store
         self._cache_id = cache_id
         self._what = what

@@ -36,13 +36,12 @@ from llm_datadist.transport.base import PRIVATE, MemoryChanged
 from llm_datadist.verify import Moved
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from llm_datadist.cache.registry import Entry
     from llm_datadist.control.links import LinkManager
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.grant import Grant
+    from llm_datadist.memory.writers import Announced
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
     from llm_datadist.verify import Verifier
@@ -175,7 +174,8 @@ class Initiator:
                         recipient.require(link.peer, name, remote.cache_id, what)
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
-                    with _announced(link, remote, deadline, what, push=push):
+                    announced = _announced(link, remote, deadline, what, push=push)
+                    try:
                         # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                         current = self._current(link, remote, what)
                         if current:
@@ -185,6 +185,9 @@ class Initiator:
                             current = copied is _Copied.WHOLE
                             if recipient is not None and copied is not _Copied.REFUSED:
                                 recipient.took(link.peer, name, remote.cache_id)
+                    finally:
+                        if announced is not None:
+                            announced.end()
                     if current:
                         if self._verifier is not None:  # while the pin keeps what the peer is asked about
                             self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
@@ -347,9 +350,7 @@ def _promises(guards: tuple[Guarded, ...]) -> Promises:
     return Promises([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
 
 
-def _announced(
-    link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool
-) -> AbstractContextManager[None]:
+def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool) -> Announced | None:
     """Announce the copy to the owner of the remote memory; its generations are compared after that."""
     try:
         return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)

@@ -165,10 +165,12 @@ class Registry:
         with self._lock:
             return self._lookup(cache_id, what)
 
-    def hold(self, cache_id: int, what: str = "cache") -> Entry:
+    def hold(self, cache_id: int, what: object = "cache") -> Entry:
         """Like :meth:`lookup`, and keep its memory until :meth:`let_go`: for the length of one local call."""
         with self._lock:
-            entry = self._lookup(cache_id, what)
+            entry = self._entries.get(cache_id)
+            if entry is None or entry.closing:
+                entry = self._lookup(cache_id, what)  # says why not
             entry.pins += 1  # no event: wherever a cache can be found, one hold more changes no state
             entry.holds += 1
             return entry
@@ -301,7 +303,7 @@ class Registry:
                 cache = binding.entry.cache_id
                 raise KeyInUse(f"key {show_key(key)} is bound to cache {cache}: remove or pull it first")
 
-    def _lookup(self, cache_id: int, what: str) -> Entry:
+    def _lookup(self, cache_id: int, what: object) -> Entry:
         entry = self._entries.get(cache_id)
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")

@@ -43,8 +43,7 @@ class Move:
     layers: LayerSelection
     deadline: Deadline
 
-    @property
-    def local(self) -> str:
+    def __str__(self) -> str:
         """What an error calls the local cache."""
         return f"{self.what}: {self.argument}"
 
@@ -58,7 +57,7 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d[%d]", move.name, move.cache_id, row) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
@@ -95,7 +94,7 @@ def pull_blocks(
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         dst = local.geometry
         arguments.check_blocks(name, dst_blocks, dst)
@@ -112,7 +111,7 @@ def pull_pieces(move: Move, dst_blocks: BlockList) -> None:
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         dst = local.geometry
         arguments.check_blocks("dst_blocks", dst_blocks, dst)
@@ -129,7 +128,7 @@ def push_row(move: Move, row: int) -> None:
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d[%d] -> %s", move.cache_id, row, move.name) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         src = local.geometry
         src.require_row("src_batch_index", row)
@@ -146,7 +145,7 @@ def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> Non
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d -> %s, %d blocks", move.cache_id, move.name, len(src_blocks)) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         src = local.geometry
         arguments.check_blocks("src_blocks", src_blocks, src)

@@ -22,6 +22,8 @@ from llm_datadist.native._native import (
     find_writers,
     load_generation,
     peek_process,
+    plan_blocks,
+    plan_pieces,
     plan_row,
     retract_writer,
     writer_sequence,
@@ -127,72 +129,6 @@ def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
         at = int(np.argmax(parsed < 0))
         raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
     return parsed
-
-
-def plan_blocks(
-    dst: BlockList | NDArray[np.int64],
-    src: BlockList | NDArray[np.int64],
-    *,
-    block_bytes: int,
-    dst_count: int,
-    src_count: int,
-    alias: bool,
-    tensors: tuple[int, int, int] = (0, 0, 1),
-    dst_name: str = "dst_blocks",
-    src_name: str = "src_blocks",
-) -> Plan:
-    """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
-
-    Args:
-        dst: Destination blocks, shape ``(N,)``.
-        src: Source blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block, the same at both ends.
-        dst_count: Blocks of a destination tensor.
-        src_count: Blocks of a source tensor.
-        alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
-        tensors: First destination tensor, first source tensor, and how many.
-        dst_name: What errors call ``dst``.
-        src_name: What errors call ``src``.
-
-    Returns:
-        The plan, its runs read-only and neighbours merged. It is ``ordered``, and nothing merged, when merging or doing
-        pairs at once could be seen: a destination occurs twice, or a block of aliased tensors is the source of one
-        pair and the destination of another (R26).
-
-    Raises:
-        ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
-    """
-    return _native.plan_blocks(dst, src, block_bytes, dst_count, src_count, alias, *tensors, dst_name, src_name)
-
-
-def plan_pieces(
-    dst: BlockList | NDArray[np.int64],
-    *,
-    block_bytes: int,
-    dst_count: int,
-    src_offset: int,
-    src_bytes: int,
-    tensors: tuple[int, int, int] = (0, 0, 1),
-    dst_name: str = "dst_blocks",
-) -> Plan:
-    """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
-
-    Args:
-        dst: Destination blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block and of a piece.
-        dst_count: Blocks of a destination tensor.
-        src_offset: Where the row begins in a source tensor, in bytes.
-        src_bytes: Bytes of the row.
-        tensors: First destination tensor, first source tensor, and how many.
-        dst_name: What errors call ``dst``.
-
-    Returns:
-        The plan, as :func:`plan_blocks`; it is ``ordered`` when a destination block occurs twice.
-
-    Raises:
-        ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
-    """
-    return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, *tensors, dst_name)
 
 
 def execute(plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int) -> int:

@@ -4,13 +4,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -81,6 +81,12 @@ struct Pairing {
     std::int64_t count;
 };
 
+using Tensors = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // a Pairing, as Python gives it
+
+inline Pairing pairing_of(const Tensors& tensors) {
+    return {std::get<0>(tensors), std::get<1>(tensors), std::get<2>(tensors)};
+}
+
 // A copy in factored form. The runs are the planner's own, or an array of somebody in Python, which is kept as it is.
 class MovePlan {
 public:
@@ -150,18 +156,17 @@ inline BlockList py_parse_blocks(const char* name, nb::handle values) {
 }
 
 inline MovePlan py_plan_blocks(const BlockList& dst, const BlockList& src, std::int64_t block_bytes,
-                               std::int64_t dst_count, std::int64_t src_count, bool alias, std::int64_t dst_first,
-                               std::int64_t src_first, std::int64_t count, const char* dst_name,
-                               const char* src_name) {
+                               std::int64_t dst_count, std::int64_t src_count, bool alias, const Tensors& tensors,
+                               const char* dst_name, const char* src_name) {
     RunList planned = plan_blocks(dst.of(dst_count, dst_name), src.of(src_count, src_name), block_bytes, alias);
-    return MovePlan({dst_first, src_first, count}, std::move(planned));
+    return MovePlan(pairing_of(tensors), std::move(planned));
 }
 
 inline MovePlan py_plan_pieces(const BlockList& dst, std::int64_t block_bytes, std::int64_t dst_count,
-                               std::int64_t src_offset, std::int64_t src_bytes, std::int64_t dst_first,
-                               std::int64_t src_first, std::int64_t count, const char* dst_name) {
+                               std::int64_t src_offset, std::int64_t src_bytes, const Tensors& tensors,
+                               const char* dst_name) {
     RunList planned = plan_pieces(dst.of(dst_count, dst_name), {src_offset, src_bytes}, block_bytes);
-    return MovePlan({dst_first, src_first, count}, std::move(planned));
+    return MovePlan(pairing_of(tensors), std::move(planned));
 }
 
 inline nb::object py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int64_t length) {
@@ -215,10 +220,13 @@ inline void bind_plans(nb::module_& m) {
         .def("__repr__", &repr_of_plan);
 
     m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a);
-    m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, "block_bytes"_a, "dst_count"_a, "src_count"_a, "alias"_a,
-          "dst_first"_a, "src_first"_a, "count"_a, "dst_name"_a, "src_name"_a);
-    m.def("plan_pieces", &py_plan_pieces, "dst"_a, "block_bytes"_a, "dst_count"_a, "src_offset"_a, "src_bytes"_a,
-          "dst_first"_a, "src_first"_a, "count"_a, "dst_name"_a);
+    const Tensors one{0, 0, 1};
+    m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
+          "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
+          "Plan the copy of source block src[i] to destination block dst[i], for every i.");
+    m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
+          "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks",
+          "Plan the copy of a row in pieces, piece i to block dst[i].");
     m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a,
           "Return one run of `length` bytes, shape (1, 3). ParamError: a negative value.");
 }

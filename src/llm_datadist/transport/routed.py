@@ -8,12 +8,11 @@ from llm_datadist.transport.exports import PRIVATE
 from llm_datadist.transport.values import Capabilities
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
+    from llm_datadist.memory.writers import Announced
     from llm_datadist.native import CopyPool, Plan, Promises, Tensors
     from llm_datadist.transport.base import Connection
     from llm_datadist.transport.values import RemoteTensors, Transfer
@@ -73,9 +72,7 @@ class RoutedConnection:
         """Return True while guards of the peer show what was promised."""
         return self._shared.hold(promises)
 
-    def announced(
-        self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
-    ) -> AbstractContextManager[None]:
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
         """Announce a movement of the peer's tensors to their owner."""
         return self._route(remote).announced(remote, slot, deadline, write=write)
 
