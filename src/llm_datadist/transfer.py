@@ -166,8 +166,8 @@ class Initiator:
         tensors: Tensors = local.storage.tensors
         with link.operation():
             for _ in range(_ATTEMPTS):
-                kept = (name, push) in link.kept
-                remote = self._resolve(link, name, deadline, what, push=push)
+                kept: _Resolution | None = link.kept.get((name, push))
+                remote = kept or self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
                     if recipient is not None:  # repeated, or continued, elsewhere it would leave a part behind
@@ -195,10 +195,11 @@ class Initiator:
                         return plan.nbytes
                 except ParamError:
                     # Whether a kept answer is still true is not to be seen from here, so it may be that which is wrong.
-                    if not (kept and remote.tensors.remote_guards):
+                    if not (kept is not None and remote.tensors.remote_guards):
                         raise
                 finally:
-                    self._settle(link, remote, moved, push=push, consumes=consumes)
+                    if remote.pin or consumes:
+                        self._settle(link, remote, moved, push=push, consumes=consumes)
                 link.kept.pop((name, push), None)
         raise TransferFailed(
             f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
@@ -218,10 +219,6 @@ class Initiator:
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
     def _resolve(self, link: Link, name: RemoteName, deadline: Deadline, what: str, *, push: bool) -> _Resolution:
-        kept: _Resolution | None = link.kept.get((name, push))
-        if kept is not None:
-            return kept
-
         def build(number: int) -> Resolve:
             return Resolve(number, push, name.key, name.cache_id, name.row, deadline.remaining_ms())
 

@@ -224,7 +224,8 @@ def plan_blocks(
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
         ParamError: Unequal lengths, or an index outside its cache.
     """
-    if not (src.kind.serves(CacheKind.BLOCKS) and dst.kind.serves(CacheKind.BLOCKS)):
+    paged = src.kind is dst.kind is CacheKind.BLOCKS
+    if not paged and not (src.kind.serves(CacheKind.BLOCKS) and dst.kind.serves(CacheKind.BLOCKS)):
         end = "destination" if src.kind.serves(CacheKind.BLOCKS) else "source"
         raise CacheMismatch(f"the {end} is not a blocks cache")
     if src.stride != dst.stride:

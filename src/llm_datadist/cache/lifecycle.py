@@ -29,6 +29,8 @@ class State(Enum):
     DRAINING = "draining"
     FREED = "freed"
 
+    __hash__ = object.__hash__  # a member is itself and no other; that of Enum is Python code, twice per transition
+
 
 class Event(Enum):
     """What can happen to an entry."""
@@ -39,6 +41,8 @@ class Event(Enum):
     UNPIN = "unpin"
     DROP_OWNER = "drop owner"
     WITHDRAW = "withdraw"  # owner and keys at once: blocks caches, registered caches, finalize
+
+    __hash__ = object.__hash__  # as State's
 
 
 _L, _D, _P, _F = State.LIVE, State.DEFERRED, State.DRAINING, State.FREED

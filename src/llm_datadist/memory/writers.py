@@ -170,6 +170,8 @@ class Writers:
 
     def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
         """Return who writes (or ``readers``: reads, in this process) under a guard that was advanced just now."""
+        if not self._pages:
+            return ()  # nobody may write: a page made after this was asked for meets the advanced guard
         wanted = [_what(guard, reading=False)] + ([_what(guard, reading=True)] if readers else [])
         with self._lock:
             self._tidy()
