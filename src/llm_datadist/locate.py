@@ -22,8 +22,7 @@ import numpy as np
 from llm_datadist.cache.lifecycle import State
 from llm_datadist.control.link import RemoteFailure
 from llm_datadist.control.messages import MAX_LOCATE, Failed, Locate, Located
-from llm_datadist.errors import LinkError, LLMException, ParamError, ProtocolError
-from llm_datadist.log import logger
+from llm_datadist.errors import LLMException, ParamError, ProtocolError
 from llm_datadist.transfer import typed
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class AddressBook:
 
     def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
         """Return what the link manager dispatches to this class."""
-        return {Locate: self.on_locate, Located: _on_located}
+        return {Locate: self.on_locate}
 
     def on_locate(self, link: Link, message: Locate) -> None:
         """A peer wants to know what lies at addresses of ours, in order to write there."""
@@ -142,10 +141,7 @@ class AddressBook:
             answer: Message = self._located(link, message)
         except LLMException as error:
             answer = Failed(message.id, int(error.status_code), str(error)[:4000])
-        try:
-            link.send(answer)
-        except LinkError as error:
-            logger.info("%s to %s not sent: %s", type(answer).__name__, link.peer, error)
+        link.tell(answer)
 
     def _located(self, link: Link, message: Locate) -> Located:
         if len(message.addresses) % 8 or message.nbytes < 1:
@@ -226,8 +222,3 @@ class _Directory:
                 left = entry.geometry.tensor_bytes - int(into[inside[0]])
                 return ParamError(f"{what} leave tensor {inside[0]} of cache {entry.cache_id}, which has {left} left")
         return ParamError(f"{what} are in none of the {len(self._entries)} caches allocated or registered at the peer")
-
-
-def _on_located(link: Link, message: Located) -> None:
-    """An answer: for the caller who waits for it, or for nobody any more."""
-    link.answer(message.id, message)

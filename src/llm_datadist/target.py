@@ -12,8 +12,7 @@ import msgspec
 
 from llm_datadist.cache.registry import Namespace
 from llm_datadist.control.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ParamError, ProtocolError
-from llm_datadist.log import logger
+from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,12 +50,12 @@ class Target:
         except LLMException as error:
             answer = Failed(message.id, int(error.status_code), str(error)[:4000])
         try:
-            self._send(link, answer)
+            link.tell(answer)
         except ProtocolError as error:
             # More tensors than a frame can name: the caller must hear so, not wait.
             if isinstance(answer, Resolved) and answer.pin:
                 self._store.apply(self._store.registry.release(link, answer.pin))
-            self._send(link, Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
+            link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
         """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
@@ -73,7 +72,7 @@ class Target:
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """An answer of the peer came after its caller had given up: give its pin back."""
         if message.pin:
-            self._send(link, Release(message.pin, 0, 0))
+            link.tell(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
         """A link has ended: its pins end, its keys stay."""
@@ -125,12 +124,6 @@ class Target:
                 self._store.apply(registry.release(link, pin))
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
         return pin, entry, row, binding
-
-    def _send(self, link: Link, message: Message) -> None:
-        try:
-            link.send(message)
-        except LinkError as error:
-            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
 
 
 def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:

@@ -28,7 +28,6 @@ from llm_datadist.errors import (
     TransferFailed,
 )
 from llm_datadist.lane_target import encode_handle
-from llm_datadist.log import logger
 from llm_datadist.memory.guards import SLOT_BYTES
 from llm_datadist.native import Plan, Promises
 from llm_datadist.recipient import Recipient
@@ -38,7 +37,6 @@ from llm_datadist.verify import Moved
 if TYPE_CHECKING:
     from llm_datadist.cache.registry import Entry
     from llm_datadist.control.links import LinkManager
-    from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
     from llm_datadist.grant import Grant
     from llm_datadist.memory.writers import Announced
@@ -257,7 +255,7 @@ class Initiator:
             )
         except (LLMException, ValueError) as error:
             if answer.pin:
-                self._notify(link, Release(answer.pin, 0, 0))
+                link.tell(Release(answer.pin, 0, 0))
             if isinstance(error, LinkError) and link.ended:
                 raise link.lost_error(what, "resolve") from error
             if isinstance(error, LLMException):
@@ -317,16 +315,9 @@ class Initiator:
     def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool, consumes: bool) -> None:
         first, count = (0, 0) if moved is None else (moved.dst_first if push else moved.src_first, moved.count)
         if consumes and count and remote.geometry.kind is CacheKind.CACHE:
-            self._notify(link, Consumed(remote.cache_id, remote.row, first, count))
+            link.tell(Consumed(remote.cache_id, remote.row, first, count))
         if remote.pin:
-            self._notify(link, Release(remote.pin, first, 0 if push else count))
-
-    def _notify(self, link: Link, message: Message) -> None:
-        try:
-            link.send(message)
-        except LLMException as error:
-            # The link is gone: the target drops this peer's pins by itself and consumes nothing (R5).
-            logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+            link.tell(Release(remote.pin, first, 0 if push else count))
 
 
 def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolution:

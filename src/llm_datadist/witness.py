@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist.control.messages import Failed, Verified, Verify
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ParamError, TransferFailed
+from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, TransferFailed
 from llm_datadist.log import logger
 from llm_datadist.native import Plan
 from llm_datadist.native.digest import digest
@@ -85,7 +85,7 @@ class Witness:
 
     def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
         """Return what the link manager dispatches to this class."""
-        return {Verify: self.on_verify, Verified: _on_verified}
+        return {Verify: self.on_verify}
 
     def on_verify(self, link: Link, message: Verify) -> None:
         """A peer wants to know what our memory holds. Runs on the control thread."""
@@ -97,12 +97,12 @@ class Witness:
                 queue.put(message, expires_ns)
         if full:
             text = f"{_MAX_WAITING} checksums of this peer, or {_MAX_WAITING_BYTES} bytes of them, wait already"
-            _send(link, Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
+            link.tell(Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
             return
         try:
             self._thread.submit(self._serve)
         except RuntimeError as error:  # closed meanwhile: the link is about to end
-            _send(link, Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
+            link.tell(Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
 
     def drop_peer(self, link: Link) -> None:
         """A link has ended: nobody waits for its answers."""
@@ -134,7 +134,7 @@ class Witness:
         except Exception as error:  # noqa: BLE001 (nobody looks at the future; the caller must hear that it failed)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
             answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])
-        _send(link, answer)
+        link.tell(answer)
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
         registry = self._store.registry
@@ -177,11 +177,6 @@ class Witness:
                 raise TransferFailed(f"verify: cache {entry.cache_id} was freed, rebound or unregistered meanwhile")
 
 
-def _on_verified(link: Link, message: Verified) -> None:
-    """An answer: for the caller who waits for it, or for nobody any more."""
-    link.answer(message.id, message)
-
-
 def _plan(entry: Entry, question: Verify) -> Plan:
     """Return what to digest. That it lies inside the tensors is checked again by the digest itself, byte by byte."""
     geometry, count = entry.geometry, question.count
@@ -199,10 +194,3 @@ def _plan(entry: Entry, question: Verify) -> Plan:
         raise ParamError(f"verify: {total} bytes: one question is about at most {MAX_QUESTION_BYTES}")
     runs = np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64)
     return Plan(question.first, question.first, count, runs, ordered=False, nbytes=total)
-
-
-def _send(link: Link, message: Message) -> None:
-    try:
-        link.send(message)
-    except LinkError as error:
-        logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)

@@ -10,6 +10,7 @@ import pytest
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.ends import ChildEnd
+from tests.support.frozen import freeze
 from tests.support.gates import count_messages, releases, resolves, stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -33,15 +34,7 @@ def frozen(shm_pair: Pair) -> Iterator[Pair]:
 
 
 def stop(pair: Pair) -> None:
-    assert isinstance(pair.prompt, ChildEnd)
-    pair.prompt.signal(signal.SIGSTOP)
-    status = f"/proc/{pair.prompt.pid}/stat"
-
-    def is_stopped() -> bool:
-        with open(status, encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
-
-    wait_until(is_stopped)
+    freeze(pair.prompt)
 
 
 def go_on(pair: Pair) -> None:

@@ -9,7 +9,6 @@ No time is asserted: a call that hangs is one whose end gives no answer at all (
 
 from __future__ import annotations
 
-import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +18,7 @@ from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placemen
 from llm_datadist.cache.registry import Namespace
 from llm_datadist.control.messages import Failed, Ping, Pong, Resolve, Resolved, frame
 from llm_datadist.errors import DeadlineExceeded
-from tests.support.ends import ChildEnd
+from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger, silent_port
@@ -56,12 +55,8 @@ TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
 @contextmanager
 def stopped_process(pair: Pair, folder: Path) -> Iterator[None]:
     """The peer's process does nothing at all."""
-    assert isinstance(pair.prompt, ChildEnd)
-    pair.prompt.signal(signal.SIGSTOP)
-    try:
+    with frozen(pair.prompt):
         yield
-    finally:
-        pair.prompt.signal(signal.SIGCONT)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.ends import ChildEnd
+from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -184,12 +184,8 @@ def test_r07_after_a_timeout_over_lanes_the_link_goes_on(children: tuple[ChildEn
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         src, dst = prompt.do(make, "kv", LARGE, 1), decoder.do(make, "kv", LARGE, 2)
         decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
-        prompt.signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineExceeded) as caught:
-                decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
-        finally:
-            prompt.signal(signal.SIGCONT)
+        with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+            decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
         assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
         pushed = method == "push_blocks"
         changed, theirs = (prompt, decoder.do(show, "kv")) if pushed else (decoder, prompt.do(show, "kv"))
@@ -226,13 +222,10 @@ def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(children: tuple[Ch
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
         decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
-        prompt.signal(signal.SIGSTOP)
-        try:
+        with frozen(prompt):
             decoder.do(begin_there, "pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 5])
             wait_until(lambda: decoder.do(_jobs, 1) == 1)
             decoder.do(_break_lanes, 1, 0)
-        finally:
-            prompt.signal(signal.SIGCONT)
         assert decoder.do(result_there, "pull") is None
         same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
     finally:

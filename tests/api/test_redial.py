@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import NotLinked
 from tests.support.ends import ChildEnd
+from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.strangers import silent_port
@@ -95,17 +96,6 @@ def test_an_explicit_link_after_a_redial_succeeds_once(pair: Pair, caller: str) 
     assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
     assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
     bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
-@contextmanager
-def frozen(end: End) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT at the end."""
-    assert isinstance(end, ChildEnd)
-    end.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        end.signal(signal.SIGCONT)
 
 
 def redialling(end: End) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException, NoneArgument, NotLinked, PeerLost
-from tests.support.ends import ChildEnd
+from tests.support.frozen import frozen
 from tests.support.gates import gated_call
 from tests.support.linking import (
     SUCCESS,
@@ -49,17 +48,6 @@ def not_linked(end: End, peer: int) -> None:
         end.do(call, "pull_blocks", type(BLOCKS)(peer, 0), Use("kv"), [0], [0])
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     assert str(peer) in str(caught.value)
-
-
-@contextmanager
-def stopped_process(end: End) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT at the end."""
-    assert isinstance(end, ChildEnd)
-    end.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        end.signal(signal.SIGCONT)
 
 
 # --- at rest ----------------------------------------------------------------------------------------------------------
@@ -282,7 +270,7 @@ def read_bytes(world: World) -> int:
 
 def test_an_unlink_that_is_not_answered_keeps_the_link_for_when_the_peer_goes_on(shm_pair: Pair) -> None:
     shm_pair.start()
-    with stopped_process(shm_pair.prompt):
+    with frozen(shm_pair.prompt):
         assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
         assert shm_pair.decoder.do(links) == {1: "ready"}
     bytes_move_both_ways(shm_pair.decoder, shm_pair.prompt)
@@ -292,7 +280,7 @@ def test_an_unlink_that_is_not_answered_keeps_the_link_for_when_the_peer_goes_on
 
 def test_i2_a_forced_unlink_never_contacts_the_peer(shm_pair: Pair) -> None:
     shm_pair.start()
-    with stopped_process(shm_pair.prompt):
+    with frozen(shm_pair.prompt):
         assert shm_pair.decoder.do(unlink, [info(1)], 200, True) == SUCCESS
         assert shm_pair.decoder.do(links) == {}
         # The kernel takes the connection of a stopped process; nobody answers.

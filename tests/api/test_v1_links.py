@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +17,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.testing.gates import Gate
-from tests.support.ends import ChildEnd
+from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, same_bytes, show, wait_until
 from tests.support.strangers import silent_port
@@ -193,14 +192,9 @@ def _redials(world: World) -> Any:
 def test_check_link_status_of_a_peer_that_is_stopped_times_out_and_works_once_it_goes_on(shm_pair: Pair) -> None:
     start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     prompt = shm_pair.prompt
-    assert isinstance(prompt, ChildEnd)
     shm_pair.decoder.do(probe, 1)
-    prompt.signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(DeadlineExceeded) as caught:
-            shm_pair.decoder.do(probe, 1)
-    finally:
-        prompt.signal(signal.SIGCONT)
+    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+        shm_pair.decoder.do(probe, 1)
     assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
     wait_until(lambda: _answers(shm_pair.decoder))
 

@@ -27,6 +27,7 @@ from tests.support.cpp import (
     unchanged,
 )
 from tests.support.ends import ChildEnd
+from tests.support.frozen import freeze
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, wait_until
 from tests.support.moves import show as show_v2
 from tests.support.world import cluster_info
@@ -281,21 +282,10 @@ def test_r08_copy_kv_cache_needs_caches_that_match(alone: tuple[LocalEnd, Bytes,
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
 
 
-def _stop(end: ChildEnd) -> None:
-    end.signal(signal.SIGSTOP)
-    status = f"/proc/{end.pid}/stat"
-
-    def stopped() -> bool:
-        with open(status, encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
-
-    wait_until(stopped)
-
-
 def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pair: Pair) -> None:
     mine, theirs = both(shm_pair, SyncKvCacheWaitTime="300")
     assert isinstance(shm_pair.prompt, ChildEnd)
-    _stop(shm_pair.prompt)
+    freeze(shm_pair.prompt)
     try:
         for method, args in (
             ("PullKvBlocks", (BLOCKS, Use("kv"), [1], [2])),

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.stuck_readers import Scene
 
 
+@pytest.mark.timeout(300)  # a hundred threads that pull: a minute of one core
 @pytest.mark.parametrize(("transport", "readers"), [("tcp", 100), ("shm", 10), ("cma", 10)])
 def test_a_healthy_reader_beside_stuck_ones(transport: str, readers: int) -> None:
     with Scene(transport, readers) as scene:

@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support.ends import ChildEnd
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.ends import ChildEnd
+    from tests.support.ends import End
 
 __all__ = ["freeze", "frozen"]
 
 
-def freeze(end: ChildEnd) -> None:
+def freeze(end: End) -> None:
     """SIGSTOP, and wait until no thread of it runs any more: until then it may still answer."""
+    assert isinstance(end, ChildEnd), "it is in this process"
     end.signal(signal.SIGSTOP)
     threads = Path(f"/proc/{end.pid}/task")
 
@@ -29,8 +31,9 @@ def freeze(end: ChildEnd) -> None:
 
 
 @contextmanager
-def frozen(end: ChildEnd) -> Iterator[None]:
+def frozen(end: End) -> Iterator[None]:
     """The process answers nothing meanwhile."""
+    assert isinstance(end, ChildEnd), "it is in this process"
     try:
         freeze(end)
         yield

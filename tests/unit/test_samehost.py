@@ -315,10 +315,12 @@ def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     with unchanged():
         gate = threading.Event()
         stage.loop.call_soon_threadsafe(gate.wait)
-        sock = stage.raw()
-        send_packet(sock, *stage.hello())
-        sock.close()
-        gate.set()
+        try:
+            sock = stage.raw()
+            send_packet(sock, *stage.hello())
+            sock.close()
+        finally:
+            gate.set()
         result = stage.results.get(timeout=10)
         assert isinstance(result, LinkRefused)
         assert "left before the answer" in str(result)

@@ -12,7 +12,8 @@ from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkSta
 from llm_datadist.control.messages import Failed, Message, Ping
 from llm_datadist.control.peer import Peer, RemoteFailure, Waiter
 from llm_datadist.deadline import Deadline
-from llm_datadist.errors import AlreadyLinked, LLMException, NotLinked, PeerLost, code_2_status
+from llm_datadist.errors import AlreadyLinked, LinkError, LLMException, NotLinked, PeerLost, code_2_status
+from llm_datadist.log import logger
 from llm_datadist.metrics import LinkStatistics
 
 if TYPE_CHECKING:
@@ -219,6 +220,17 @@ class Link:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(what or type(message).__name__, phase) from error
+
+    def tell(self, message: Message) -> None:
+        """Send a message that may come too late: that the link has ended is told to the log, and to nobody else.
+
+        Raises:
+            ProtocolError: The message is larger than a frame may be.
+        """
+        try:
+            self.send(message)
+        except LinkError as error:
+            logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
     def count_verified(self, nbytes: int) -> None:
         """Add to the bytes that both ends were found to hold alike after a transfer."""

@@ -18,14 +18,16 @@ from llm_datadist.control.messages import (
     Goodbye,
     Hello,
     Linked,
+    Located,
     Message,
     Met,
     Ping,
     Pong,
     Resolved,
     Stay,
+    Verified,
 )
-from llm_datadist.control.parting import give_up, on_goodbye, reply
+from llm_datadist.control.parting import give_up, on_goodbye
 from llm_datadist.control.redial import Redialler
 from llm_datadist.control.rivals import Rivals
 from llm_datadist.control.table import LinkTable
@@ -51,6 +53,10 @@ __all__ = ["LinkManager"]
 
 #: Whoever has said goodbye, and was answered, closes next.
 _PARTING_SECONDS: Final = 1.0
+
+
+#: Answers that leave nothing behind at the end that gave them: one that comes too late is nobody's.
+_Final = Failed | Farewell | Located | Verified
 
 
 class LinkManager(Dialling):
@@ -87,7 +93,7 @@ class LinkManager(Dialling):
         self._exports = exports
         self._lanes = lanes
         self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
-            Ping: lambda link, message: reply(link, Pong(message.id)),
+            Ping: lambda link, message: link.tell(Pong(message.id)),
             Pong: self._on_pong,
             Goodbye: on_goodbye,
             Stay: lambda link, _: self._on_stay(link),
@@ -331,9 +337,9 @@ class LinkManager(Dialling):
         link.heard()
         if isinstance(message, Beat):
             return
-        if isinstance(message, Resolved | Failed | Farewell) and link.answer(message.id, message):
+        if isinstance(message, Resolved | _Final) and link.answer(message.id, message):
             return
-        if isinstance(message, Failed | Farewell):
+        if isinstance(message, _Final):
             return  # late: its caller has given up
         handler = self._handlers.get(type(message))
         if handler is None:

@@ -10,11 +10,10 @@ from llm_datadist.log import logger
 
 if TYPE_CHECKING:
     from llm_datadist.control.link import Link
-    from llm_datadist.control.messages import Message
     from llm_datadist.control.table import LinkTable
     from llm_datadist.deadline import Deadline
 
-__all__ = ["give_up", "on_goodbye", "reply"]
+__all__ = ["give_up", "on_goodbye"]
 
 
 def give_up(table: LinkTable, link: Link, deadline: Deadline, *, force: bool) -> None:
@@ -43,7 +42,7 @@ def _part(table: LinkTable, link: Link, deadline: Deadline) -> None:
             raise deadline.error(what, "drain", link.peer.cluster_id)
         link.request(Goodbye, deadline, what, "unlink")
     except DeadlineExceeded:
-        reply(link, Stay())
+        link.tell(Stay())
         link.resume()
         table.touch()
         raise
@@ -53,12 +52,4 @@ def _part(table: LinkTable, link: Link, deadline: Deadline) -> None:
 
 def on_goodbye(link: Link, message: Goodbye) -> None:
     """The peer wants to part: say farewell once nothing runs here. The control thread."""
-    link.peer_parts(lambda: reply(link, Farewell(message.id)))
-
-
-def reply(link: Link, message: Message) -> None:
-    """Say something that may come too late."""
-    try:
-        link.send(message)
-    except LLMException as error:
-        logger.info("%s to %s not sent: %s", type(message).__name__, link.peer, error)
+    link.peer_parts(lambda: link.tell(Farewell(message.id)))

@@ -9,7 +9,8 @@ from llm_datadist.checks import check_list, check_rule, check_type
 from llm_datadist.kv_cache import KvCache
 from llm_datadist.kv_managers.base import KvUser, check_cache, require_device
 from llm_datadist.managers import arguments
-from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, LLMRole
+from llm_datadist.managers.base import new_handle
+from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, LLMRole
 from llm_datadist.v1codes import v1_codes
 
 if TYPE_CHECKING:
@@ -88,12 +89,7 @@ class KvMemoryCalls(KvUser):
         engine = self._engine
         with v1_codes(), engine.meters.span(call, "%r keys=%s", cache_desc, keys):
             entry = engine.store.allocate(geometry, keys, self._deadline())
-        storage = entry.storage
-        blocks = geometry.kind is CacheKind.BLOCKS
-        cache = Cache(
-            entry.cache_id, cache_desc, storage.tensors.bases.tolist(), blocks, memory=storage, granter=engine.grants
-        )
-        return KvCache(cache, self._forgotten)
+        return KvCache(new_handle(entry, cache_desc, engine.grants), self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Give a cache back, of either kind; ``per_device_tensor_addrs`` is emptied.

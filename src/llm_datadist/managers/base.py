@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from llm_datadist.cache.layout import CacheKind
 from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LLMStatusCode, StateError
+from llm_datadist.types import Cache
 
 if TYPE_CHECKING:
+    from llm_datadist.cache.entries import Entry
     from llm_datadist.engine import Engine
+    from llm_datadist.grant import Granter
+    from llm_datadist.types import CacheDesc
 
-__all__ = ["EngineUser", "Pending"]
+__all__ = ["EngineUser", "Pending", "new_handle"]
 
 #: A call whose arguments have been checked: what is left to do, within a deadline, in whichever thread.
 Pending = Callable[[Deadline], None]
@@ -34,3 +39,16 @@ class EngineUser:
 
     def _deadline(self) -> Deadline:
         return Deadline(self._of.options.sync_kv_timeout_ms)
+
+
+def new_handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:
+    """Return the handle of a cache that was just made."""
+    storage = entry.storage
+    return Cache(
+        entry.cache_id,
+        cache_desc,
+        storage.tensors.bases.tolist(),
+        entry.geometry.kind is CacheKind.BLOCKS,
+        memory=storage,
+        granter=granter,
+    )

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from llm_datadist.cache.layout import CacheKind, Geometry
 from llm_datadist.checks import check_int64, check_list, check_rule, check_type
 from llm_datadist.errors import NotLinked
 from llm_datadist.managers import arguments
-from llm_datadist.managers.base import EngineUser
+from llm_datadist.managers.base import EngineUser, new_handle
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, MemInfo
-
-if TYPE_CHECKING:
-    from llm_datadist.cache.registry import Entry
-    from llm_datadist.grant import Granter
 
 __all__ = ["MemoryCalls"]
 
@@ -55,7 +49,7 @@ class MemoryCalls(EngineUser):
             entry = engine.store.allocate(
                 geometry, [(key, row) for row, key in enumerate(cache_keys)], self._deadline()
             )
-        return _handle(entry, cache_desc, engine.grants)
+        return new_handle(entry, cache_desc, engine.grants)
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -115,7 +109,7 @@ class MemoryCalls(EngineUser):
         geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
         with engine.meters.span("allocate_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
             entry = engine.store.allocate(geometry, keys, self._deadline())
-        return _handle(entry, cache_desc, engine.grants)
+        return new_handle(entry, cache_desc, engine.grants)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Give a blocks cache back with its key, at once (R27); ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -177,7 +171,7 @@ class MemoryCalls(EngineUser):
         keys = [(key, row) for row, key in enumerate(cache_keys)]
         with engine.meters.span("register_cache", "%r keys=%s", cache_desc, cache_keys):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return _handle(entry, cache_desc, engine.grants)
+        return new_handle(entry, cache_desc, engine.grants)
 
     def register_blocks_cache(
         self,
@@ -204,7 +198,7 @@ class MemoryCalls(EngineUser):
         arguments.check_addresses(addresses, geometry)
         with engine.meters.span("register_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return _handle(entry, cache_desc, engine.grants)
+        return new_handle(entry, cache_desc, engine.grants)
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
@@ -237,15 +231,3 @@ class MemoryCalls(EngineUser):
         arguments.check_mem_infos(mem_infos)
         if not engine.links.all():
             raise NotLinked("remap_registered_memory: nothing is linked")
-
-
-def _handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:
-    storage = entry.storage
-    return Cache(
-        entry.cache_id,
-        cache_desc,
-        storage.tensors.bases.tolist(),
-        entry.geometry.kind is CacheKind.BLOCKS,
-        memory=storage,
-        granter=granter,
-    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llm_datadist.native import BlockList, Plan
     from llm_datadist.transfer import RemoteName
 
-__all__ = ["Move", "pull_blocks", "pull_pieces", "pull_row", "push_blocks", "push_row"]
+__all__ = ["Move", "pull_blocks", "pull_row", "push_blocks", "push_row"]
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
 
 def pull_blocks(
     move: Move,
-    src_blocks: BlockList,
+    src_blocks: BlockList | None,
     dst_blocks: BlockList,
     grant: Grant | None = None,
     *,
@@ -89,6 +89,7 @@ def pull_blocks(
 ) -> None:
     """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
 
+    Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
     ``name``: what the caller knows ``dst_blocks`` as.
     """
     engine, layers = move.engine, move.layers
@@ -101,26 +102,11 @@ def pull_blocks(
         layers.check_local("dst_layer_range", dst.num_tensors)
 
         def plan(src: Geometry, row: int, same: bool) -> Plan:
+            if src_blocks is None:
+                return layout.plan_pieces(src, dst, src_row=row, dst_blocks=dst_blocks, layers=layers)
             return layout.plan_blocks(src, dst, src_blocks, dst_blocks, layers, alias=same)
 
         span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what, grant)
-
-
-def pull_pieces(move: Move, dst_blocks: BlockList) -> None:
-    """Pull the remote row in pieces of the local block size, piece i into ``dst_blocks[i]``. As :func:`pull_row`."""
-    engine, layers = move.engine, move.layers
-    with (
-        engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move) as local,
-    ):
-        dst = local.geometry
-        arguments.check_blocks("dst_blocks", dst_blocks, dst)
-        layers.check_local("dst_layer_range", dst.num_tensors)
-
-        def plan(src: Geometry, row: int, same: bool) -> Plan:
-            return layout.plan_pieces(src, dst, src_row=row, dst_blocks=dst_blocks, layers=layers)
-
-        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
 
 
 def push_row(move: Move, row: int) -> None:

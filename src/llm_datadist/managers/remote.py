@@ -161,10 +161,7 @@ class RemoteCalls(EngineUser):
 
         def run(deadline: Deadline) -> None:
             move = Move(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
-            if isinstance(src_cache_key, BlocksCacheKey):
-                moves.pull_blocks(move, sources, targets, grant)
-            else:
-                moves.pull_pieces(move, targets)
+            moves.pull_blocks(move, sources if isinstance(src_cache_key, BlocksCacheKey) else None, targets, grant)
 
         return run
 

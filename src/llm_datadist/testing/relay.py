@@ -187,7 +187,8 @@ class Relay:
         """End every connection and join the thread. Idempotent."""
         if self._thread.is_alive():
             self._stopped = True
-            self._bell.send(b"x")
+            with suppress(BrokenPipeError):  # the thread was awake, has seen it, and has closed its end
+                self._bell.send(b"x")
             self._thread.join()
         self._bell.close()
 
