@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llm_datadist.errors import ParamError
-from llm_datadist.native import parse_indices, plan_blocks, plan_pieces, plan_row
+from llm_datadist.native import parse_blocks, parse_indices, plan_blocks, plan_pieces, plan_row
 
 from . import twin
 
@@ -173,3 +173,35 @@ def test_a_row_is_one_run(dst_offset: int, src_offset: int, length: int) -> None
 def test_a_row_has_no_negative_part(name: str) -> None:
     with pytest.raises(ParamError, match=f"^{name} is -1: must not be negative"):
         plan_row(**{"dst_offset": 0, "src_offset": 0, "length": 0, name: -1})
+
+
+def test_a_plan_can_be_changed_field_by_field() -> None:
+    plan = plan_blocks(blocks(3, 0), blocks(1, 2), block_bytes=8, dst_count=4, src_count=4, alias=False)
+    changed = plan.replace(dst_first=2, count=5, nbytes=80)
+    assert (changed.dst_first, changed.src_first, changed.count, changed.nbytes) == (2, 0, 5, 80)
+    assert changed.runs.tolist() == plan.runs.tolist() == [[24, 8, 8], [0, 16, 8]]
+    assert (plan.dst_first, plan.count, plan.nbytes) == (0, 1, 16)
+    with pytest.raises(TypeError):
+        plan.replace(runs=np.zeros((4, 3), np.uint64)[::2])  # native code would read between the rows
+
+
+def test_the_bytes_of_a_plan_are_a_number() -> None:
+    with pytest.raises(ParamError, match="more than"):
+        plan_blocks(blocks(0), blocks(0), block_bytes=2**62, dst_count=1, src_count=1, alias=False, tensors=(0, 0, 2))
+
+
+def test_the_runs_outlive_their_plan() -> None:
+    plan = plan_blocks(
+        blocks(*range(1, 400, 2)), blocks(*range(200)), block_bytes=8, dst_count=400, src_count=200, alias=False
+    )
+    runs = plan.runs
+    assert plan.runs is runs
+    assert not runs.flags.writeable
+    del plan
+    assert runs[:, 0].tolist() == [8 * block for block in range(1, 400, 2)]
+
+
+def test_a_list_of_blocks_knows_its_largest() -> None:
+    listed = parse_blocks("blocks", [3, 9, 2])
+    assert (len(listed), listed.largest, listed.array.tolist()) == (3, 9, [3, 9, 2])
+    assert (len(parse_blocks("blocks", [])), parse_blocks("blocks", ()).largest) == (0, -1)
