@@ -82,14 +82,12 @@ class Link:
         self._machine.fire(LinkEvent.HELLO)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = 0
-        self._awaited = 0  # how many wait for the operations to end
+        self._operations = self._awaited = 0  # those that run, and the callers who wait for their end
         self._verified_bytes = 0
         self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
-        self._unlinking = False
-        self._parting = False
+        self._unlinking = self._parting = False
         self._farewell: Callable[[], None] | None = None
         self._end_reason = ""
         self._lost = False
@@ -139,11 +137,7 @@ class Link:
     # --- operations: callers' threads ------------------------------------------------------------------------------
 
     def operation(self) -> Self:
-        """Keep the link from being unlinked for the length of the block.
-
-        Raises:
-            NotLinked: At its beginning: the link is being given up or is gone.
-        """
+        """Keep the link from being unlinked for the length of the block. NotLinked: it is being given up, or gone."""
         return self
 
     def __enter__(self) -> Self:
@@ -156,13 +150,11 @@ class Link:
     def __exit__(self, *exc_info: object) -> None:
         with self._lock:
             self._operations -= 1
-            if self._operations:
-                return
-            farewell, self._farewell = self._farewell, None
-            if self._awaited:
+            due = self._due_farewell()
+            if self._awaited and not self._operations:
                 self._idle.notify_all()
-        if farewell is not None:
-            farewell()
+        if due is not None:
+            due()
 
     def request(
         self,
