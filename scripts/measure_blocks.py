@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from llm_datadist.memory.mapping import AddressRange
-from llm_datadist.native import NO_DEADLINE, Plan, Tensors, execute, parse_indices, plan_blocks
+from llm_datadist.native import NO_DEADLINE, Plan, Tensors, execute, parse_blocks, plan_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from numpy.typing import NDArray
+    from llm_datadist.native import BlockList
 
 T = TypeVar("T")
 
@@ -89,17 +89,16 @@ class Blocks:
         self._source[:] = np.random.default_rng(seed).integers(0, 256, self.block_bytes, dtype=np.uint8)
         self._source.view(np.uint64)[:] += np.arange(self._physical, dtype=np.uint64)[:, None]  # every block its own
         self._memory[:] = _POISON
-        arrays, parse = _timed(lambda: tuple(parse_indices("blocks", each) for each in self._lists))
+        arrays, parse = _timed(lambda: tuple(parse_blocks("blocks", each) for each in self._lists))
         plan, planning = _timed(lambda: self._plan(*arrays))
         _, copy = _timed(lambda: execute(plan, *self._tensors, None, NO_DEADLINE))
         self._verify()
         return parse, planning, copy, self._memcpy()
 
-    def _plan(self, dst: NDArray[np.int64], src: NDArray[np.int64]) -> Plan:
-        runs, ordered = plan_blocks(
+    def _plan(self, dst: BlockList, src: BlockList) -> Plan:
+        return plan_blocks(
             dst, src, block_bytes=self.block_bytes, dst_count=self._rows, src_count=self._physical, alias=False
         )
-        return Plan(0, 0, 1, runs, ordered, self.count * self.block_bytes)
 
     def _memcpy(self) -> float:
         """Copy the same source blocks one after the other into memory in order, over and over."""

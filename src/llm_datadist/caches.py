@@ -7,11 +7,13 @@ where the three meet, and where the registry's effects are carried out, guards f
 from __future__ import annotations
 
 import itertools
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_datadist.cache.entries import NOTHING
 from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.registry import Registry, key_of
 from llm_datadist.deadline import Deadline
@@ -153,8 +155,7 @@ class CacheStore:
         self.registry.require_free(key for key, _ in _bindable(keys))
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
-            addresses = np.array(allocation.addresses, dtype=np.uint64)
-            storage = self._storage(geometry, addresses, allocation, (allocation.pool.segment,))
+            storage = self._pooled(geometry, allocation)
             return self._add(geometry, storage, keys, owned=True, remote_accessible=True)
         except BaseException:
             allocation.free()
@@ -171,19 +172,21 @@ class CacheStore:
         """Enter memory of the user, one address per tensor. The memory is not touched."""
         addresses = np.array(addrs, dtype=np.uint64)
         segments = tuple(self._segment_of(address, geometry.tensor_bytes) for address in addrs)
-        storage = self._storage(geometry, addresses, None, segments)
-        return self._add(geometry, storage, keys, owned=False, remote_accessible=remote_accessible)
-
-    def _storage(
-        self,
-        geometry: Geometry,
-        addresses: np.ndarray[Any, np.dtype[np.uint64]],
-        allocation: Allocation | None,
-        segments: tuple[Segment, ...],
-    ) -> Storage:
         regions, offsets = self._locate(addresses, geometry.tensor_bytes)
         tensors = Tensors(addresses, geometry.tensor_bytes)
-        return Storage(tensors, regions.astype("<u4").tobytes(), offsets.astype("<u8").tobytes(), allocation, segments)
+        names = regions.astype("<u4").tobytes(), offsets.astype("<u8").tobytes()
+        storage = Storage(tensors, *names, None, segments)
+        return self._add(geometry, storage, keys, owned=False, remote_accessible=remote_accessible)
+
+    def _pooled(self, geometry: Geometry, allocation: Allocation) -> Storage:
+        """Return where allocated tensors are: in an exported pool by region and offset, else by address."""
+        placement = Placement(geometry.placement)
+        shared = self._pools.get(placement) is allocation.pool
+        region, offsets = (_REGIONS[placement], allocation.offsets) if shared else (PRIVATE, allocation.addresses)
+        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes)
+        count = len(offsets)
+        names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
+        return Storage(tensors, *names, allocation, (allocation.pool.segment,))
 
     def _locate(
         self, addresses: np.ndarray[Any, np.dtype[np.uint64]], nbytes: int
@@ -296,8 +299,8 @@ class CacheStore:
 
     # --- using them here -------------------------------------------------------------------------------------------
 
-    def holding(self, cache_id: int, what: str) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call.
+    def holding(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
+        """Keep a cache's memory for the length of one local call; ``what`` is put into words in an error only.
 
         Raises:
             CacheNotFound: No such cache.
@@ -358,7 +361,7 @@ class _Hold:
 
     __slots__ = ("_cache_id", "_entry", "_store", "_what")
 
-    def __init__(self, store: CacheStore, cache_id: int, what: str) -> None:
+    def __init__(self, store: CacheStore, cache_id: int, what: object) -> None:
         self._store = store
         self._cache_id = cache_id
         self._what = what
@@ -368,7 +371,9 @@ class _Hold:
         return self._entry
 
     def __exit__(self, *exc_info: object) -> None:
-        self._store.apply(self._store.registry.let_go(self._entry))
+        effects = self._store.registry.let_go(self._entry)
+        if effects is not NOTHING:
+            self._store.apply(effects)
 
 
 def _bindable(keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:

@@ -264,14 +264,14 @@ def _plan(
     names: tuple[str, str],
 ) -> Plan:
     """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors call the two lists by ``names``."""
-    runs, ordered = native.plan_blocks(
+    return native.plan_blocks(
         dst_blocks,
         src_blocks,
         block_bytes=src.stride,
         dst_count=dst.rows,
         src_count=src.rows,
         alias=alias,
+        tensors=(0, 0, src.num_tensors),
         dst_name=names[1],
         src_name=names[0],
     )
-    return Plan(0, 0, src.num_tensors, runs, ordered, int(runs[:, 2].sum()) * src.num_tensors)

@@ -206,18 +206,18 @@ class Meters:
 class Span:
     """One operation while it runs. Used by one thread."""
 
-    __slots__ = ("_args", "_detail", "_meters", "_start", "name", "nbytes")
+    __slots__ = ("_args", "_detail", "_meters", "_start", "_told", "name", "nbytes")
 
     def __init__(self, meters: Meters, name: str, detail: str, args: tuple[object, ...]) -> None:
         self._meters = meters
         self._detail = detail
         self._args = args
-        self._start = 0.0
         self.name = name
         self.nbytes = 0
 
     def __enter__(self) -> Span:
-        if logger.isEnabledFor(logging.INFO):
+        self._told = logger.isEnabledFor(logging.INFO)
+        if self._told:
             logger.info("%s started " + self._detail, self.name, *self._args, stacklevel=3)
         self._start = time.perf_counter()
         return self
@@ -229,6 +229,6 @@ class Span:
         self._meters.add(self.name, self.nbytes, seconds, failed=kind is not None)
         if error is not None:
             logger.info("%s failed " + self._detail + ": %s", self.name, *self._args, error, stacklevel=3)
-        elif logger.isEnabledFor(logging.INFO):
+        elif self._told:
             text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
             logger.info(text, self.name, *self._args, self.nbytes, seconds, stacklevel=3)

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
 from llm_datadist.control.link import Link, RemoteFailure
 from llm_datadist.control.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import (
@@ -27,18 +28,18 @@ from llm_datadist.errors import (
     TransferFailed,
 )
 from llm_datadist.lane_target import encode_handle
-from llm_datadist.native import Plan
+from llm_datadist.memory.guards import SLOT_BYTES
+from llm_datadist.native import Plan, Promises
 from llm_datadist.recipient import Recipient
 from llm_datadist.transport.base import PRIVATE, MemoryChanged
 from llm_datadist.verify import Moved
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from llm_datadist.cache.registry import Entry, Key
+    from llm_datadist.cache.registry import Entry
     from llm_datadist.control.links import LinkManager
     from llm_datadist.deadline import Deadline
     from llm_datadist.grant import Grant
+    from llm_datadist.memory.writers import Announced
     from llm_datadist.native import CopyPool, Tensors
     from llm_datadist.transport.base import RemoteTensors
     from llm_datadist.verify import Verifier
@@ -57,8 +58,7 @@ _ATTEMPTS: Final = 4
 _MAX_KEPT: Final = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteName:
+class RemoteName(NamedTuple):
     """How the initiator names a cache of the peer: by key, or by id and row."""
 
     cluster_id: int
@@ -81,6 +81,7 @@ class _Resolution:
     row: int
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
+    promises: Promises
     pin: int
 
 
@@ -163,15 +164,16 @@ class Initiator:
         tensors: Tensors = local.storage.tensors
         with link.operation():
             for _ in range(_ATTEMPTS):
-                kept = (name, push) in link.kept
-                remote = self._resolve(link, name, deadline, what, push=push)
+                kept: _Resolution | None = link.kept.get((name, push))
+                remote = kept or self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
                     if recipient is not None:  # repeated, or continued, elsewhere it would leave a part behind
                         recipient.require(link.peer, name, remote.cache_id, what)
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
-                    with _announced(link, remote, deadline, what, push=push):
+                    announced = _announced(link, remote, deadline, what, push=push)
+                    try:
                         # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                         current = self._current(link, remote, what)
                         if current:
@@ -181,6 +183,9 @@ class Initiator:
                             current = copied is _Copied.WHOLE
                             if recipient is not None and copied is not _Copied.REFUSED:
                                 recipient.took(link.peer, name, remote.cache_id)
+                    finally:
+                        if announced is not None:
+                            announced.end()
                     if current:
                         if self._verifier is not None:  # while the pin keeps what the peer is asked about
                             self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
@@ -188,10 +193,11 @@ class Initiator:
                         return plan.nbytes
                 except ParamError:
                     # Whether a kept answer is still true is not to be seen from here, so it may be that which is wrong.
-                    if not (kept and remote.tensors.remote_guards):
+                    if not (kept is not None and remote.tensors.remote_guards):
                         raise
                 finally:
-                    self._settle(link, remote, moved, push=push, consumes=consumes)
+                    if remote.pin or consumes:
+                        self._settle(link, remote, moved, push=push, consumes=consumes)
                 link.kept.pop((name, push), None)
         raise TransferFailed(
             f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
@@ -206,15 +212,11 @@ class Initiator:
         theirs = remote.tensors
         if theirs.private and not link.connection.capabilities.same_addresses:
             return False
-        return bool(local.bases[0] == theirs.bases[0]) and np.array_equal(local.bases, theirs.bases)
+        return local.native.same_bases(theirs.native)
 
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
     def _resolve(self, link: Link, name: RemoteName, deadline: Deadline, what: str, *, push: bool) -> _Resolution:
-        kept: _Resolution | None = link.kept.get((name, push))
-        if kept is not None:
-            return kept
-
         def build(number: int) -> Resolve:
             return Resolve(number, push, name.key, name.cache_id, name.row, deadline.remaining_ms())
 
@@ -259,7 +261,8 @@ class Initiator:
             if isinstance(error, LLMException):
                 raise
             raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-        return _Resolution(answer.cache_id, geometry, answer.row, tensors, tuple(answer.guards), answer.pin)
+        guards = tuple(answer.guards)
+        return _Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _promises(guards), answer.pin)
 
     # --- steps 6 to 8: guards, copy, guards ------------------------------------------------------------------------
 
@@ -302,14 +305,10 @@ class Initiator:
         """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
         if remote.tensors.remote_guards:
             return True
-        generation = link.connection.generation
         try:
-            for guard in remote.guards:
-                if generation(guard.slot) != guard.generation:
-                    return False
+            return link.connection.hold(remote.promises)
         except LinkError as error:
             raise link.lost_error(what, "copy") from error
-        return True
 
     # --- step 9: settle --------------------------------------------------------------------------------------------
 
@@ -332,12 +331,14 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
         )
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
-    return replace(remote, guards=guards, tensors=replace(remote.tensors, handle=handle))
+    return replace(remote, guards=guards, promises=_promises(guards), tensors=replace(remote.tensors, handle=handle))
 
 
-def _announced(
-    link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool
-) -> AbstractContextManager[None]:
+def _promises(guards: tuple[Guarded, ...]) -> Promises:
+    return Promises([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
+
+
+def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool) -> Announced | None:
     """Announce the copy to the owner of the remote memory; its generations are compared after that."""
     try:
         return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -203,11 +203,11 @@ class Verifier:
         while unit != block:
             unit = max(1, -(-part.nbytes // _PIECES // block)) * block
             runs = _cut(part.runs, column, unit)
-            differ = np.flatnonzero(~self._agree(done, replace(part, runs=runs), each_run=True)[0])
+            differ = np.flatnonzero(~self._agree(done, part.replace(runs=runs), each_run=True)[0])
             if not differ.size:
                 break  # it agrees by now: somebody writes there
             first = runs[differ[0] : differ[0] + 1]
-            part = replace(part, runs=first, nbytes=int(first[0, 2]))
+            part = part.replace(runs=first, nbytes=int(first[0, 2]))
         return part
 
 
@@ -244,8 +244,7 @@ def _parts(plan: Plan, max_runs: int) -> list[Plan]:
 
 
 def _one_tensor(part: Plan, pair: int) -> Plan:
-    return replace(
-        part,
+    return part.replace(
         dst_first=part.dst_first + pair,
         src_first=part.src_first + pair,
         count=1,

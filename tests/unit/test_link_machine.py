@@ -56,7 +56,7 @@ def test_every_pair_of_state_and_event(state: LinkState, event: LinkEvent) -> No
 
 
 def test_operations_may_start_in_ready_and_suspect_only() -> None:
-    assert {LinkState.READY, LinkState.SUSPECT} == USABLE
+    assert {LinkState.READY, LinkState.SUSPECT} == set(USABLE)
 
 
 def test_every_state_can_end() -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,9 @@ def blocks(values: list[int]) -> NDArray[np.int64]:
 
 def plan_of(pairs: list[tuple[int, int]], *, alias: bool, block: int = BLOCK, blocks_each: int = BLOCKS) -> Plan:
     dst, src = blocks([d for d, _ in pairs]), blocks([s for _, s in pairs])
-    runs, ordered = plan_blocks(dst, src, block_bytes=block, dst_count=blocks_each, src_count=blocks_each, alias=alias)
+    runs, ordered = twin.parts_of(
+        plan_blocks(dst, src, block_bytes=block, dst_count=blocks_each, src_count=blocks_each, alias=alias)
+    )
     return twin.make_plan(runs, ordered=ordered)
 
 
@@ -75,8 +76,8 @@ def check(plan: Plan, dst: list[twin.Bytes], src: list[twin.Bytes], pool: CopyPo
 
 @given(PAIRS, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3))
 def test_blocks_between_two_caches(pairs: list[tuple[int, int]], dst_first: int, src_first: int, count: int) -> None:
-    plan = replace(plan_of(pairs, alias=False), dst_first=dst_first, src_first=src_first, count=count)
-    plan = replace(plan, nbytes=count * int(plan.runs[:, 2].sum()))
+    plan = plan_of(pairs, alias=False).replace(dst_first=dst_first, src_first=src_first, count=count)
+    plan = plan.replace(nbytes=count * int(plan.runs[:, 2].sum()))
     check(plan, twin.noise(1, 5, TENSOR), twin.noise(2, 5, TENSOR), None)
 
 
@@ -165,7 +166,7 @@ BAD_PLANS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "text"), BAD_PLANS, ids=lambda value: str(value)[:30])
 def test_a_plan_outside_the_ends_writes_nothing(change: dict[str, Any], text: str) -> None:
-    refused(replace(twin.make_plan(plan_row(0, 0, 64), count=2), **change), text)
+    refused(twin.make_plan(plan_row(0, 0, 64), count=2).replace(**change), text)
 
 
 @pytest.mark.parametrize(

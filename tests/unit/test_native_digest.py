@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -231,7 +230,7 @@ def test_the_nonce_changes_everything() -> None:
 def test_bytes_outside_the_tensors_are_not_touched(change: dict[str, Any], nonce: bytes, text: str) -> None:
     tensors = twin.noise(12, 2, 100)
     with pytest.raises(ParamError, match=text):
-        found(replace(plan_of([(0, 0, 100)]), **change), tensors, nonce)
+        found(plan_of([(0, 0, 100)]).replace(**change), tensors, nonce)
 
 
 def test_more_bytes_than_can_be_counted_are_refused() -> None:

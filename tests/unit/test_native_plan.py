@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llm_datadist.errors import ParamError
-from llm_datadist.native import parse_indices, plan_blocks, plan_pieces, plan_row
+from llm_datadist.native import parse_blocks, parse_indices, plan_blocks, plan_pieces, plan_row
 
 from . import twin
 
@@ -24,8 +24,8 @@ def blocks(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def plan(dst: list[int], src: list[int], *, alias: bool = False, count: int = BLOCKS) -> tuple[list[list[int]], bool]:
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias)
     )
     return runs.tolist(), ordered
 
@@ -37,8 +37,10 @@ def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_
     dst, src = [d * spread for d, _ in pairs], [s * spread for _, s in pairs]
     if count == BLOCKS:
         src = [s + 3 for s in src] if not alias else src
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=block_bytes, dst_count=count, src_count=count + 3, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(
+            blocks(*dst), blocks(*src), block_bytes=block_bytes, dst_count=count, src_count=count + 3, alias=alias
+        )
     )
     expected, expected_ordered = twin.plan_blocks(dst, src, block_bytes, alias=alias)
     assert ordered is expected_ordered
@@ -49,8 +51,8 @@ def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_
 def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
     dst = [start * 4 + step for start in starts for step in range(3)]
     src = [d + 30_000 for d in dst]
-    runs, ordered = plan_blocks(
-        blocks(*dst), blocks(*src), block_bytes=4096, dst_count=60_000, src_count=60_000, alias=alias
+    runs, ordered = twin.parts_of(
+        plan_blocks(blocks(*dst), blocks(*src), block_bytes=4096, dst_count=60_000, src_count=60_000, alias=alias)
     )
     expected, _ = twin.plan_blocks(dst, src, 4096, alias=alias)
     assert not ordered
@@ -79,7 +81,7 @@ def test_a_block_onto_itself_moves_nothing_and_hides_nothing() -> None:
 
 
 def test_runs_cannot_be_written() -> None:
-    runs, _ = plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False)
+    runs, _ = twin.parts_of(plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False))
     assert runs.dtype == np.uint64
     assert (runs.shape, runs.flags.c_contiguous, runs.flags.writeable) == ((1, 3), True, False)
 
@@ -126,8 +128,8 @@ def test_impossible_geometry(block_bytes: int, count: int, text: str) -> None:
 def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
     pieces = -(-src_bytes // block_bytes)
     dst = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=min(pieces, 30)))
-    runs, ordered = plan_pieces(
-        blocks(*dst), block_bytes=block_bytes, dst_count=BLOCKS, src_offset=src_offset, src_bytes=src_bytes
+    runs, ordered = twin.parts_of(
+        plan_pieces(blocks(*dst), block_bytes=block_bytes, dst_count=BLOCKS, src_offset=src_offset, src_bytes=src_bytes)
     )
     expected, expected_ordered = twin.plan_pieces(dst, block_bytes, src_offset, src_bytes)
     assert ordered is expected_ordered
@@ -135,7 +137,9 @@ def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes:
 
 
 def test_the_last_piece_may_be_short() -> None:
-    runs, ordered = plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
+    runs, ordered = twin.parts_of(
+        plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
+    )
     assert (runs.tolist(), ordered) == ([[32, 100, 32], [0, 132, 8]], False)
 
 
@@ -169,3 +173,35 @@ def test_a_row_is_one_run(dst_offset: int, src_offset: int, length: int) -> None
 def test_a_row_has_no_negative_part(name: str) -> None:
     with pytest.raises(ParamError, match=f"^{name} is -1: must not be negative"):
         plan_row(**{"dst_offset": 0, "src_offset": 0, "length": 0, name: -1})
+
+
+def test_a_plan_can_be_changed_field_by_field() -> None:
+    plan = plan_blocks(blocks(3, 0), blocks(1, 2), block_bytes=8, dst_count=4, src_count=4, alias=False)
+    changed = plan.replace(dst_first=2, count=5, nbytes=80)
+    assert (changed.dst_first, changed.src_first, changed.count, changed.nbytes) == (2, 0, 5, 80)
+    assert changed.runs.tolist() == plan.runs.tolist() == [[24, 8, 8], [0, 16, 8]]
+    assert (plan.dst_first, plan.count, plan.nbytes) == (0, 1, 16)
+    with pytest.raises(TypeError):
+        plan.replace(runs=np.zeros((4, 3), np.uint64)[::2])  # native code would read between the rows
+
+
+def test_the_bytes_of_a_plan_are_a_number() -> None:
+    with pytest.raises(ParamError, match="more than"):
+        plan_blocks(blocks(0), blocks(0), block_bytes=2**62, dst_count=1, src_count=1, alias=False, tensors=(0, 0, 2))
+
+
+def test_the_runs_outlive_their_plan() -> None:
+    plan = plan_blocks(
+        blocks(*range(1, 400, 2)), blocks(*range(200)), block_bytes=8, dst_count=400, src_count=200, alias=False
+    )
+    runs = plan.runs
+    assert plan.runs is runs
+    assert not runs.flags.writeable
+    del plan
+    assert runs[:, 0].tolist() == [8 * block for block in range(1, 400, 2)]
+
+
+def test_a_list_of_blocks_knows_its_largest() -> None:
+    listed = parse_blocks("blocks", [3, 9, 2])
+    assert (len(listed), listed.largest, listed.array.tolist()) == (3, 9, [3, 9, 2])
+    assert (len(parse_blocks("blocks", [])), parse_blocks("blocks", ()).largest) == (0, -1)

@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +95,9 @@ def test_blocks_between_two_processes(
 ) -> None:
     """Blocks that occur twice among them: such plans are ordered."""
     dst, src = (parse_indices("blocks", [pair[end] for pair in pairs]) for end in (0, 1))
-    runs, ordered = plan_blocks(dst, src, block_bytes=BLOCK, dst_count=BLOCKS, src_count=BLOCKS, alias=False)
+    runs, ordered = twin.parts_of(
+        plan_blocks(dst, src, block_bytes=BLOCK, dst_count=BLOCKS, src_count=BLOCKS, alias=False)
+    )
     plan = twin.make_plan(runs, ordered=ordered, dst_first=dst_first, src_first=src_first, count=count)
     check(holder, plan, 5, BLOCKS * BLOCK, None)
 
@@ -152,7 +153,7 @@ def test_a_plan_outside_the_ends_moves_nothing(holder: Holder, change: dict[str,
     holder.fill(theirs)
     before = ours.copy()
     with pytest.raises(ParamError) as caught:
-        read(holder, replace(twin.make_plan(plan_row(0, 0, 64)), **change), ours, holder.address, write=write)
+        read(holder, twin.make_plan(plan_row(0, 0, 64)).replace(**change), ours, holder.address, write=write)
     assert str(caught.value).startswith(text)
     assert np.array_equal(ours, before)
     assert np.array_equal(holder.show(64), theirs)

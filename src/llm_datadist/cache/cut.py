@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist import native
 from llm_datadist.cache.layout import CacheKind, Geometry
 from llm_datadist.errors import CacheMismatch, ParamError
-from llm_datadist.native import Plan
+from llm_datadist.native import BlockList, Plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def cut_row(src: Geometry, row: int) -> Cut:
     )
 
 
-def cut_pieces(src: Geometry, dst_blocks: NDArray[np.int64], unit: int) -> Cut:
+def cut_pieces(src: Geometry, dst_blocks: BlockList, unit: int) -> Cut:
     """Cut each whole tensor into pieces of ``unit`` bytes, piece i for block ``dst_blocks[i]``; the last may be short.
 
     Raises:
@@ -121,7 +121,7 @@ def cut_pieces(src: Geometry, dst_blocks: NDArray[np.int64], unit: int) -> Cut:
             f"dst_block_indices has {len(dst_blocks)} entries: a tensor of {src.tensor_bytes} bytes has {pieces} "
             f"pieces of {unit}"
         )
-    runs, ordered = native.plan_pieces(
+    plan = native.plan_pieces(
         dst_blocks,
         block_bytes=unit,
         dst_count=_REACH // unit,
@@ -129,16 +129,16 @@ def cut_pieces(src: Geometry, dst_blocks: NDArray[np.int64], unit: int) -> Cut:
         src_bytes=src.tensor_bytes,
         dst_name="dst_block_indices",
     )
-    return _blocks(src, runs, ordered, unit, dst_blocks)
+    return _blocks(src, plan, unit, dst_blocks)
 
 
-def cut_pairs(src: Geometry, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> Cut:
+def cut_pairs(src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> Cut:
     """Cut out blocks (rows of a continuous cache): ``src_blocks[i]`` for ``dst_blocks[i]``, in the order given (R26).
 
     Raises:
         ParamError: A block outside the source.
     """
-    runs, ordered = native.plan_blocks(
+    plan = native.plan_blocks(
         dst_blocks,
         src_blocks,
         block_bytes=src.stride,
@@ -148,8 +148,9 @@ def cut_pairs(src: Geometry, src_blocks: NDArray[np.int64], dst_blocks: NDArray[
         dst_name="dst_block_indices",
         src_name="src_block_indices",
     )
-    return _blocks(src, runs, ordered, src.stride, dst_blocks)
+    return _blocks(src, plan, src.stride, dst_blocks)
 
 
-def _blocks(src: Geometry, runs: NDArray[np.uint64], ordered: bool, unit: int, blocks: NDArray[np.int64]) -> Cut:
-    return Cut(src.kind, runs, ordered, unit, blocks, extent=int((runs[:, 0] + runs[:, 2]).max()))
+def _blocks(src: Geometry, plan: Plan, unit: int, blocks: BlockList) -> Cut:
+    runs = plan.runs
+    return Cut(src.kind, runs, plan.ordered, unit, blocks.array, extent=int((runs[:, 0] + runs[:, 2]).max()))

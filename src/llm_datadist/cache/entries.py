@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.cache.lifecycle import Lifecycle
 
-__all__ = ["Binding", "Effects", "Entry", "Key", "Namespace", "Pin", "key_of", "show_key"]
+__all__ = ["NOTHING", "Binding", "Effects", "Entry", "Key", "Namespace", "Pin", "key_of", "show_key"]
 
 
 class Namespace:
@@ -101,6 +101,10 @@ class Effects:
     advance: list[Any] = field(default_factory=list)
     retire: list[Any] = field(default_factory=list)
     free: list[Entry] = field(default_factory=list)
+
+
+#: The effects of what has none: a transfer that lets go of its cache has no other. Not to be changed.
+NOTHING: Final = Effects()
 
 
 def show_key(key: Key) -> str:

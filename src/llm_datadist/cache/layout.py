@@ -15,7 +15,7 @@ import msgspec
 from llm_datadist import native
 from llm_datadist.data_type import DataType
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
-from llm_datadist.native import Plan
+from llm_datadist.native import BlockList, Plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,8 +210,8 @@ def plan_row(
 def plan_blocks(
     src: Geometry,
     dst: Geometry,
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
+    src_blocks: BlockList | NDArray[np.int64],
+    dst_blocks: BlockList | NDArray[np.int64],
     layers: LayerSelection,
     *,
     alias: bool = False,
@@ -224,25 +224,26 @@ def plan_blocks(
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
         ParamError: Unequal lengths, or an index outside its cache.
     """
-    for end, geometry in (("source", src), ("destination", dst)):
-        if not geometry.kind.serves(CacheKind.BLOCKS):
-            raise CacheMismatch(f"the {end} is not a blocks cache")
+    paged = src.kind is dst.kind is CacheKind.BLOCKS
+    if not paged and not (src.kind.serves(CacheKind.BLOCKS) and dst.kind.serves(CacheKind.BLOCKS)):
+        end = "destination" if src.kind.serves(CacheKind.BLOCKS) else "source"
+        raise CacheMismatch(f"the {end} is not a blocks cache")
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
-    first_dst, first_src, count = layers.tensors(src, dst)
-    runs, ordered = native.plan_blocks(
+    tensors = layers.tensors(src, dst)
+    return native.plan_blocks(
         dst_blocks,
         src_blocks,
         block_bytes=src.stride,
         dst_count=dst.rows,
         src_count=src.rows,
-        alias=alias and first_dst == first_src,
+        alias=alias and tensors[0] == tensors[1],
+        tensors=tensors,
     )
-    return Plan(first_dst, first_src, count, runs, ordered=ordered, nbytes=int(runs[:, 2].sum()) * count)
 
 
 def plan_pieces(
-    src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: NDArray[np.int64], layers: LayerSelection
+    src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: BlockList | NDArray[np.int64], layers: LayerSelection
 ) -> Plan:
     """Plan cache -> blocks: piece i of the source row goes to ``dst_blocks[i]``; the last piece may be short.
 
@@ -257,15 +258,14 @@ def plan_pieces(
             f"destination {dst.kind.word}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
         )
     _require_remote_row(src, src_row)
-    first_dst, first_src, count = layers.tensors(src, dst)
-    runs, ordered = native.plan_pieces(
+    return native.plan_pieces(
         dst_blocks,
         block_bytes=dst.stride,
         dst_count=dst.rows,
         src_offset=src_row * src.stride,
         src_bytes=src.stride,
+        tensors=layers.tensors(src, dst),
     )
-    return Plan(first_dst, first_src, count, runs, ordered=ordered, nbytes=int(runs[:, 2].sum()) * count)
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:

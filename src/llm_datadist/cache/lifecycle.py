@@ -29,6 +29,8 @@ class State(Enum):
     DRAINING = "draining"
     FREED = "freed"
 
+    __hash__ = object.__hash__  # a member is itself and no other; that of Enum is Python code, twice per transition
+
 
 class Event(Enum):
     """What can happen to an entry."""
@@ -39,6 +41,8 @@ class Event(Enum):
     UNPIN = "unpin"
     DROP_OWNER = "drop owner"
     WITHDRAW = "withdraw"  # owner and keys at once: blocks caches, registered caches, finalize
+
+    __hash__ = object.__hash__  # as State's
 
 
 _L, _D, _P, _F = State.LIVE, State.DEFERRED, State.DRAINING, State.FREED
@@ -68,7 +72,7 @@ class Lifecycle:
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = State.LIVE
-        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[tuple[Event, int, int, State]] = deque(maxlen=_STORY_LENGTH)
 
     def require(self, event: Event) -> frozenset[State]:
         """Return where ``event`` may lead from here; raise StateError, with the story, when it is illegal."""
@@ -87,9 +91,12 @@ class Lifecycle:
                 f"story: {self.story()}"
             )
         self.state = target
-        self._story.append(f"{event.value} (keys {keys}, pins {pins}) -> {target.value}")
+        self._story.append((event, keys, pins, target))  # put into words when somebody asks
         return target
 
     def story(self) -> str:
         """Return what happened to this entry, oldest first, on one line."""
-        return "; ".join(self._story) or "added"
+        told = [
+            f"{event.value} (keys {keys}, pins {pins}) -> {target.value}" for event, keys, pins, target in self._story
+        ]
+        return "; ".join(told) or "added"

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.cache.audit import check_tables
-from llm_datadist.cache.entries import Binding, Effects, Entry, Key, Namespace, Pin, key_of, show_key
+from llm_datadist.cache.entries import NOTHING, Binding, Effects, Entry, Key, Namespace, Pin, key_of, show_key
 from llm_datadist.cache.layout import CacheKind
 from llm_datadist.cache.lifecycle import Event, Lifecycle, State
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode
@@ -165,22 +165,24 @@ class Registry:
         with self._lock:
             return self._lookup(cache_id, what)
 
-    def hold(self, cache_id: int, what: str = "cache") -> Entry:
+    def hold(self, cache_id: int, what: object = "cache") -> Entry:
         """Like :meth:`lookup`, and keep its memory until :meth:`let_go`: for the length of one local call."""
         with self._lock:
-            entry = self._lookup(cache_id, what)
-            entry.life.require(Event.PIN)
-            entry.pins += 1
+            entry = self._entries.get(cache_id)
+            if entry is None or entry.closing:
+                entry = self._lookup(cache_id, what)  # says why not
+            entry.pins += 1  # no event: wherever a cache can be found, one hold more changes no state
             entry.holds += 1
-            self._settle(entry, Event.PIN, Effects())
             return entry
 
     def let_go(self, entry: Entry) -> Effects:
-        """End a :meth:`hold`, of :meth:`reach` too."""
-        effects = Effects()
+        """End a :meth:`hold`, of :meth:`reach` too: :data:`NOTHING` while its owner or its keys keep the cache."""
         with self._lock:
             entry.pins -= 1
             entry.holds -= 1
+            if entry.life.state is not State.DRAINING:
+                return NOTHING  # no event either: one hold less changes no other state
+            effects = Effects()
             self._settle(entry, Event.UNPIN, effects)
         return effects
 
@@ -301,7 +303,7 @@ class Registry:
                 cache = binding.entry.cache_id
                 raise KeyInUse(f"key {show_key(key)} is bound to cache {cache}: remove or pull it first")
 
-    def _lookup(self, cache_id: int, what: str) -> Entry:
+    def _lookup(self, cache_id: int, what: object) -> Entry:
         entry = self._entries.get(cache_id)
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")

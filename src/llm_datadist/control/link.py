@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
@@ -17,7 +17,7 @@ from llm_datadist.log import logger
 from llm_datadist.metrics import LinkStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist.control.channel import Channel
     from llm_datadist.control.messages import Hello
@@ -82,13 +82,12 @@ class Link:
         self._machine.fire(LinkEvent.HELLO)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = 0
+        self._operations = self._awaited = 0  # those that run, and the callers who wait for their end
         self._verified_bytes = 0
         self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
-        self._unlinking = False
-        self._parting = False
+        self._unlinking = self._parting = False
         self._farewell: Callable[[], None] | None = None
         self._end_reason = ""
         self._lost = False
@@ -137,27 +136,25 @@ class Link:
 
     # --- operations: callers' threads ------------------------------------------------------------------------------
 
-    @contextmanager
-    def operation(self) -> Iterator[None]:
-        """Keep the link from being unlinked for the length of the block.
+    def operation(self) -> Self:
+        """Keep the link from being unlinked for the length of the block. NotLinked: it is being given up, or gone."""
+        return self
 
-        Raises:
-            NotLinked: The link is being given up or is gone.
-        """
+    def __enter__(self) -> Self:
         with self._lock:
             if self._machine.state not in USABLE:
                 raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
             self._operations += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._operations -= 1
-                farewell = self._due_farewell()
-                if self._operations == 0:
-                    self._idle.notify_all()
-            if farewell is not None:
-                farewell()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._operations -= 1
+            due = self._due_farewell()
+            if self._awaited and not self._operations:
+                self._idle.notify_all()
+        if due is not None:
+            due()
 
     def request(
         self,
@@ -312,7 +309,11 @@ class Link:
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no operation runs; False when the deadline passed first."""
         with self._lock:
-            return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
+            self._awaited += 1
+            try:
+                return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
+            finally:
+                self._awaited -= 1
 
     def peer_parts(self, farewell: Callable[[], None]) -> None:
         """The peer says goodbye: ``farewell`` is called once no operation runs, now or by the last one's thread."""

@@ -202,8 +202,8 @@ class LinkManager(Dialling):
         Raises:
             NotLinked: There is none.
         """
-        link = self._usable(cluster_id)
-        if link is None or not link.open:
+        link = self._table.get(cluster_id)
+        if link is None or not (link.usable and link.open):
             story = self._redialler.story(cluster_id) or self.communicators.story(cluster_id)
             story = story or "; link_clusters makes the link, from either side"
             raise NotLinked(f"cluster {cluster_id} is not linked{story}", peer=cluster_id)

@@ -64,7 +64,7 @@ TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
 }
 
 #: States in which operations may start.
-USABLE: Final = frozenset({LinkState.READY, LinkState.SUSPECT})
+USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # found by identity; the hash of a member is Python code
 
 
 class LinkMachine:

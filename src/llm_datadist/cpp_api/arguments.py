@@ -43,7 +43,7 @@ from llm_datadist.cpp_api.structs import (
 from llm_datadist.errors import ParamError
 from llm_datadist.local import Operand
 from llm_datadist.managers.arguments import equal_lengths
-from llm_datadist.native import parse_indices
+from llm_datadist.native import BlockList, parse_blocks, parse_indices
 from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.transfer import RemoteName
 
@@ -233,10 +233,10 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
     return range(first, last + 1)
 
 
-def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[BlockList, BlockList]:
     """Return the two lists of a transfer: not empty, equally long."""
-    sources, targets = parse_indices("src_blocks", src_blocks), parse_indices("dst_blocks", dst_blocks)
-    check_rule(sources.size, "src_blocks is empty: at least one block is needed")
+    sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
+    check_rule(len(sources), "src_blocks is empty: at least one block is needed")
     equal_lengths(sources, targets)
     return sources, targets
 

@@ -9,7 +9,7 @@ from llm_datadist.kv_managers.base import KvUser, check_cache
 from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
 from llm_datadist.managers.moves import Move
-from llm_datadist.native import parse_indices
+from llm_datadist.native import parse_blocks
 from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMRole
 from llm_datadist.v1codes import v1_codes
 
@@ -111,9 +111,9 @@ class KvRemoteCalls(KvUser):
         self._require_role("pull_blocks", LLMRole.DECODER)
         check_type("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         cache = check_cache("decoder_kv_cache", decoder_kv_cache)._cache
-        sources = parse_indices("prompt_blocks", check_type("prompt_blocks", prompt_blocks, list))
-        targets = parse_indices("decoder_blocks", check_type("decoder_blocks", decoder_blocks, list))
-        check_rule(sources.size, "prompt_blocks is empty: at least one block is needed")
+        sources = parse_blocks("prompt_blocks", check_type("prompt_blocks", prompt_blocks, list))
+        targets = parse_blocks("decoder_blocks", check_type("decoder_blocks", decoder_blocks, list))
+        check_rule(len(sources), "prompt_blocks is empty: at least one block is needed")
         arguments.equal_lengths(sources, targets, ("prompt_blocks", "decoder_blocks"))
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,12 +28,13 @@ from llm_datadist.transfer import RemoteName
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Sequence, Sized
 
     from numpy.typing import NDArray
 
     from llm_datadist.cache.layout import Geometry
     from llm_datadist.engine import Engine
+    from llm_datadist.native import BlockList
 
 __all__ = [
     "accessible",
@@ -222,11 +224,19 @@ def layer_selection(
     """Return the layers of a call. An empty range means "not given" in pulls and is an error in pushes."""
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     check_rule(per_layer > 0, "tensor_num_per_layer=0: at least one tensor makes a layer")
+    if src_layer_range is None and dst_layer_range is None:
+        return _all_layers(per_layer)
     ranges = [
         None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
     ]
     return LayerSelection(ranges[0], ranges[1], per_layer)
+
+
+@lru_cache(maxsize=64)
+def _all_layers(tensors_per_layer: int) -> LayerSelection:
+    """Return the selection of nearly every call, made once."""
+    return LayerSelection(None, None, tensors_per_layer)
 
 
 def check_single_id(key: object) -> None:
@@ -242,10 +252,11 @@ def check_single_id(key: object) -> None:
 def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
     """Return how the peer is asked for ``key``. Pulling from oneself is refused; pass None for a push (R28)."""
     cluster = key.cluster_id
-    check_rule(cluster != own_cluster_id, f"cluster_id={cluster} of the key is our own: copy instead of pulling")
+    if cluster == own_cluster_id:
+        raise ParamError(f"cluster_id={cluster} of the key is our own: copy instead of pulling")
     if isinstance(key, CacheKeyByIdAndIndex):
-        return RemoteName(cluster, cache_id=key.cache_id, row=key.batch_index)
-    return RemoteName(cluster, key=key_of(key))
+        return RemoteName(cluster, None, key.cache_id, key.batch_index)
+    return RemoteName(cluster, key_of(key))
 
 
 def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: object, size: object) -> None:
@@ -276,27 +287,25 @@ def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
     check_rule(offset + size <= geometry.stride, f"size={size}{at}: {row}")
 
 
-def check_blocks(name: str, blocks: NDArray[np.int64], geometry: Geometry) -> None:
+def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
     """Every index must be one of the local cache's blocks."""
-    if blocks.size and int(blocks.max()) >= geometry.rows:
-        at = int(blocks.argmax())
-        raise ParamError(f"{name}[{at}]={int(blocks[at])}: the local cache has {geometry.rows} blocks")
+    if blocks.largest >= geometry.rows:
+        at = int(blocks.array.argmax())
+        raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
-def check_pull_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Which lists go with which key (API §6.11)."""
-    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
+    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
     if isinstance(key, BlocksCacheKey):
-        check_rule(src_blocks.size, "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
+        check_rule(len(src_blocks), "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
         equal_lengths(src_blocks, dst_blocks)
         return
-    check_rule(not src_blocks.size, f"src_blocks has {src_blocks.size} entries: only a BlocksCacheKey addresses blocks")
+    check_rule(not len(src_blocks), f"src_blocks has {len(src_blocks)} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
 
 
-def check_grant(
-    grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: NDArray[np.int64]
-) -> None:
+def check_grant(grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
     """Check that a grant, if there is one, is for this peer and these blocks."""
     if grant is None:
         return
@@ -306,28 +315,28 @@ def check_grant(
         key.cluster_id == grant.cluster_id,
         f"grant: it is one of cluster {grant.cluster_id}, the key names cluster {key.cluster_id}",
     )
-    inside = np.isin(sources, grant.block_numbers)
+    inside = np.isin(sources.array, grant.block_numbers)
     if not inside.all():
-        block = int(sources[~inside][0])
+        block = int(sources.array[~inside][0])
         raise ParamError(f"src_blocks: block {block} is not among the {len(grant.blocks)} blocks of the grant")
 
 
-def check_push_blocks(key: object, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
-    check_rule(dst_blocks.size, "dst_blocks is empty: at least one block is needed")
-    check_rule(src_blocks.size, "src_blocks is empty: at least one block is needed")
+    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
+    check_rule(len(src_blocks), "src_blocks is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
 
 
 def equal_lengths(
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
+    src_blocks: Sized,
+    dst_blocks: Sized,
     names: tuple[str, str] = ("src_blocks", "dst_blocks"),
 ) -> None:
     """Pair i is source i and destination i; ``names``: what the caller knows the two lists as."""
-    check_rule(
-        src_blocks.size == dst_blocks.size,
-        f"{names[0]} has {src_blocks.size} entries and {names[1]} {dst_blocks.size}: equal lengths are needed",
-    )
+    if len(src_blocks) != len(dst_blocks):
+        raise ParamError(
+            f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"
+        )

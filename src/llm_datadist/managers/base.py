@@ -38,7 +38,7 @@ class EngineUser:
         return self._of
 
     def _deadline(self) -> Deadline:
-        return Deadline.after_ms(self._of.options.sync_kv_timeout_ms)
+        return Deadline(self._of.options.sync_kv_timeout_ms)
 
 
 def new_handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:

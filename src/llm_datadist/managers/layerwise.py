@@ -11,15 +11,12 @@ from llm_datadist.errors import LLMStatusCode
 from llm_datadist.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source
 from llm_datadist.managers import arguments
 from llm_datadist.managers.base import EngineUser
-from llm_datadist.native import parse_indices
+from llm_datadist.native import BlockList, parse_blocks
 from llm_datadist.tasks import TransferJob
 from llm_datadist.types import Cache, LayerSynchronizer, Placement, TransferConfig, TransferWithCacheKeyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from llm_datadist.cache.cut import Cut
     from llm_datadist.cache.layout import Geometry
@@ -153,11 +150,11 @@ class Blocks:
         return cut_pairs(src, self.src, self.dst)
 
 
-def _indices(name: str, values: object) -> NDArray[np.int64] | None:
+def _indices(name: str, values: object) -> BlockList | None:
     if values is None:
         return None
-    parsed = parse_indices(name, values)
-    check_rule(parsed.size, f"{name} is empty: at least one block is needed; None sends a row")
+    parsed = parse_blocks(name, values)
+    check_rule(len(parsed), f"{name} is empty: at least one block is needed; None sends a row")
     return parsed
 
 

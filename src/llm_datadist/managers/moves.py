@@ -11,14 +11,11 @@ from llm_datadist.cache import layout
 from llm_datadist.managers import arguments
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llm_datadist.cache.layout import Geometry, LayerSelection
     from llm_datadist.deadline import Deadline
     from llm_datadist.engine import Engine
     from llm_datadist.grant import Grant
-    from llm_datadist.native import Plan
+    from llm_datadist.native import BlockList, Plan
     from llm_datadist.transfer import RemoteName
 
 __all__ = ["Move", "pull_blocks", "pull_row", "push_blocks", "push_row"]
@@ -46,8 +43,7 @@ class Move:
     layers: LayerSelection
     deadline: Deadline
 
-    @property
-    def local(self) -> str:
+    def __str__(self) -> str:
         """What an error calls the local cache."""
         return f"{self.what}: {self.argument}"
 
@@ -61,7 +57,7 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d[%d]", move.name, move.cache_id, row) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
@@ -85,8 +81,8 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
 
 def pull_blocks(
     move: Move,
-    src_blocks: NDArray[np.int64] | None,
-    dst_blocks: NDArray[np.int64],
+    src_blocks: BlockList | None,
+    dst_blocks: BlockList,
     grant: Grant | None = None,
     *,
     name: str = "dst_blocks",
@@ -99,7 +95,7 @@ def pull_blocks(
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         dst = local.geometry
         arguments.check_blocks(name, dst_blocks, dst)
@@ -118,7 +114,7 @@ def push_row(move: Move, row: int) -> None:
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d[%d] -> %s", move.cache_id, row, move.name) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         src = local.geometry
         src.require_row("src_batch_index", row)
@@ -130,12 +126,12 @@ def push_row(move: Move, row: int) -> None:
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
 
 
-def push_blocks(move: Move, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64]) -> None:
+def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d -> %s, %d blocks", move.cache_id, move.name, len(src_blocks)) as span,
-        engine.store.holding(move.cache_id, move.local) as local,
+        engine.store.holding(move.cache_id, move) as local,
     ):
         src = local.geometry
         arguments.check_blocks("src_blocks", src_blocks, src)

@@ -9,7 +9,7 @@ from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
 from llm_datadist.managers.base import EngineUser
 from llm_datadist.managers.moves import Move
-from llm_datadist.native import parse_indices
+from llm_datadist.native import parse_blocks
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ class RemoteCalls(EngineUser):
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
         check_type("dst_cache", dst_cache, Cache)
-        sources = parse_indices("src_blocks", src_blocks)
-        targets = parse_indices("dst_blocks", dst_blocks)
+        sources = parse_blocks("src_blocks", src_blocks)
+        targets = parse_blocks("dst_blocks", dst_blocks)
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_pull_blocks(src_cache_key, sources, targets)
@@ -273,8 +273,8 @@ class RemoteCalls(EngineUser):
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
         check_type("dst_cache_key", dst_cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
         check_type("src_cache", src_cache, Cache)
-        sources = parse_indices("src_blocks", src_blocks)
-        targets = parse_indices("dst_blocks", dst_blocks)
+        sources = parse_blocks("src_blocks", src_blocks)
+        targets = parse_blocks("dst_blocks", dst_blocks)
         check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache; use push_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)

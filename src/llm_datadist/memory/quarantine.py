@@ -66,6 +66,12 @@ class Quarantine:
             OutOfMemory: There is not enough, or foreign writers still had it when the deadline passed; the text says
                 who they are.
         """
+        if not self._held:
+            try:
+                return pool.allocate_many(count, nbytes)
+            except OutOfMemory as error:
+                if not error.quarantined:
+                    raise  # nothing to wait for, as below
         shortage: OutOfMemory
         taken: list[Allocation] = []
 

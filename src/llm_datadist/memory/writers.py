@@ -170,6 +170,8 @@ class Writers:
 
     def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
         """Return who writes (or ``readers``: reads, in this process) under a guard that was advanced just now."""
+        if not self._pages:
+            return ()  # nobody may write: a page made after this was asked for meets the advanced guard
         wanted = [_what(guard, reading=False)] + ([_what(guard, reading=True)] if readers else [])
         with self._lock:
             self._tidy()
@@ -365,7 +367,7 @@ class Announcer:
 
 
 class Announced:
-    """One announcement, from its making to the end of its block. Used by one thread."""
+    """One announcement, from its making to :meth:`end`. Used by one thread."""
 
     __slots__ = ("_address", "_announcer", "_page", "_slot")
 
@@ -389,7 +391,7 @@ class Announced:
         self.end()
 
     def __del__(self) -> None:
-        # A signal's exception may come between announcing and the block, or on the way out of it. In a forked child
+        # A signal's exception may come between announcing and the work, or on the way out of it. In a forked child
         # the work is the parent's, and goes on.
         if self._page is not None and os.getpid() == self._announcer.pid:
             retract_writer(self._address, self._slot)

@@ -15,6 +15,7 @@ from llm_datadist.native._native import (
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
     CopyPool,
+    Promises,
     advance_generation,
     announce_writer,
     close_writers,
@@ -22,6 +23,8 @@ from llm_datadist.native._native import (
     load_generation,
     parse_pairs,
     peek_process,
+    plan_blocks,
+    plan_pieces,
     plan_row,
     retract_writer,
     writer_sequence,
@@ -38,7 +41,7 @@ from llm_datadist.native.lanes import (
     WriteAsked,
     check_plan,
 )
-from llm_datadist.native.plan import Plan, Tensors
+from llm_datadist.native.plan import BlockList, Plan, Tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,6 +50,7 @@ __all__ = [
     "NO_DEADLINE",
     "WRITER_PAGE_BYTES",
     "WRITER_SLOTS",
+    "BlockList",
     "CopyPool",
     "Ending",
     "LaneEngine",
@@ -54,6 +58,7 @@ __all__ = [
     "LaneLost",
     "Outcome",
     "Plan",
+    "Promises",
     "ReadAsked",
     "Served",
     "Tensors",
@@ -66,6 +71,7 @@ __all__ = [
     "execute_process",
     "find_writers",
     "load_generation",
+    "parse_blocks",
     "parse_indices",
     "parse_pairs",
     "peek_process",
@@ -81,8 +87,8 @@ NO_DEADLINE: Final = 2**63 - 1
 """A ``deadline_ns`` that never passes."""
 
 
-def parse_indices(name: str, values: object) -> NDArray[np.int64]:
-    """Return a caller's list of block numbers as a new int64 array.
+def parse_blocks(name: str, values: object) -> BlockList:
+    """Return a caller's list of block numbers, as the planner takes it.
 
     Args:
         name: What the caller calls the list; errors begin with it.
@@ -95,15 +101,20 @@ def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """
     if isinstance(values, list | tuple):
         try:
-            return _native.parse_indices(name, values)
+            return _native.parse_blocks(name, values)
         except TypeError:
             _refuse_none(name, values)
             raise
     if isinstance(values, np.ndarray):
-        return _parse_array(name, values)
+        return BlockList(_parse_array(name, values))
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
     raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+
+
+def parse_indices(name: str, values: object) -> NDArray[np.int64]:
+    """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
+    return parse_blocks(name, values).array
 
 
 def _refuse_none(name: str, values: list[object] | tuple[object, ...]) -> None:
@@ -120,68 +131,6 @@ def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
         at = int(np.argmax(parsed < 0))
         raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
     return parsed
-
-
-def plan_blocks(
-    dst: NDArray[np.int64],
-    src: NDArray[np.int64],
-    *,
-    block_bytes: int,
-    dst_count: int,
-    src_count: int,
-    alias: bool,
-    dst_name: str = "dst_blocks",
-    src_name: str = "src_blocks",
-) -> tuple[NDArray[np.uint64], bool]:
-    """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
-
-    Args:
-        dst: Destination blocks, shape ``(N,)``.
-        src: Source blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block, the same at both ends.
-        dst_count: Blocks of a destination tensor.
-        src_count: Blocks of a source tensor.
-        alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
-        dst_name: What errors call ``dst``.
-        src_name: What errors call ``src``.
-
-    Returns:
-        ``(runs, ordered)``: read-only runs of shape ``(R, 3)`` as in :class:`Plan`, neighbours merged; ``ordered`` is
-        True, and nothing merged, when merging or doing pairs at once could be seen: a destination occurs twice, or a
-        block of aliased tensors is the source of one pair and the destination of another (R26).
-
-    Raises:
-        ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
-    """
-    return _native.plan_blocks(dst, src, block_bytes, dst_count, src_count, alias, dst_name, src_name)
-
-
-def plan_pieces(
-    dst: NDArray[np.int64],
-    *,
-    block_bytes: int,
-    dst_count: int,
-    src_offset: int,
-    src_bytes: int,
-    dst_name: str = "dst_blocks",
-) -> tuple[NDArray[np.uint64], bool]:
-    """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
-
-    Args:
-        dst: Destination blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block and of a piece.
-        dst_count: Blocks of a destination tensor.
-        src_offset: Where the row begins in a source tensor, in bytes.
-        src_bytes: Bytes of the row.
-        dst_name: What errors call ``dst``.
-
-    Returns:
-        ``(runs, ordered)`` as :func:`plan_blocks`; ``ordered`` is True when a destination block occurs twice.
-
-    Raises:
-        ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
-    """
-    return _native.plan_pieces(dst, block_bytes, dst_count, src_offset, src_bytes, dst_name)
 
 
 def execute(
@@ -217,23 +166,7 @@ def execute(
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
             nothing is written.
     """
-    return _native.execute(
-        dst.bases,
-        dst.extent,
-        plan.dst_first,
-        src.bases,
-        src.extent,
-        plan.src_first,
-        plan.count,
-        plan.runs,
-        plan.ordered,
-        plan.nbytes,
-        pool,
-        min(deadline_ns, NO_DEADLINE),
-        cancelled,
-        pid,
-        write,
-    )
+    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled, pid, write)
 
 
 def execute_process(

@@ -7,44 +7,156 @@ from numpy.typing import NDArray
 WRITER_SLOTS: int
 WRITER_PAGE_BYTES: int
 
-def parse_indices(name: str, values: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]: ...
+@final
+class BlockList:
+    """Block numbers of a caller, parsed once."""
+
+    def __init__(self, array: NDArray[np.int64]) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def largest(self) -> int:
+        """The largest number; -1 of an empty list."""
+    @property
+    def array(self) -> NDArray[np.int64]:
+        """The numbers as a read-only array, shape ``(N,)``, not copied."""
+
+@final
+class TensorList:
+    """The addresses of the tensors of one end, and their bytes."""
+
+    def __init__(self, bases: NDArray[np.uint64], extent: int) -> None: ...
+    def same_bases(self, other: TensorList) -> bool:
+        """Return True when both have the same addresses."""
+
+@final
+class Plan:
+    """A copy in factored form: tensor pairs times runs, because what is asked of one tensor is asked of all.
+
+    Destination tensor ``dst_first + i`` takes from source tensor ``src_first + i``, for ``i`` below ``count``.
+
+    Attributes:
+        dst_first: First tensor of the destination.
+        src_first: First tensor of the source.
+        count: Tensor pairs.
+        runs: Shape ``(R, 3)``, C-contiguous: destination offset, source offset and length in bytes inside a tensor.
+            Not to be changed while the plan is executed.
+        ordered: True when the runs must take effect one after the other (R26).
+        nbytes: Bytes over all tensors: ``count`` times the sum of the lengths.
+    """
+
+    def __init__(
+        self, dst_first: int, src_first: int, count: int, runs: NDArray[np.uint64], ordered: bool, nbytes: int
+    ) -> None: ...
+    @property
+    def dst_first(self) -> int: ...
+    @property
+    def src_first(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def runs(self) -> NDArray[np.uint64]: ...
+    @property
+    def ordered(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    def replace(
+        self,
+        *,
+        dst_first: int = ...,
+        src_first: int = ...,
+        count: int = ...,
+        runs: NDArray[np.uint64] = ...,
+        ordered: bool = ...,
+        nbytes: int = ...,
+    ) -> Plan:
+        """Return a plan that differs in the fields that are named."""
+
+@final
+class Promises:
+    """Generations that slots of a peer's guard table must show."""
+
+    def __init__(self, promised: list[tuple[int, int]], slot_bytes: int) -> None: ...
+    def hold(self, base: int, nbytes: int) -> bool:
+        """Return True while every slot of the table at ``base`` shows its generation, loaded as by load_generation.
+
+        ParamError: a slot outside the table.
+        """
+
+def parse_blocks(name: str, values: list[Any] | tuple[Any, ...]) -> BlockList: ...
 def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the (keys, values) of a dict of int to int, or of int to list of int when ``lists``, pair by pair in the
     order given; None when there is anything else in it, a negative int or one beyond int64 too.
     """
 
 def plan_blocks(
-    dst: NDArray[np.int64],
-    src: NDArray[np.int64],
+    dst: BlockList | NDArray[np.int64],
+    src: BlockList | NDArray[np.int64],
+    *,
     block_bytes: int,
     dst_count: int,
     src_count: int,
     alias: bool,
-    dst_name: str,
-    src_name: str,
-) -> tuple[NDArray[np.uint64], bool]: ...
+    tensors: tuple[int, int, int] = (0, 0, 1),
+    dst_name: str = "dst_blocks",
+    src_name: str = "src_blocks",
+) -> Plan:
+    """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
+
+    Args:
+        dst: Destination blocks, shape ``(N,)``.
+        src: Source blocks, shape ``(N,)``.
+        block_bytes: Bytes of a block, the same at both ends.
+        dst_count: Blocks of a destination tensor.
+        src_count: Blocks of a source tensor.
+        alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
+        tensors: First destination tensor, first source tensor, and how many.
+        dst_name: What errors call ``dst``.
+        src_name: What errors call ``src``.
+
+    Returns:
+        The plan, its runs read-only and neighbours merged. It is ``ordered``, and nothing merged, when merging or doing
+        pairs at once could be seen: a destination occurs twice, or a block of aliased tensors is the source of one
+        pair and the destination of another (R26).
+
+    Raises:
+        ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
+    """
+
 def plan_pieces(
-    dst: NDArray[np.int64],
+    dst: BlockList | NDArray[np.int64],
+    *,
     block_bytes: int,
     dst_count: int,
     src_offset: int,
     src_bytes: int,
-    dst_name: str,
-) -> tuple[NDArray[np.uint64], bool]: ...
+    tensors: tuple[int, int, int] = (0, 0, 1),
+    dst_name: str = "dst_blocks",
+) -> Plan:
+    """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
+
+    Args:
+        dst: Destination blocks, shape ``(N,)``.
+        block_bytes: Bytes of a block and of a piece.
+        dst_count: Blocks of a destination tensor.
+        src_offset: Where the row begins in a source tensor, in bytes.
+        src_bytes: Bytes of the row.
+        tensors: First destination tensor, first source tensor, and how many.
+        dst_name: What errors call ``dst``.
+
+    Returns:
+        The plan, as :func:`plan_blocks`; it is ``ordered`` when a destination block occurs twice.
+
+    Raises:
+        ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
+    """
+
 def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]:
     """Return one run of ``length`` bytes, shape ``(1, 3)``. ParamError: a negative value."""
 
 def execute(
-    dst_bases: NDArray[np.uint64],
-    dst_extent: int,
-    dst_first: int,
-    src_bases: NDArray[np.uint64],
-    src_extent: int,
-    src_first: int,
-    count: int,
-    runs: NDArray[np.uint64],
-    ordered: bool,
-    nbytes: int,
+    plan: Plan,
+    dst: TensorList,
+    src: TensorList,
     pool: CopyPool | None,
     deadline_ns: int,
     cancelled: bytearray | None = None,

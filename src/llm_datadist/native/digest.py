@@ -7,7 +7,6 @@ them knowing the nonce: this finds accidents, it is no proof against an adversar
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.native import _native
@@ -83,4 +82,4 @@ def standing(plan: Plan, *, alias: bool) -> Plan:
     if not plan.ordered:
         return plan
     runs = _native.standing_runs(plan.runs, alias)
-    return replace(plan, runs=runs, ordered=False, nbytes=int(runs[:, 2].sum()) * plan.count)
+    return plan.replace(runs=runs, ordered=False, nbytes=int(runs[:, 2].sum()) * plan.count)

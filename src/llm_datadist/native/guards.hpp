@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "guard.hpp"
@@ -32,6 +33,30 @@ private:
     };
 
     std::vector<Guard> guards_;
+};
+
+// Promises of a peer: slots of its guard table, which is mapped here, and the generations they must still show.
+class Promises {
+public:
+    Promises(std::vector<std::pair<std::uint64_t, std::uint64_t>> promised, std::uint64_t slot_bytes)
+        : promised_(std::move(promised)), slot_bytes_(slot_bytes) {
+        if (slot_bytes == 0) refuse("slot_bytes is 0: must be positive");
+    }
+
+    // `base`: where the table of `nbytes` bytes is mapped. Judges every byte read before. Slot 0 is the table's header.
+    bool hold(std::uint64_t base, std::uint64_t nbytes) const {
+        const std::uint64_t slots = nbytes / slot_bytes_;
+        for (const auto& [slot, generation] : promised_) {
+            if (slot < 1 || slot >= slots)
+                refuse("guard slot ", slot, " must be in [1, ", slots, ") of a table of ", nbytes, " bytes");
+            if (load_generation(base + slot * slot_bytes_) != generation) return false;
+        }
+        return true;
+    }
+
+private:
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> promised_;
+    std::uint64_t slot_bytes_;
 };
 
 }  // namespace datadist

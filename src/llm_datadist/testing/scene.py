@@ -95,15 +95,15 @@ class Scene:
 
     def plan(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> Plan:
         """Return the plan of blocks ``dst[i] <- src[i]`` from tensors ``first`` (destination, source) on."""
-        runs, ordered = plan_blocks(
+        return plan_blocks(
             np.array(dst, np.int64),
             np.array(src, np.int64),
             block_bytes=self.block_bytes,
             dst_count=BLOCKS,
             src_count=BLOCKS,
             alias=False,
+            tensors=(*first, count),
         )
-        return Plan(*first, count, runs, ordered, count * len(dst) * self.block_bytes)
 
     def local_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
         """Return a block of a local tensor."""

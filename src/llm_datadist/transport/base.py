@@ -11,24 +11,21 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import numpy as np
 
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted
 from llm_datadist.memory.guards import slot_address
-from llm_datadist.native import CopyPool, Plan, Tensors, execute, load_generation
+from llm_datadist.native import CopyPool, Plan, Promises, Tensors, execute, load_generation
 from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
 from llm_datadist.transport.values import Capabilities, MemoryChanged, RemoteTensors, Transfer, Window
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
-    from llm_datadist.memory.writers import Announcer
+    from llm_datadist.memory.writers import Announced, Announcer
 
 __all__ = [
     "PRIVATE",
@@ -48,7 +45,6 @@ _serials: Final = itertools.count(1)
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
-_UNANNOUNCED: Final = nullcontext()
 
 
 class Connection(ABC):
@@ -140,13 +136,27 @@ class Connection(ABC):
         finally:
             self._leave()
 
-    def announced(
-        self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
-    ) -> AbstractContextManager[None]:
-        """Announce a movement of ``remote``, whose memory is under guard ``slot``, to its owner; the block ends it.
+    def hold(self, promises: Promises) -> bool:
+        """Return True while every guard of the peer shows the generation that was promised, by acquire loads.
 
-        Where it matters, the owner does not let the memory be used again before that. Generations that are looked at
-        inside the block decide whether the movement may begin, and whether it counts.
+        Raises:
+            ProtocolError: A slot is outside the peer's guard table.
+            LinkError: The connection is closed.
+        """
+        if self._pid != _here["pid"] or self._closed:
+            self._enter("hold")  # says why not
+            self._leave()
+        guards = self._guards()  # keeps the table mapped, whoever closes the connection meanwhile
+        try:
+            return promises.hold(guards.base, guards.nbytes)
+        except ParamError as error:
+            raise ProtocolError(str(error)) from error
+
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
+        """Announce a movement of ``remote``, whose memory is under guard ``slot``, to its owner; the caller ends it.
+
+        The owner does not let the memory be used again before that. Generations that are looked at in between decide
+        whether the movement may begin, and whether it counts. None where it does not matter: then there is no end.
 
         Raises:
             LinkError: The connection, or the peer's end of it, is closed.
@@ -157,7 +167,7 @@ class Connection(ABC):
             self._enter("announced")  # says why not
             self._leave()
         announcer = self._announcer(write=write)
-        return _UNANNOUNCED if announcer is None else announcer.announce(slot, deadline, reading=not write)
+        return None if announcer is None else announcer.announce(slot, deadline, reading=not write)
 
     def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
         """Learn who the peer is, for messages about what it does in our memory."""
@@ -317,7 +327,7 @@ class Connection(ABC):
         write: bool,
     ) -> Transfer:
         what = "write" if write else "read"
-        if not self.owns(remote):
+        if remote.owner != self._serial:
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
         self._enter(what)
         read = written = 0

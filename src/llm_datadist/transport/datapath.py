@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.memory.writers import Announced
+    from llm_datadist.native import CopyPool, Plan, Promises, Tensors
     from llm_datadist.transport.values import Capabilities, RemoteTensors, Transfer
 
 __all__ = ["DataPath"]
@@ -51,9 +50,10 @@ class DataPath(Protocol):
     def generation(self, slot: int) -> int:
         """Return what a guard of the peer shows."""
 
-    def announced(
-        self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
-    ) -> AbstractContextManager[None]:
+    def hold(self, promises: Promises) -> bool:
+        """Return True while guards of the peer show what was promised."""
+
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
         """Announce a movement to the owner of the memory."""
 
     def introduce(self, who: str, cluster_id: int) -> None:

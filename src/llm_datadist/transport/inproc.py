@@ -58,7 +58,8 @@ class InprocConnection(Connection):
     def __init__(self, exports: Exports) -> None:
         self._exports = exports
         self._views = {region: segment.view() for region, segment in exports.regions.items()}
-        self._guard_view = exports.guards.segment.view()
+        guards = exports.guards.segment.view()
+        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
         self._page = exports.writers.open_here()
         self._announces = self._page.announcer()
         super().__init__()
@@ -76,7 +77,10 @@ class InprocConnection(Connection):
 
     def _guards(self) -> Window:
         self._check_peer()
-        return Window(self._guard_view.ctypes.data, self._guard_view.nbytes, writable=False)
+        window = self._guard_window
+        if window is None:
+            raise LinkError("inproc: the connection is closed; link again", phase="copy")
+        return window
 
     def _move(
         self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
@@ -91,4 +95,5 @@ class InprocConnection(Connection):
     def _release(self) -> None:
         self._announces.close()
         self._page.retire()
-        del self._views, self._guard_view
+        del self._views
+        self._guard_window = None

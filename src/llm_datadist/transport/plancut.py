@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +39,7 @@ def cut_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
 
 
 def _part(plan: Plan, begin: int, count: int, runs: NDArray[np.uint64], per_pair: int) -> Plan:
-    return replace(
-        plan,
+    return plan.replace(
         dst_first=plan.dst_first + begin,
         src_first=plan.src_first + begin,
         count=count,

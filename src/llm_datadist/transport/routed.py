@@ -8,13 +8,12 @@ from llm_datadist.transport.exports import PRIVATE
 from llm_datadist.transport.values import Capabilities
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist.deadline import Deadline
-    from llm_datadist.native import CopyPool, Plan, Tensors
+    from llm_datadist.memory.writers import Announced
+    from llm_datadist.native import CopyPool, Plan, Promises, Tensors
     from llm_datadist.transport.base import Connection
     from llm_datadist.transport.values import RemoteTensors, Transfer
 
@@ -69,9 +68,11 @@ class RoutedConnection:
         """Return the generation in the peer's guard ``slot``."""
         return self._shared.generation(slot)
 
-    def announced(
-        self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool
-    ) -> AbstractContextManager[None]:
+    def hold(self, promises: Promises) -> bool:
+        """Return True while guards of the peer show what was promised."""
+        return self._shared.hold(promises)
+
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
         """Announce a movement of the peer's tensors to their owner."""
         return self._route(remote).announced(remote, slot, deadline, write=write)
 

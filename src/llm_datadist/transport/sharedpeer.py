@@ -109,7 +109,8 @@ class MetConnection(Connection):
 
     def __init__(self, peer: PeerMemory | SharedPeer) -> None:
         self._peer = peer
-        self._guard_window = Window(peer.guards.address, peer.guards.nbytes, writable=False)
+        guards = peer.guards.view()
+        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
         super().__init__()
 
     def peer_ended(self) -> bool:
@@ -128,7 +129,11 @@ class MetConnection(Connection):
         return self._peer.duplicate_pidfd()
 
     def _guards(self) -> Window:
-        return self._guard_window
+        window = self._guard_window
+        if window is None:
+            raise LinkError("the connection is closed; link again", phase="copy")
+        return window
 
     def _release(self) -> None:
+        self._guard_window = None
         self._peer.close()

@@ -36,11 +36,16 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a peer's memory lies, by address, and whether this process may write it. Size in bytes."""
+    """Where a peer's memory lies, by address, and whether this process may write it. Size in bytes.
+
+    Attributes:
+        memory: What keeps it mapped for as long as somebody has this; None where the connection does.
+    """
 
     base: int
     nbytes: int
     writable: bool
+    memory: object = None
 
 
 @dataclass(frozen=True, slots=True)

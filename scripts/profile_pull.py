@@ -1,0 +1,133 @@
+"""Profile one small pull from a blocks cache that was resolved before, call by call, over shm between two processes.
+
+    python -m scripts.profile_pull [--kib 64] [--pulls 2000]
+
+Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
+printed, in nanoseconds, because whatever else the machine does only adds to it. A part that others contain is indented
+below them. The sum of parts is below the whole: caches are warmer for a part that is called alone. ``sys.setprofile``
+counts the calls of one pull, of Python functions and of C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, info, link
+from tests.support.world import World, make_config
+
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.cache import layout
+from llm_datadist.deadline import Deadline
+from llm_datadist.managers import arguments, moves
+from llm_datadist.native import execute, parse_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ROWS = 64
+_LOOPS = 10
+_KEY = BlocksCacheKey(1, 0)
+
+
+def publish(world: World, nbytes: int) -> None:
+    """At the other end: make the cache that is pulled from."""
+    world.caches["kv"] = world.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, nbytes], DataType.DT_UINT8), _KEY)
+
+
+def count_calls(call: Callable[[], object]) -> tuple[int, int]:
+    """Return how many Python functions and how many of C one call of ``call`` calls."""
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, arg: seen.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen.count("call") - 1, seen.count("c_call") - 1
+
+
+def _best(call: Callable[[], object], pulls: int) -> float:
+    """Return the nanoseconds of one call in the best of several loops."""
+    times = []
+    for _ in range(_LOOPS):
+        start = time.perf_counter_ns()
+        for _ in range(pulls):
+            call()
+        times.append((time.perf_counter_ns() - start) / pulls)
+    return min(times)
+
+
+def _within(make: Callable[[], Any]) -> Callable[[], None]:
+    def call() -> None:
+        with make():
+            pass
+
+    return call
+
+
+def parts_of(world: World) -> dict[str, Callable[[], object]]:
+    """Return the parts of a pull of block 3 into block 5, by name, after one that resolved the cache."""
+    cm, cache, dst, src = world.cm, world.caches["kv"], [5], [3]
+    cm.pull_blocks(_KEY, cache, src, dst)
+    engine, deadline = cm._engine, Deadline(3_600_000)
+    link_, name = engine.links.get(1), arguments.remote_name(_KEY, 2)
+    remote, local = link_.kept[(name, False)], engine.store.registry.lookup(cache.cache_id)
+    to, of = parse_blocks("dst_blocks", dst), parse_blocks("src_blocks", src)
+    layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
+    plan = layout.plan_blocks(remote.geometry, local.geometry, of, to, layers)
+    pool, initiator, connection = engine._copy_pool, engine.initiator, link_.connection
+
+    def move() -> None:
+        one = moves.Move(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
+        moves.pull_blocks(one, of, to)
+
+    return {
+        "pull_blocks": lambda: cm.pull_blocks(_KEY, cache, src, dst),
+        "  arguments": lambda: cm._pull_blocks(_KEY, cache, src, dst, None, None, 2, None),
+        "    one list": lambda: parse_blocks("src_blocks", src),
+        "    layers": lambda: arguments.layer_selection(None, None, 2),
+        "    name of the remote cache": lambda: arguments.remote_name(_KEY, 2),
+        "  deadline": lambda: Deadline(1000),
+        "  the move": move,
+        "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
+        "    hold the local cache": _within(lambda: engine.store.holding(cache.cache_id, "dst_cache")),
+        "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
+        "    guards, before and after": lambda: [initiator._current(link_, remote, "") for _ in range(2)],
+        "    plan": lambda: layout.plan_blocks(remote.geometry, local.geometry, of, to, layers),
+        "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline),
+        "      the copy itself": lambda: execute(plan, ours, remote.tensors, pool, deadline.expires_ns),
+    }
+
+
+def main() -> int:
+    """Profile and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kib", type=int, default=64)
+    parser.add_argument("--pulls", type=int, default=2000)
+    options = parser.parse_args()
+    target, here, settings = ChildEnd("target", fresh=True), World("initiator"), {"extra": {"llm.Transport": "shm"}}
+    try:
+        target.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
+        target.do(publish, options.kib << 10)
+        here.start("DECODER", 2, make_config(**settings))
+        here.caches["kv"] = here.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, options.kib << 10], DataType.DT_UINT8))
+        if (codes := link(here, [info(1, target.port)])) != SUCCESS:
+            raise SystemExit(f"cannot link: {codes}")
+        for part, call in parts_of(here).items():
+            print(f"{part:<32}{_best(call, options.pulls):>8.0f} ns", flush=True)
+        counted = count_calls(lambda: here.cm.pull_blocks(_KEY, here.caches["kv"], [3], [5]))
+        print("{} Python calls, {} of C".format(*counted))
+    finally:
+        here.stop()
+        target.stop()
+        target.close()
+    return 0
+
+
+if __name__ == "__main__":
+    # By its own name: functions go to the other process by theirs.
+    sys.exit(importlib.import_module("scripts.profile_pull").main())

@@ -1,0 +1,255 @@
+// What Python holds of a copy: block numbers, tensors and plans, as objects that the planner and the executor take as
+// they are. An array made or read again at each of these steps cost more than the copy of a block.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ends.hpp"
+#include "parse.hpp"
+#include "plan.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+constexpr std::size_t release_gil_above_blocks = 16 << 10;  // about as long as it takes to copy 256 KiB
+
+using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Runs = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+// Shows a vector to NumPy, read-only, without copying it; the array keeps it alive.
+template <typename Array, typename T, typename... Columns>
+nb::object show(const std::shared_ptr<const std::vector<T>>& vector, Columns... columns) {
+    auto* kept = new std::shared_ptr<const std::vector<T>>(vector);
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<const std::vector<T>>*>(p); });
+    using Item = typename Array::Scalar;
+    return nb::cast(Array(reinterpret_cast<Item*>(vector->data()), {vector->size(), columns...}, owner));
+}
+
+// A caller's list of block numbers, parsed once.
+class BlockList {
+public:
+    using Numbers = std::vector<std::int64_t>;
+    using Shown = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<1>>;
+
+    explicit BlockList(Numbers&& numbers) : numbers_(std::make_shared<const Numbers>(std::move(numbers))) {
+        for (const std::int64_t number : *numbers_) largest_ = std::max(largest_, number);
+    }
+
+    explicit BlockList(const Indices& array) : BlockList(Numbers(array.data(), array.data() + array.size())) {}
+
+    std::size_t size() const { return numbers_->size(); }
+    std::int64_t largest() const { return largest_; }
+    nb::object array() const { return show<Shown>(numbers_); }
+
+    Blocks of(std::int64_t count, const char* name) const { return {numbers_->data(), size(), count, name}; }
+
+private:
+    std::shared_ptr<const Numbers> numbers_;
+    std::int64_t largest_ = -1;
+};
+
+// The tensors of one end. A copy of the addresses, so that nobody can change them under a check.
+class TensorList {
+public:
+    TensorList(const Addresses& bases, std::int64_t extent)
+        : bases_(bases.data(), bases.data() + bases.size()), extent_(extent) {}
+
+    End end(std::int64_t first, const char* name) const { return {bases_.data(), bases_.size(), extent_, first, name}; }
+
+    bool same_bases(const TensorList& other) const { return bases_ == other.bases_; }
+
+private:
+    std::vector<std::uint64_t> bases_;
+    std::int64_t extent_;
+};
+
+// Which tensors of the two ends take part.
+struct Pairing {
+    std::int64_t dst_first;
+    std::int64_t src_first;
+    std::int64_t count;
+};
+
+using Tensors = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // a Pairing, as Python gives it
+
+inline Pairing pairing_of(const Tensors& tensors) {
+    return {std::get<0>(tensors), std::get<1>(tensors), std::get<2>(tensors)};
+}
+
+// A copy in factored form. The runs are the planner's own, or an array of somebody in Python, which is kept as it is.
+class MovePlan {
+public:
+    using Shown = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;
+
+    MovePlan(Pairing pairing, RunList&& planned)
+        : pairing_(pairing), ordered_(planned.ordered), nbytes_(bytes_of(planned.runs, pairing.count)) {
+        planned.runs.shrink_to_fit();  // plans are kept in caches
+        planned_ = std::make_shared<const std::vector<Run>>(std::move(planned.runs));
+        first_ = planned_->data();
+        run_count_ = planned_->size();
+    }
+
+    MovePlan(std::int64_t dst_first, std::int64_t src_first, std::int64_t count, const Runs& runs, bool ordered,
+             std::int64_t nbytes)
+        : pairing_{dst_first, src_first, count},
+          ordered_(ordered),
+          nbytes_(nbytes),
+          array_(nb::cast(runs)),
+          first_(reinterpret_cast<const Run*>(runs.data())),
+          run_count_(runs.shape(0)) {}
+
+    const Pairing& pairing() const { return pairing_; }
+    bool ordered() const { return ordered_; }
+    std::int64_t nbytes() const { return nbytes_; }
+
+    nb::object runs() {
+        if (!array_.is_valid()) array_ = show<Shown>(planned_, std::size_t{3});
+        return array_;
+    }
+
+    // Not checked yet.
+    Copy copy(const TensorList& dst, const TensorList& src) const {
+        return {dst.end(pairing_.dst_first, "dst"), src.end(pairing_.src_first, "src"),
+                static_cast<std::size_t>(pairing_.count), first_, run_count_, ordered_};
+    }
+
+private:
+    // The planner's own offsets fit in 63 bits; their sum over many tensors need not.
+    static std::int64_t bytes_of(const std::vector<Run>& runs, std::int64_t count) {
+        std::int64_t total = 0;
+        bool overflow = false;
+        for (const Run& run : runs)
+            overflow |= __builtin_add_overflow(total, static_cast<std::int64_t>(run.bytes), &total);
+        overflow |= __builtin_mul_overflow(total, count, &total);
+        if (overflow) refuse("the plan has more than 2**63 - 1 bytes");
+        return total;
+    }
+
+    Pairing pairing_;
+    bool ordered_;
+    std::int64_t nbytes_;
+    nb::object array_;
+    std::shared_ptr<const std::vector<Run>> planned_;
+    const Run* first_;
+    std::size_t run_count_;
+};
+
+inline BlockList py_parse_blocks(const char* name, nb::handle values) {
+    const bool sequence = PyList_Check(values.ptr()) || PyTuple_Check(values.ptr());
+    if (!sequence) throw nb::type_error("values must be a list or a tuple");
+    try {
+        return BlockList(parse_indices(values.ptr(), name));
+    } catch (const PythonError&) {
+        throw nb::python_error();
+    }
+}
+
+// None where the pairs are not as plain as that.
+inline std::optional<std::pair<nb::object, nb::object>> py_parse_pairs(const nb::dict& pairs, bool lists) {
+    Pairs parsed;
+    if (!parse_pairs(pairs.ptr(), lists, parsed)) return std::nullopt;
+    return std::pair{BlockList(std::move(parsed.keys)).array(), BlockList(std::move(parsed.values)).array()};
+}
+
+inline MovePlan py_plan_blocks(const BlockList& dst, const BlockList& src, std::int64_t block_bytes,
+                               std::int64_t dst_count, std::int64_t src_count, bool alias, const Tensors& tensors,
+                               const char* dst_name, const char* src_name) {
+    std::optional<nb::gil_scoped_release> released;
+    if (dst.size() > release_gil_above_blocks) released.emplace();
+    RunList planned = plan_blocks(dst.of(dst_count, dst_name), src.of(src_count, src_name), block_bytes, alias);
+    released.reset();
+    return MovePlan(pairing_of(tensors), std::move(planned));
+}
+
+inline MovePlan py_plan_pieces(const BlockList& dst, std::int64_t block_bytes, std::int64_t dst_count,
+                               std::int64_t src_offset, std::int64_t src_bytes, const Tensors& tensors,
+                               const char* dst_name) {
+    std::optional<nb::gil_scoped_release> released;
+    if (dst.size() > release_gil_above_blocks) released.emplace();
+    RunList planned = plan_pieces(dst.of(dst_count, dst_name), {src_offset, src_bytes}, block_bytes);
+    released.reset();
+    return MovePlan(pairing_of(tensors), std::move(planned));
+}
+
+inline nb::object py_plan_row(std::int64_t dst_offset, std::int64_t src_offset, std::int64_t length) {
+    return MovePlan({0, 0, 1}, plan_row(dst_offset, src_offset, length)).runs();
+}
+
+inline nb::object py_replace(MovePlan& plan, const nb::kwargs& changes) {
+    const Pairing& pairing = plan.pairing();
+    nb::dict fields;
+    fields["dst_first"] = pairing.dst_first;
+    fields["src_first"] = pairing.src_first;
+    fields["count"] = pairing.count;
+    fields["runs"] = plan.runs();
+    fields["ordered"] = plan.ordered();
+    fields["nbytes"] = plan.nbytes();
+    fields.update(changes);
+    return nb::type<MovePlan>()(**fields);
+}
+
+inline std::string repr_of_plan(const MovePlan& plan) {
+    const Pairing& at = plan.pairing();
+    return text("<Plan ", plan.nbytes(), " bytes: ", at.count, " tensors from ", at.src_first, " to ", at.dst_first,
+                plan.ordered() ? ", ordered>" : ">");
+}
+
+inline void bind_plans(nb::module_& m) {
+    nb::class_<BlockList>(m, "BlockList", nb::is_final(), "Block numbers of a caller, parsed once.")
+        .def(nb::init<const Indices&>(), "array"_a)
+        .def("__len__", &BlockList::size)
+        .def_prop_ro("largest", &BlockList::largest, "The largest number; -1 of an empty list.")
+        .def_prop_ro("array", &BlockList::array, "The numbers as a read-only int64 array, shape (N,), not copied.");
+    nb::implicitly_convertible<Indices, BlockList>();
+
+    nb::class_<TensorList>(m, "TensorList", nb::is_final(), "The addresses of the tensors of one end, and their bytes.")
+        .def(nb::init<const Addresses&, std::int64_t>(), "bases"_a, "extent"_a)
+        .def("same_bases", &TensorList::same_bases, "other"_a, "Return True when both have the same addresses.");
+
+    nb::class_<MovePlan>(m, "Plan", nb::is_final(),
+                         "A copy in factored form: tensor pairs times runs, because what is asked of one tensor is\n"
+                         "asked of all. Destination tensor `dst_first + i` takes from source tensor `src_first + i`,\n"
+                         "for `i` below `count`.")
+        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, const Runs&, bool, std::int64_t>(), "dst_first"_a,
+             "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a, "nbytes"_a)
+        .def_prop_ro("dst_first", [](const MovePlan& plan) { return plan.pairing().dst_first; })
+        .def_prop_ro("src_first", [](const MovePlan& plan) { return plan.pairing().src_first; })
+        .def_prop_ro("count", [](const MovePlan& plan) { return plan.pairing().count; })
+        .def_prop_ro("runs", &MovePlan::runs)
+        .def_prop_ro("ordered", &MovePlan::ordered)
+        .def_prop_ro("nbytes", &MovePlan::nbytes)
+        .def("replace", &py_replace, "changes"_a, "Return a plan that differs in the fields that are named.")
+        .def("__repr__", &repr_of_plan);
+
+    m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a);
+    m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a,
+          "Return the (keys, values) of a dict of int to int, or of int to list of int when `lists`, pair by pair in\n"
+          "the order given; None when there is anything else in it, a negative int or one beyond int64 too.");
+    const Tensors one{0, 0, 1};
+    m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
+          "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
+          "Plan the copy of source block src[i] to destination block dst[i], for every i.");
+    m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
+          "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks",
+          "Plan the copy of a row in pieces, piece i to block dst[i].");
+    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a,
+          "Return one run of `length` bytes, shape (1, 3). ParamError: a negative value.");
+}
+
+}  // namespace datadist
