@@ -35,7 +35,7 @@ class RemoteFailure(LLMException):
 
 
 class Waiter:
-    """One caller waiting for one answer: a lock that the control thread opens."""
+    """One caller waiting for one answer: a lock that whoever reads the answer opens."""
 
     __slots__ = ("_gate", "answer")
 
@@ -43,6 +43,11 @@ class Waiter:
         self.answer: Message | None = None
         self._gate = threading.Lock()
         self._gate.acquire()
+
+    @property
+    def waiting(self) -> bool:
+        """True until it is woken."""
+        return self._gate.locked()
 
     def wait(self, deadline: Deadline) -> None:
         """Return when woken, or when the time is over. Called once, by the caller."""
