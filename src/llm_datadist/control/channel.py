@@ -38,6 +38,8 @@ _PAUSE_BYTES: Final = 1 << 20
 _ABORT_BYTES: Final = 16 << 20
 #: Read at once from one peer: the others wait that long.
 _READ_BYTES: Final = 1 << 16
+#: A plain number: to combine the flags anew costs more than to encode a message.
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 #: One poll of a caller that waits; the system call takes no more than some weeks.
 _POLL_SECONDS: Final = 3600.0
 
@@ -171,7 +173,7 @@ class Channel:
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._socket.send(data, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
@@ -263,8 +265,8 @@ class Channel:
 
     def _lead(self, waiter: Waiter, deadline: Deadline) -> None:
         """With the reading: answers to those who wait, until ours has come or something else has."""
-        while waiter.waiting and self._open and not deadline.expired():
-            if self._poll.poll(min(deadline.wait_at_most(), _POLL_SECONDS) * 1e3):
+        while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
+            if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
                 self._whole = False
                 answers = self._receive_answers()
                 self._whole = True

@@ -160,11 +160,11 @@ class Link:
         self,
         build: Callable[[int], Message],
         deadline: Deadline,
-        what: str,
+        what: object,
         phase: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> Message:
-        """Send a request and wait for its answer; ``meanwhile`` is called between the two.
+        """Send a request and wait for its answer; ``meanwhile`` is called in between, ``what`` is for errors only.
 
         Raises:
             RemoteFailure: The target answered with a failure.
@@ -198,7 +198,7 @@ class Link:
             )
         return answer
 
-    def send(self, message: Message, what: str | None = None, phase: str = "send") -> Channel:
+    def send(self, message: Message, what: object = None, phase: str = "send") -> Channel:
         """Send a message, return by which channel; ``what`` and ``phase`` are what an error says was going on.
 
         Raises:
@@ -246,7 +246,7 @@ class Link:
             time.sleep(_SURVIVAL_POLL_SECONDS)
         return not self.ended
 
-    def lost_error(self, what: str, phase: str) -> LLMException:
+    def lost_error(self, what: object, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""
         if self.ended and not self._lost:
             return NotLinked(

@@ -51,9 +51,9 @@ class Waiter:
 
     def wait(self, deadline: Deadline) -> None:
         """Return when woken, or when the time is over. Called once, by the caller."""
-        while not self._gate.acquire(timeout=deadline.wait_at_most()):
-            if deadline.expired():
-                return
+        woken = self._gate.acquire(blocking=False)  # already, as a rule: by the caller itself
+        while not woken and not deadline.expired():
+            woken = self._gate.acquire(timeout=deadline.wait_at_most())
 
     def wake(self, answer: Message | None) -> None:
         """Hand over the answer, or None: there will be none. Called once at most."""
