@@ -5,7 +5,7 @@ by step; the target's half is in ``target.py``. Nothing here knows the public cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -83,8 +83,7 @@ class _Resolving(NamedTuple):
         return f"{self.what}: resolving {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Resolution:
+class _Resolution(NamedTuple):
     """The target's answer, mapped and ready to use for as long as its guards show what they showed."""
 
     cache_id: int
@@ -342,7 +341,8 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
         )
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
-    return replace(remote, guards=guards, promises=_promises(guards), tensors=replace(remote.tensors, handle=handle))
+    tensors = replace(remote.tensors, handle=handle)
+    return remote._replace(guards=guards, promises=_promises(guards), tensors=tensors)
 
 
 def _promises(guards: tuple[Guarded, ...]) -> Promises:
