@@ -39,8 +39,9 @@ def test_a_row_is_computed_from_the_steady_state() -> None:
     assert (row.first_seconds, row.seconds_median, row.seconds_min, row.seconds_max) == (9.0, 3.0, 2.0, 4.0)
     assert row.gb_per_s == pytest.approx((1 << 20) / 3.0 / 1e9)
     assert (row.ratio_to_limit, row.ratio_to_peer) == (0.5, 10.0)
-    # Half a second for each MiB.
-    assert row.cpu_seconds_per_gib == pytest.approx(512.0)
+    # Half a second for each pass, in which the transfer of one MiB is repeated 16 times.
+    assert CASE.repeats == 16
+    assert row.cpu_seconds_per_gib == pytest.approx(512.0 / 16)
 
 
 def test_each_peer_has_a_row_and_none_is_a_row_too() -> None:
@@ -54,7 +55,7 @@ def test_what_a_floor_asks_for_decides() -> None:
     limit = found["pull over shm, 4 KiB, of the limit"]
     assert (limit.measured, limit.wanted, limit.met) == (0.5, 0.9, False)
     peer = found["pull over shm, 4 KiB, of nixl"]
-    assert (peer.measured, peer.wanted, peer.met) == (10.0, 10.0, True)
+    assert (peer.measured, peer.wanted, peer.met, peer.limit) == (10.0, 10.0, True, 20.0)
     assert found["planning 122 tensors x 1000 blocks"].met is None
 
 

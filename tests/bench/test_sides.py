@@ -68,7 +68,7 @@ def passes(side: str, workload: Workload) -> None:
         contestant.start(workload)
         for seed in (1, 2):
             contestant.prepare(seed)
-            contestant.run(workload.blocks if workload.op is Op.LATENCY else 0)
+            contestant.run(*(("sample", workload.blocks) if workload.op is Op.LATENCY else ("timed", 2)))
             contestant.verify(seed)
 
 
@@ -131,11 +131,11 @@ def test_a_lost_source_is_told() -> None:
     with Contestant("tcp-raw", _TIMEOUT_S) as contestant:
         contestant.start(workload)
         contestant.prepare(1)
-        contestant.run(0)
+        contestant.run("timed", 1)
         source, destination = contestant._processes
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
-            contestant._ask(destination, "timed")
+            contestant._ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:

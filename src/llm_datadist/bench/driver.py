@@ -200,6 +200,9 @@ class _Race:
         # Every pass of every side has bytes of its own.
         seed = number + 1
         contestant.prepare(seed)
-        seconds, cpu_seconds = contestant.run(self._case.samples)
+        if self._case.samples:
+            seconds, cpu_seconds = contestant.run("sample", self._case.samples)
+        else:
+            seconds, cpu_seconds = contestant.run("timed", self._case.repeats if number else 1)
         contestant.verify(seed)
         self._measured[side].add(number, seconds, cpu_seconds)

@@ -170,11 +170,11 @@ class Contestant:
         """Give the source new bytes and poison the destination, both processes at once."""
         self.ask_all([("fill", {"seed": seed}), ("poison", {})])
 
-    def run(self, samples: int) -> tuple[list[float], float]:
-        """Return the seconds of one transfer, or of so many single steps, and the CPU seconds of all processes."""
+    def run(self, what: str, count: int) -> tuple[list[float], float]:
+        """Return the seconds of ``count`` transfers ("timed") or steps ("sample"), and the CPU seconds of all."""
         before = sum(self.ask_all([("cpu", {})]))
         initiator = self._processes[-1]
-        seconds = self._ask(initiator, "sample", count=samples) if samples else [self._ask(initiator, "timed")]
+        seconds = self._ask(initiator, what, count=count)
         return seconds, sum(self.ask_all([("cpu", {})])) - before
 
     def verify(self, seed: int) -> None:

@@ -75,12 +75,13 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
     """Print which floors are met."""
-    table = _table("floors", ("what", "measured", "floor", ""), left=1)
+    table = _table("floors", ("what", "measured", "floor", "", "the limit itself"), left=1)
     for floor in floors:
         measured = "not measured" if floor.measured is None else f"{floor.measured:.2f} {floor.unit}"
         bound = "at most" if floor.at_most else "at least"
         verdict = "" if floor.met is None else ("met" if floor.met else "NOT met")
-        table.add_row(floor.what, measured, f"{bound} {floor.wanted:g} {floor.unit}", verdict)
+        limit = "" if floor.limit is None else f"{floor.limit:.2f} {floor.unit}"
+        table.add_row(floor.what, measured, f"{bound} {floor.wanted:g} {floor.unit}", verdict, limit)
     _console(stream).print(table)
 
 

@@ -113,6 +113,7 @@ class Floor:
         wanted: The bound.
         unit: Of both.
         at_most: True when smaller is better.
+        limit: The same of the raw limit, where the bound is about a peer: above that nothing can get.
     """
 
     what: str
@@ -120,6 +121,7 @@ class Floor:
     wanted: float
     unit: str = "x"
     at_most: bool = False
+    limit: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -151,7 +153,8 @@ def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
         *(("tcp", "mooncake", size // _KIB, 1.0) for size in _SIZES[1:]),
     ):
         found = [row for row in _of(standard_blocks, Op.PULL, transport, size * _KIB) if row.peer == peer]
-        yield Floor(f"pull over {transport}, {size} KiB, of {peer}", _worst([r.ratio_to_peer for r in found]), wanted)
+        what = f"pull over {transport}, {size} KiB, of {peer}"
+        yield Floor(what, _worst([row.ratio_to_peer for row in found]), wanted, limit=_limits_own(found))
 
 
 def _floors_inside(rows: Sequence[Row]) -> Iterator[Floor]:
@@ -186,6 +189,11 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
         for row in rows
         if (row.op, row.transport, row.block_bytes) == (op, transport, size) and row.blocks not in _COUNTS
     ]
+
+
+def _limits_own(rows: Sequence[Row]) -> float | None:
+    """Return the ratio of the raw limit to the peer in the same rows."""
+    return _worst([row.ratio_to_peer / row.ratio_to_limit for row in rows if row.ratio_to_peer and row.ratio_to_limit])
 
 
 def _worst(ratios: Sequence[float | None]) -> float | None:

@@ -16,7 +16,7 @@ from llm_datadist.bench import workload as work
 from llm_datadist.bench.workload import Bytes, Op, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["Facts", "Role", "Side"]
 
@@ -124,17 +124,16 @@ class Side(ABC):
             work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
         return bool(self.destination_views)
 
-    def timed(self) -> float:
-        """Run ``transfer``; return its seconds."""
-        started = time.perf_counter()
-        self.transfer()
-        return time.perf_counter() - started
+    def timed(self, count: int) -> list[float]:
+        """Run ``transfer`` so many times; return the seconds of each."""
+        return [_seconds(self.transfer) for _ in range(count)]
 
     def sample(self, count: int) -> list[float]:
         """Run the single steps 0 to ``count - 1``; return the seconds of each."""
-        clock, step, seconds = time.perf_counter, self.transfer_one, []
-        for index in range(count):
-            started = clock()
-            step(index)
-            seconds.append(clock() - started)
-        return seconds
+        return [_seconds(self.transfer_one, index) for index in range(count)]
+
+
+def _seconds(action: Callable[..., None], *args: int) -> float:
+    started = time.perf_counter()
+    action(*args)
+    return time.perf_counter() - started
