@@ -20,7 +20,7 @@ from llm_datadist.deadline import CancellableDeadline, Deadline
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PATIENCE_MS = 30_000
 CONTROL = "llm-datadist-control"
@@ -48,15 +48,28 @@ class Ends:
         """Wait in a thread; return once that reads the channel, or waits beside who does."""
         thread = threading.Thread(target=self.channel.wait, args=(waiter, deadline), name="caller")
         thread.start()
-        wait_until(lambda: self.channel._leader is not None)
+        wait_until(self.led)
+        return thread
+
+    def led(self) -> bool:
+        return self.channel._leader is not None and not self.channel._watched
+
+    def once_led(self, act: Callable[[], None]) -> threading.Thread:
+        """Call ``act`` in a thread once a caller reads the channel."""
+
+        def run() -> None:
+            wait_until(self.led)
+            act()
+
+        thread = threading.Thread(target=run)
+        thread.start()
         return thread
 
     def say(self, *messages: Message) -> None:
         self.theirs.sendall(b"".join(map(frame, messages)))
 
     def _answer(self, message: Message) -> bool:
-        waiter = self.waiters.pop(message.id, None) if isinstance(message, Farewell) else None
-        if waiter is None:
+        if not isinstance(message, Farewell) or (waiter := self.waiters.pop(message.id, None)) is None:
             return False
         self.answered.append((message.id, threading.current_thread().name))
         waiter.wake(message)
@@ -314,14 +327,8 @@ def test_an_interrupt_while_nothing_comes_costs_nothing() -> None:
     main = threading.get_ident()
     try:
         with ends() as both:
-            killer = threading.Thread(
-                target=lambda: (
-                    wait_until(lambda: both.channel._leader is not None),
-                    signal.pthread_kill(main, signal.SIGUSR1),
-                )
-            )
+            killer = both.once_led(lambda: signal.pthread_kill(main, signal.SIGUSR1))
             waiter = both.expect(1)
-            killer.start()
             with pytest.raises(Interrupt):
                 both.channel.wait(waiter, Deadline(PATIENCE_MS))
             killer.join(20)
@@ -341,13 +348,11 @@ def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel() -> None:
             raise Interrupt
 
         both.channel._on_answer = interrupted
-        peer = threading.Thread(
-            target=lambda: (wait_until(lambda: both.channel._leader is not None), both.say(Farewell(1), Farewell(2)))
-        )
-        peer.start()
+        peer = both.once_led(lambda: both.say(Farewell(1), Farewell(2)))
         with pytest.raises(Interrupt):
             both.channel.wait(waiter, Deadline(PATIENCE_MS))
         peer.join(20)
+        assert both.channel._reading, "nobody may read what follows"
         wait_until(both.files_closed)
         assert both.lost == ["a caller was interrupted while it read an answer"]
         assert both.heard == []
