@@ -5,7 +5,7 @@ by step; the target's half is in ``target.py``. Nothing here knows the public cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -54,6 +54,7 @@ _PIN_GRACE_SECONDS: Final = 2.0
 #: The first answer may be an old one that was kept, the second one is the target's word of just now. The rest is for
 #: data lanes, which another transfer's timeout may break.
 _ATTEMPTS: Final = 4
+_geometry_decoder: Final = msgspec.msgpack.Decoder(Geometry)
 #: Answers kept per link; beyond, all are dropped and asked for again.
 _MAX_KEPT: Final = 65536
 
@@ -72,8 +73,17 @@ class RemoteName(NamedTuple):
         return f"cache {self.cache_id} row {self.row} of cluster {self.cluster_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Resolution:
+class _Resolving(NamedTuple):
+    """What an error calls the question where a cache is; put into words only then."""
+
+    what: str
+    name: RemoteName
+
+    def __str__(self) -> str:
+        return f"{self.what}: resolving {self.name}"
+
+
+class _Resolution(NamedTuple):
     """The target's answer, mapped and ready to use for as long as its guards show what they showed."""
 
     cache_id: int
@@ -221,7 +231,7 @@ class Initiator:
             return Resolve(number, push, name.key, name.cache_id, name.row, deadline.remaining_ms())
 
         try:
-            answer = link.request(build, deadline, f"{what}: resolving {name}", "resolve")
+            answer = link.request(build, deadline, _Resolving(what, name), "resolve")
         except RemoteFailure as failure:
             raise typed(failure, what) from failure
         if not isinstance(answer, Resolved):
@@ -246,8 +256,8 @@ class Initiator:
             if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
                 raise _unreachable(link, answer.cache_id, what, push=push)
             tensors = link.connection.map(
-                regions.astype(np.uint32),
-                offsets.astype(np.uint64),
+                regions.astype(np.uint32, copy=False),
+                offsets.astype(np.uint64, copy=False),
                 geometry.tensor_bytes,
                 writable=push,
                 handle=encode_handle(answer.cache_id, answer.pin, answer.guards),
@@ -331,7 +341,8 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
         )
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
-    return replace(remote, guards=guards, promises=_promises(guards), tensors=replace(remote.tensors, handle=handle))
+    tensors = replace(remote.tensors, handle=handle)
+    return remote._replace(guards=guards, promises=_promises(guards), tensors=tensors)
 
 
 def _promises(guards: tuple[Guarded, ...]) -> Promises:
@@ -361,7 +372,7 @@ def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMExce
 
 def _decode_geometry(raw: msgspec.Raw) -> Geometry:
     try:
-        geometry = msgspec.msgpack.decode(raw, type=Geometry)
+        geometry = _geometry_decoder.decode(raw)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"peer sent no cache geometry: {error}") from error
     geometry.verify()

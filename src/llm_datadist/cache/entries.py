@@ -82,7 +82,7 @@ class Entry:
         return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Pin:
     """A peer's (or, with ``peer`` None, a local call's) hold on an entry until it is released or expires."""
 

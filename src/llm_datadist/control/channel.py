@@ -1,13 +1,18 @@
-"""One framed control connection: read by the control thread, written by whoever has something to say.
+"""One framed control connection: read by the control thread or by one waiting caller, written by whoever has to say.
 
 The caller encodes its frame and sends it by itself under the channel's lock, so a request costs no thread hop. What
 the kernel does not take at once waits in a bounded backlog that the control thread drains. There is no asyncio
 transport in between: one non-blocking socket, one reader and, while there is a backlog, one writer on the loop, so
 nothing is ever half made and closing is one step. After half a frame, or a bad one, the channel ends.
+
+Nor does an answer cost a hop: the first caller that waits for one takes the *reading* (there is one, whoever has it is
+alone with the socket's input and the parser) and hands answers to those who wait for them. The first frame that is no
+answer goes to the control thread together with the reading, so that frames are handled once and in order.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from contextlib import suppress
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
     from llm_datadist.control.loop import ControlLoop
     from llm_datadist.control.messages import Message
+    from llm_datadist.control.peer import Waiter
+    from llm_datadist.deadline import Deadline
 
 __all__ = ["Channel", "FrameParser", "tune"]
 
@@ -31,6 +38,10 @@ _PAUSE_BYTES: Final = 1 << 20
 _ABORT_BYTES: Final = 16 << 20
 #: Read at once from one peer: the others wait that long.
 _READ_BYTES: Final = 1 << 16
+#: A plain number: to combine the flags anew costs more than to encode a message.
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+#: One poll of a caller that waits; the system call takes no more than some weeks.
+_POLL_SECONDS: Final = 3600.0
 
 
 def tune(sock: socket.socket) -> None:
@@ -87,9 +98,10 @@ class FrameParser:
 class Channel:
     """One connection of one link. Owns its socket.
 
-    Threads: :meth:`begin`, :meth:`send` and :meth:`close` from any; all else runs on the control thread, the callbacks
-    too. ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out
-    before whatever anybody sends, but not before :meth:`begin`.
+    Threads: :meth:`begin`, :meth:`send`, :meth:`wait` and :meth:`close` from any; all else runs on the control thread,
+    the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who waits has it now.
+    ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out before
+    whatever anybody sends, but not before :meth:`begin`.
     """
 
     def __init__(
@@ -99,16 +111,32 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         first: Message | None = None,
+        on_answer: Callable[[Message], bool] = lambda message: False,
     ) -> None:
         sock.setblocking(False)
         self._control = control
         self._socket = sock
         self._on_message = on_message
+        self._on_answer = on_answer
         self._on_lost = on_lost
+        # What only who has the reading touches: bytes, a frame that is the control thread's, a poll for one descriptor.
         self._parser = FrameParser()
-        # Guards the four fields below and every write to the socket.
+        self._put_back: bytes | None = None
+        self._whole = True  # nothing is received and not yet handed over
+        self._handed = False  # what comes next is for the control thread
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        # The loop watches this in the socket's place: a caller takes the socket out, in its own thread, while it reads.
+        self._watch = select.epoll()
+        self._watch.register(sock, select.EPOLLIN)
+        # Guards the fields below and every write to the socket.
         self._lock = threading.Lock()
         self._open = True
+        self._reading = True  # somebody has the reading; at first, and while the peer is not read from, it is nobody's
+        self._parked = True
+        self._leader: Waiter | None = None
+        self._watched = True
+        self._released = False
         self._backlog = bytearray() if first is None else bytearray(frame(first))
         self._flushing = first is not None
         self._paused = False
@@ -145,7 +173,7 @@ class Channel:
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._socket.send(data, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
@@ -165,8 +193,7 @@ class Channel:
             self._control.loop.remove_writer(self._socket)
         if self._paused and not self._congested():
             self._paused = False
-            self._control.loop.add_reader(self._socket, self._readable)
-            self._deliver()
+            self._read_on()
 
     def _congested(self) -> bool:
         return len(self._backlog) > _PAUSE_BYTES
@@ -179,39 +206,137 @@ class Channel:
         if self._flushing:
             self._begin_flush()
         self._parser.feed(leftover)
-        self._control.loop.add_reader(self._socket, self._readable)
-        self._deliver()
+        self._control.loop.add_reader(self._watch, self._readable)
+        self._read_on()
 
     def _readable(self) -> None:
+        if not self._take_reading():
+            return  # a caller was faster
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            return
+            pass
         except OSError as error:
             self._finish(f"the connection broke: {error.strerror or error}")
-            return
-        if not data:
-            self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
-            return
-        self._parser.feed(data)
-        self._deliver()
+        else:
+            self._parser.feed(data)
+            if not data:
+                self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
+        self._read_on()
 
-    def _deliver(self) -> None:
-        """Hand over the frames that are complete, for as long as the peer takes its answers."""
+    def _read_on(self) -> None:
+        """With the reading: hand over what is there and give it back; nobody has it while the peer takes no answers."""
+        self._parked = False
+        if self._deliver():
+            self._give_back_reading()
+            return
+        self._parked = self._paused = True
+        with self._lock:
+            self._unwatch()
+
+    def _deliver(self) -> bool:
+        """Hand over the frames that are complete; False when the peer must take its answers first."""
         try:
-            while self._open and not self._congested():
-                payload = self._parser.take()
-                if payload is None:
-                    return
+            while self._open:
+                if self._congested():
+                    return False
+                payload, self._put_back = self._put_back, None
+                if payload is None and (payload := self._parser.take()) is None:
+                    return True
                 self._on_message(decode(payload))
         except ProtocolError as error:
             self._finish(str(error))
         except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop that serves them all)
             logger.error("unexpected error in a handler of control messages", exc_info=error)
             self._finish(f"internal error: {error!r}")
-        if self._open and not self._paused:
-            self._paused = True
-            self._control.loop.remove_reader(self._socket)
+        return True
+
+    # --- reading: a caller that waits ------------------------------------------------------------------------------
+
+    def wait(self, waiter: Waiter, deadline: Deadline) -> None:
+        """Return when ``waiter`` is woken, or when the time is over; reads meanwhile, unless somebody else does."""
+        try:
+            if waiter.waiting and self._take_reading(waiter):
+                self._lead(waiter, deadline)
+        finally:
+            if self._leader is waiter:
+                self._stop_leading()
+        waiter.wait(deadline)
+
+    def _lead(self, waiter: Waiter, deadline: Deadline) -> None:
+        """With the reading: answers to those who wait, until ours has come or something else has."""
+        while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
+            if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
+                self._whole = False
+                answers = self._receive_answers()
+                self._whole = True
+                if not answers:
+                    self._handed = True
+                    return
+
+    def _receive_answers(self) -> bool:
+        """Receive once, hand over answers; False: the rest is for the control thread, a frame, an end or an error."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError as error:
+            self.close(f"the connection broke: {error.strerror or error}")
+            return False
+        self._parser.feed(data)
+        try:
+            while (payload := self._parser.take()) is not None:
+                self._put_back = payload
+                if not self._on_answer(decode(payload)):
+                    return False
+                self._put_back = None
+        except ProtocolError:
+            return False
+        return bool(data)
+
+    def _stop_leading(self) -> None:
+        self._leader = None
+        handed, self._handed = self._handed, False
+        if not self._whole:
+            # By the handler of a signal: what was received may be lost, so nobody may believe, or read, what follows.
+            self._parked = True
+            self.close("a caller was interrupted while it read an answer")
+            if self._released:
+                self._close_files()
+        elif not handed or not self._post(self._read_on):
+            self._give_back_reading()
+
+    # --- the reading: any thread -----------------------------------------------------------------------------------
+
+    def _take_reading(self, leader: Waiter | None = None) -> bool:
+        with self._lock:
+            if self._reading or not self._open:
+                return False
+            self._reading = True
+            if leader is not None:
+                self._leader = leader
+                self._unwatch()
+            return True
+
+    def _unwatch(self) -> None:
+        """Under the lock: let the loop sleep through what comes."""
+        if self._watched and not self._released:
+            self._watched = False
+            self._watch.unregister(self._socket)
+
+    def _give_back_reading(self) -> None:
+        with self._lock:
+            self._reading = False
+            if self._open and not self._watched:
+                self._watched = True
+                self._watch.register(self._socket, select.EPOLLIN)
+            ended = self._released
+        if ended:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._watch.close()
+        self._socket.close()
 
     # --- ending: any thread ----------------------------------------------------------------------------------------
 
@@ -221,8 +346,8 @@ class Channel:
         self._inside(self._finish, reason)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket, and say nothing to the peer or the loop."""
-        self._socket.close()
+        """In a forked child: close the child's copies of what is open, and say nothing to the peer or the loop."""
+        self._close_files()
 
     def _finish(self, reason: str) -> None:
         with self._lock:
@@ -231,20 +356,29 @@ class Channel:
             self._open = False
             self.reason = self.reason or reason
             self._backlog.clear()
-        self._control.loop.remove_reader(self._socket)
+        self._control.loop.remove_reader(self._watch)
         self._control.loop.remove_writer(self._socket)
-        # A forked child may hold the same socket: only a shutdown tells the peer.
+        # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:
+            self._released = True
+            unused = self._parked or not self._reading
+        if unused:  # otherwise by who has the reading
+            self._close_files()
         self._on_lost(self.reason)
 
     def _inside(self, function: Callable[..., None], *args: object) -> None:
         """Run on the control thread. Once that has stopped nothing can be served any more: the channel ends."""
         if self._control.inside():
             function(*args)
-            return
+        else:
+            self._post(function, *args)
+
+    def _post(self, function: Callable[..., None], *args: object) -> bool:
         try:
             self._control.post(function, *args)
         except StateError as error:
             self._finish(str(error))
+            return False
+        return True

@@ -34,7 +34,7 @@ _SURVIVAL_POLL_SECONDS: Final = 0.002
 class Link:
     """A link that is at least shaken hands on.
 
-    Callers' threads run operations and requests; the control thread delivers answers, beats and the end. The lock
+    Callers' threads run operations and requests, and read answers; the control thread delivers all else. The lock
     guards the machine, the waiters and the count of operations; nothing blocks under it. The link owns the channel and
     the data connection, and closes both when it ends.
 
@@ -160,11 +160,11 @@ class Link:
         self,
         build: Callable[[int], Message],
         deadline: Deadline,
-        what: str,
+        what: object,
         phase: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> Message:
-        """Send a request and wait for its answer; ``meanwhile`` is called between the two.
+        """Send a request and wait for its answer; ``meanwhile`` is called in between, ``what`` is for errors only.
 
         Raises:
             RemoteFailure: The target answered with a failure.
@@ -179,10 +179,10 @@ class Link:
                 raise self.lost_error(what, phase)
             self._waiters[number] = waiter
         try:
-            self.send(build(number), what, phase)
+            channel = self.send(build(number), what, phase)
             if meanwhile is not None:
                 meanwhile()
-            waiter.wait(deadline)
+            channel.wait(waiter, deadline)
         finally:
             with self._lock:
                 # An answer that comes from now on is late: nobody waits for it.
@@ -198,20 +198,20 @@ class Link:
             )
         return answer
 
-    def send(self, message: Message, what: str | None = None, phase: str = "send") -> None:
-        """Send a message that nobody answers; ``what`` and ``phase`` are what an error says was going on.
+    def send(self, message: Message, what: object = None, phase: str = "send") -> Channel:
+        """Send a message, return by which channel; ``what`` and ``phase`` are what an error says was going on.
 
         Raises:
             PeerLost: The link broke.
             NotLinked: It is not ready yet, or this end gave it up.
         """
-        channel = self.channel
-        if channel is None:
+        if (channel := self.channel) is None:
             raise NotLinked(f"the link to {self.peer} is not ready", peer=self.peer.cluster_id)
         try:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(what or type(message).__name__, phase) from error
+        return channel
 
     def tell(self, message: Message) -> None:
         """Send a message that may come too late: that the link has ended is told to the log, and to nobody else.
@@ -246,7 +246,7 @@ class Link:
             time.sleep(_SURVIVAL_POLL_SECONDS)
         return not self.ended
 
-    def lost_error(self, what: str, phase: str) -> LLMException:
+    def lost_error(self, what: object, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""
         if self.ended and not self._lost:
             return NotLinked(
@@ -264,7 +264,7 @@ class Link:
     # --- what the control thread reports ---------------------------------------------------------------------------
 
     def answer(self, number: int, message: Message) -> bool:
-        """Deliver an answer; False when nobody waits for it any more."""
+        """Deliver an answer; False when nobody waits for it any more. Any thread that reads."""
         with self._lock:
             waiter = self._waiters.pop(number, None)
             if waiter is None:

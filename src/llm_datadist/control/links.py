@@ -57,6 +57,7 @@ _PARTING_SECONDS: Final = 1.0
 
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is nobody's.
 _Final = Failed | Farewell | Located | Verified
+_ANSWERS: Final = (Resolved, Failed, Farewell, Located, Verified)
 
 
 class LinkManager(Dialling):
@@ -245,6 +246,7 @@ class LinkManager(Dialling):
             lambda message: self._dispatch(link, message),
             lambda reason: self._end(link, "the peer unlinked" if link.parted else reason, lost=not link.parted),
             first,
+            lambda message: self._answers(link, message),
         )
 
     # --- being linked: the control thread (see listener.Host) ------------------------------------------------------
@@ -333,11 +335,14 @@ class LinkManager(Dialling):
 
     # --- the control thread ----------------------------------------------------------------------------------------
 
-    def _dispatch(self, link: Link, message: Message) -> None:
+    @staticmethod
+    def _answers(link: Link, message: Message) -> bool:
+        """Deliver an answer that somebody waits for; the thread of any caller that reads, too."""
         link.heard()
-        if isinstance(message, Beat):
-            return
-        if isinstance(message, Resolved | _Final) and link.answer(message.id, message):
+        return isinstance(message, _ANSWERS) and link.answer(message.id, message)
+
+    def _dispatch(self, link: Link, message: Message) -> None:
+        if self._answers(link, message) or isinstance(message, Beat):
             return
         if isinstance(message, _Final):
             return  # late: its caller has given up

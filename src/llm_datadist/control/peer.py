@@ -35,7 +35,7 @@ class RemoteFailure(LLMException):
 
 
 class Waiter:
-    """One caller waiting for one answer: a lock that the control thread opens."""
+    """One caller waiting for one answer: a lock that whoever reads the answer opens."""
 
     __slots__ = ("_gate", "answer")
 
@@ -44,11 +44,16 @@ class Waiter:
         self._gate = threading.Lock()
         self._gate.acquire()
 
+    @property
+    def waiting(self) -> bool:
+        """True until it is woken."""
+        return self._gate.locked()
+
     def wait(self, deadline: Deadline) -> None:
         """Return when woken, or when the time is over. Called once, by the caller."""
-        while not self._gate.acquire(timeout=deadline.wait_at_most()):
-            if deadline.expired():
-                return
+        woken = self._gate.acquire(blocking=False)  # already, as a rule: by the caller itself
+        while not woken and not deadline.expired():
+            woken = self._gate.acquire(timeout=deadline.wait_at_most())
 
     def wake(self, answer: Message | None) -> None:
         """Hand over the answer, or None: there will be none. Called once at most."""

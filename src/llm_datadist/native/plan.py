@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["BlockList", "Plan", "Tensors"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of one end, as mapped in this process.
+    """The tensors of one end, as mapped in this process. Not to be changed, but not frozen either: that would double
+    the time to make one, which is on the path of every pull by key.
 
     Attributes:
-        bases: Shape ``(T,)``: address of each tensor. Not to be changed: native code has its own copy.
+        bases: Shape ``(T,)``: address of each tensor. Native code has its own copy.
         extent: Bytes of each tensor; every run must end inside it.
         native: The two, as native code takes them.
     """
@@ -29,4 +30,4 @@ class Tensors:
     native: TensorList = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "native", TensorList(self.bases, self.extent))
+        self.native = TensorList(self.bases, self.extent)

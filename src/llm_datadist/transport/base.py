@@ -109,14 +109,17 @@ class Connection(ABC):
             raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
         self._enter("map")
         try:
-            bases = offsets.astype(np.uint64)
             named = sorted(set(regions.tolist()))
+            bases = offsets if len(named) == 1 else offsets.copy()
             if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
             for region in named:
-                chosen = regions == region
                 window = self._checked_window(region, writable and not (located and region == PRIVATE))
-                bases[chosen] = _addresses(window, region, bases[chosen], extent)
+                if bases is offsets:  # all in one region, as a rule
+                    bases = _addresses(window, region, offsets, extent)
+                else:
+                    chosen = regions == region
+                    bases[chosen] = _addresses(window, region, offsets[chosen], extent)
             private, remote_guards = named[:1] == [PRIVATE], self.capabilities.remote_guards
             return RemoteTensors(bases, extent, self._serial, writable, handle, private, remote_guards)
         finally:
@@ -387,8 +390,8 @@ def move_mapped(
 def _addresses(window: Window, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
     """Return the addresses of offsets in a window. Compared so that nothing can wrap (rule 10)."""
     limit = window.nbytes - extent
-    if extent < 0 or limit < 0 or bool((offsets > np.uint64(limit)).any()):
-        worst = int(offsets.max())
+    worst = max(offsets.tolist())  # an array's own maximum takes ten times as long for one tensor
+    if extent < 0 or limit < 0 or worst > limit:
         raise ProtocolError(
             f"map: region {region} has {window.nbytes} bytes, a tensor at offset {worst} of {extent} bytes ends outside"
         )

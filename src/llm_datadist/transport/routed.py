@@ -61,7 +61,7 @@ class RoutedConnection:
         located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are; all of them lie in exported regions, or none."""
-        chosen = self._private if bool((regions == PRIVATE).all()) else self._shared
+        chosen = self._private if {PRIVATE}.issuperset(regions.tolist()) else self._shared
         return chosen.map(regions, offsets, extent, writable=writable, handle=handle, located=located)
 
     def generation(self, slot: int) -> int:

@@ -48,7 +48,7 @@ class Window:
     memory: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RemoteTensors(Tensors):
     """Tensors of a peer as returned by :meth:`Connection.map`; only the connection that made them may use them.
 
