@@ -17,7 +17,6 @@ import importlib
 import itertools
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -28,6 +27,7 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.world import World, make_config
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
+from llm_datadist.bench.worker import Busy
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -69,11 +69,9 @@ def set_busy(world: World, busy: bool, interval: float) -> None:
     sys.setswitchinterval(interval)
     running = world.memory.pop("busy", None)
     if running is not None:
-        running.stopped = True
-        running.join()
+        running.end()
     if busy:
-        world.memory["busy"] = _Busy()
-        world.memory["busy"].start()
+        world.memory["busy"] = Busy()
 
 
 def _rows(world: World) -> list[NDArray[np.uint8]]:
@@ -82,19 +80,6 @@ def _rows(world: World) -> list[NDArray[np.uint8]]:
 
 def _pattern(seed: int, nbytes: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-class _Busy(threading.Thread):
-    """Counts in pure Python until it is told to stop."""
-
-    def __init__(self) -> None:
-        super().__init__(name="busy")
-        self.stopped = False
-
-    def run(self) -> None:
-        count = 0
-        while not self.stopped:
-            count += 1
 
 
 @dataclass

@@ -24,7 +24,7 @@ from llm_datadist.bench.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Worker", "main"]
+__all__ = ["Busy", "Worker", "main"]
 
 _ORPHANED: Final = 3
 _OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
@@ -39,7 +39,7 @@ class Worker:
         self._name = side
         self._role = role
         self._side: Side | None = None
-        self._busy: _Busy | None = None
+        self._busy: Busy | None = None
         self._own: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
             "cpu": time.process_time,
@@ -79,11 +79,11 @@ class Worker:
         """Run a thread of pure Python beside the side, or end it."""
         if self._busy is not None:
             self._busy.end()
-        self._busy = _Busy() if on else None
+        self._busy = Busy() if on else None
 
 
-class _Busy:
-    """The thread ``bench-busy``, which counts and never blocks."""
+class Busy:
+    """The thread ``bench-busy``, which counts in pure Python and never blocks, from now on."""
 
     def __init__(self) -> None:
         self._ended = False
@@ -91,6 +91,7 @@ class _Busy:
         self._thread.start()
 
     def end(self) -> None:
+        """Stop and join it."""
         self._ended = True
         self._thread.join()
 

@@ -56,8 +56,8 @@ _PARTING_SECONDS: Final = 1.0
 
 
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is nobody's.
-_Final = Failed | Farewell | Located | Verified
-_ANSWERS: Final = (Resolved, Failed, Farewell, Located, Verified)
+_FINAL: Final = (Failed, Farewell, Located, Verified)
+_ANSWERS: Final = (Resolved, *_FINAL)
 
 
 class LinkManager(Dialling):
@@ -344,7 +344,7 @@ class LinkManager(Dialling):
     def _dispatch(self, link: Link, message: Message) -> None:
         if self._answers(link, message) or isinstance(message, Beat):
             return
-        if isinstance(message, _Final):
+        if isinstance(message, _FINAL):
             return  # late: its caller has given up
         handler = self._handlers.get(type(message))
         if handler is None:
