@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded
+from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
@@ -80,11 +80,7 @@ def _explain(world: World, peer: int) -> Any:
 
 
 def _lane_threads(world: World) -> int:
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm", encoding="ascii") as comm:
-            names.append(comm.read())
-    return sum(name.startswith("lldd-data") for name in names)
+    return sum(name.startswith("lldd-data") for name in scene.kernel_threads().values())
 
 
 def test_ends_that_map_each_other_have_no_lanes(shm_pair: Pair) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import wait_until
-from tests.support.world import World, residue
+from tests.support.world import World, residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,15 +33,11 @@ def killed() -> Iterator[ChildEnd]:
 def survivor() -> Iterator[ChildEnd]:
     """A decoder that must have nothing left afterwards."""
     end = ChildEnd("decoder")
-    before = end.do(left)
+    before = end.do(residue_of)
     yield end
     end.stop()
-    wait_until(lambda: end.do(left) == before)
+    assert end.do(settled_of, before) == before
     end.close()
-
-
-def left(world: World) -> dict[str, object]:
-    return residue()
 
 
 def fork_and_wait(world: World, *, properly: bool) -> int:

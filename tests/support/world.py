@@ -124,7 +124,7 @@ def baseline() -> dict[str, Any]:
 
 
 def settled(before: dict[str, Any]) -> dict[str, Any]:
-    """Return :func:`residue`, once it equals ``before`` or 5 s have passed."""
+    """Return :func:`residue` once it equals ``before`` or 5 s have passed, as :func:`scene.settled` compares them."""
     return scene.settled(before, residue)
 
 
@@ -144,7 +144,7 @@ def residue() -> dict[str, Any]:
         memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "kernel threads": len(os.listdir("/proc/self/task")),
+        "kernel threads": sorted(map(int, os.listdir("/proc/self/task"))),
         "fds": fds,
         "memfd mappings": memfds,
     }

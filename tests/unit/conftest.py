@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist.errors import LLMException, LLMStatusCode
-
-from .lane_ends import held, is_as_before
+from llm_datadist.testing.scene import residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +35,6 @@ def refused() -> Callable[..., None]:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Lanes and their engines leave no descriptor and no thread."""
-    before = held()
+    before = residue()
     yield
-    is_as_before(before)
+    assert settled(before) == before

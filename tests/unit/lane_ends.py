@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import select
 import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import numpy as np
@@ -44,27 +41,6 @@ BIG: Final = 8 << 20
 HEADER: Final = struct.Struct("<IBBHQQQQ")
 
 E = TypeVar("E", ReadAsked, WriteAsked, Served, "LaneLost")
-
-
-def held() -> list[str]:
-    """Return the descriptors of this process and the engines' threads."""
-    gc.collect()
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
-            found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread of somebody else that ends just now
-            found.append((task / "comm").read_text())
-    return sorted(name for name in found if name[0].isdigit() or name.startswith("lldd-data"))
-
-
-def is_as_before(before: list[str]) -> None:
-    """Check :func:`held` against an earlier look; the system shows a thread for a moment after it was joined."""
-    limit = time.monotonic() + BUDGET_S
-    while (now := held()) != before and time.monotonic() < limit:
-        time.sleep(0.001)
-    assert now == before
 
 
 def deadline(seconds: float = BUDGET_S) -> int:

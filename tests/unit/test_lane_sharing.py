@@ -12,13 +12,14 @@ import pytest
 
 from llm_datadist.deadline import Deadline
 from llm_datadist.native import Plan, plan_row
+from llm_datadist.testing.scene import residue, settled
 from llm_datadist.transport import PRIVATE
 from llm_datadist.transport.lanerequest import decode_request
 from llm_datadist.transport.lanes import LaneGroup, Lanes
 from llm_datadist.transport.tcp import TcpConnection
 
 from . import twin
-from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, held, is_as_before
+from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire
 from .test_lanes import Handler
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def row(nbytes: int) -> Plan:
 
 def test_a_small_read_passes_a_large_one() -> None:
     """The large one leaves a lane alone, and asks for its third part when the first has come."""
-    before = held()
+    before = residue()
     source, small_source = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
     large, small = np.zeros(LARGE, np.uint8), np.zeros(64, np.uint8)
     with played(2) as (connection, (quiet, busy), threads):
@@ -111,7 +112,7 @@ def test_a_small_read_passes_a_large_one() -> None:
         assert quiet.is_silent()
         assert set(connection._group._loads.values()) == {0}
     assert np.array_equal(large, source)
-    is_as_before(before)
+    assert settled(before) == before
 
 
 def test_a_small_write_passes_a_large_one() -> None:

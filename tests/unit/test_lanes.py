@@ -27,6 +27,7 @@ from llm_datadist.errors import (
     TransferFailed,
 )
 from llm_datadist.native import Plan, Tensors, plan_row
+from llm_datadist.testing.scene import residue, settled
 from llm_datadist.transport import PRIVATE
 from llm_datadist.transport.lanedial import LANE_PREAMBLE, dial_lanes
 from llm_datadist.transport.lanerequest import MAX_RUNS, decode_request, encode_request
@@ -36,7 +37,6 @@ from llm_datadist.transport.tcp import TcpConnection
 from llm_datadist.transport.values import MemoryChanged
 
 from . import twin
-from .lane_ends import held, is_as_before
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,7 +203,7 @@ def read(connection: TcpConnection, budget_ms: int = 20_000) -> twin.Bytes:
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
-    before, handler = held(), Handler()
+    before, handler = residue(), Handler()
     with connected(handler) as (connection, _):
         assert read(connection).tolist() == list(range(64))
         assert handler.told.wait(20)
@@ -221,7 +221,7 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         handler.extent = 64
         assert read(connection).tolist() == list(range(64))
     del connection
-    is_as_before(before)
+    assert settled(before) == before
 
 
 def test_the_end_of_a_peers_lanes_is_told() -> None:
@@ -244,7 +244,7 @@ def test_the_preamble_differs_from_a_control_connections_by_its_purpose() -> Non
 
 
 def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
-    before = held()
+    before = residue()
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
             dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(50))
@@ -252,4 +252,4 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
             dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(0))
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
-    is_as_before(before)
+    assert settled(before) == before

@@ -29,6 +29,7 @@ from llm_datadist.native import (
     plan_blocks,
     plan_row,
 )
+from llm_datadist.testing.scene import kernel_threads, residue, settled
 
 from . import twin
 
@@ -251,24 +252,19 @@ def test_other_python_threads_run_during_a_large_copy() -> None:
     assert max(gaps) < 0.45  # the copy took 0.5 s
 
 
-def copy_threads() -> list[str]:
-    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-    return sorted(name for name in names if name.startswith("lldd-copy"))
-
-
 def test_a_pool_names_its_threads_and_joins_them() -> None:
-    before = copy_threads()
+    before = residue()
     pool = CopyPool(3)
-    assert sorted(set(copy_threads()) | {"lldd-copy-0", "lldd-copy-1"}) == sorted(set(copy_threads()))
-    assert len(copy_threads()) == len(before) + 2  # the caller is the third
+    new = [name for number, name in kernel_threads().items() if number not in before["kernel threads"]]
+    assert sorted(new) == ["lldd-copy-0", "lldd-copy-1"]  # the caller is the third
     assert (pool.threads, pool.closed, repr(pool)) == (3, False, "<CopyPool 3 threads>")
     pool.close()
     pool.close()
-    assert copy_threads() == before
+    assert settled(before) == before
     assert (pool.closed, repr(pool)) == (True, "<CopyPool 3 threads, closed>")
     forgotten = CopyPool(2)
     del forgotten
-    assert copy_threads() == before
+    assert settled(before) == before
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025])

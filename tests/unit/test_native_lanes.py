@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 from llm_datadist.errors import ParamError
 from llm_datadist.native import Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked, check_plan, plan_row
 from llm_datadist.native.lanes import LOST
+from llm_datadist.testing.scene import kernel_threads
 
 from . import twin
 from .lane_ends import (
@@ -295,9 +295,9 @@ def test_a_signal_ends_a_wait_and_its_job() -> None:
 
 
 def test_threads_are_named_and_take_no_signals() -> None:
+    before = kernel_threads()
     with joined(threads=2) as ends:
-        tasks = Path("/proc/self/task").iterdir()
-        names = [(task / "comm").read_text().strip() for task in tasks]
+        names = [name for number, name in kernel_threads().items() if number not in before]
         assert sorted(name for name in names if name.startswith("lldd-")) == [
             "lldd-data-0",
             "lldd-data-0",

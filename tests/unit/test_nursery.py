@@ -11,7 +11,7 @@ import pytest
 from tests.support.ends import ChildEnd
 from tests.support.moves import Spec
 from tests.support.nursery import Forked
-from tests.support.world import make_config, residue
+from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
     from tests.support.world import World
@@ -43,7 +43,7 @@ def test_children_have_a_pipe_and_no_descriptor_of_their_siblings() -> None:
     assert [each["fds"] for each in seen] == [fresh.do(look)["fds"]] * 3
     for end in (*ends, fresh):
         end.close()
-    assert residue() == before
+    assert settled(before) == before
 
 
 def test_the_pools_of_two_children_lie_at_different_addresses() -> None:

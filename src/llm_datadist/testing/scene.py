@@ -163,16 +163,36 @@ def residue() -> dict[str, Any]:
     return {
         "fds": _descriptors(),
         "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
-        "threads": sorted(os.listdir("/proc/self/task")),
+        "kernel threads": sorted(kernel_threads()),
     }
 
 
-def settled(before: dict[str, Any], look: Callable[[], dict[str, Any]] = residue) -> dict[str, Any]:
-    """Return what ``look`` sees, once it equals ``before`` or 5 s have passed: joined threads linger a moment."""
-    give_up = time.monotonic() + 5
-    while (now := look()) != before and time.monotonic() < give_up:
+def kernel_threads() -> dict[int, str]:
+    """Return the name of every thread of this process by its number, those that are just leaving too."""
+    names = {}
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm", "rb") as comm:
+            names[int(task)] = comm.read().decode().strip()
+    return names
+
+
+def settled(
+    before: dict[str, Any], look: Callable[[], dict[str, Any]] = residue, *, seconds: float = 5.0
+) -> dict[str, Any]:
+    """Return what ``look`` sees, once it equals ``before`` or ``seconds`` have passed.
+
+    A thread stays visible for a moment after it was joined. That holds for those of whoever ran earlier as well: a
+    thread that was seen before and has left meanwhile is no difference.
+
+    """
+    give_up = time.monotonic() + seconds
+    while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
         time.sleep(0.001)
     return now
+
+
+def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return now | {"kernel threads": sorted({*now["kernel threads"], *before["kernel threads"]})}
 
 
 def _descriptors() -> list[str]:
