@@ -61,6 +61,10 @@ class Deadline:
         """Return True when no time is left."""
         return time.monotonic_ns() >= self.expires_ns
 
+    def was_cancelled(self) -> bool:
+        """Return True when its caller was cancelled: that no time is left says nothing about anybody else."""
+        return self.cancelled is not None and self.cancelled[0] != 0
+
     def poll(self, done: Callable[[], bool]) -> bool:
         """Wait for what only looking can tell, ever less often: True once ``done()``, False when no time is left."""
         pause = _SHORTEST_POLL_S
@@ -102,7 +106,7 @@ class CancellableDeadline(Deadline):
         self.cancelled: bytearray = bytearray(1)
 
     def cancel(self) -> None:
-        """Let no time be left. Any thread; waits notice within 50 ms, native copies after the chunk they are at."""
+        """Let no time be left. Any thread; waits notice within 50 ms, native work after the chunk it is at."""
         self.cancelled[0] = 1
         self.expires_ns = 0
 
@@ -113,6 +117,6 @@ class CancellableDeadline(Deadline):
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error; of a cancelled call it says so."""
         error = super().error(what, phase, peer)
-        if self.cancelled[0]:
+        if self.was_cancelled():
             error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)
         return error

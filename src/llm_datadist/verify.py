@@ -169,6 +169,7 @@ class Verifier:
             nonce,
             dst=not done.push,
             each_run=each_run,
+            cancelled=done.deadline.cancelled,
         )
         if found is None:
             raise done.deadline.error(f"{done.what}: verifying", "verify", done.link.peer.cluster_id)

@@ -15,6 +15,7 @@ from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Pl
 from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
 from llm_datadist.testing.gates import Gate, shut
 from llm_datadist.testing.stalls import stall
+from tests.support.frozen import frozen
 from tests.support.linking import bytes_move_both_ways
 from tests.support.moves import (
     BLOCKS,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
+    from llm_datadist.transport.lanes import LaneGroup
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World
@@ -277,6 +279,44 @@ def test_r07_cancelled_twice_it_still_waits_for_the_end(local_pair: Pair, tmp_pa
     with shut(world.dd, "before copy", tmp_path, peer=1):
         asyncio.run(asyncio.wait_for(impatient(), BOUND_S))
     same_bytes(local_pair.decoder.do(show, "kv"), before)
+
+
+@pytest.mark.parametrize("method", ["pull_blocks_async", "push_blocks_async"])
+def test_r07_a_call_that_waits_for_bytes_over_tcp_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
+    """As often as it likes: that it had no time left says nothing about the data lanes."""
+    ends = tcp_pair.prompt, tcp_pair.decoder
+    tcp_pair.start(rca=True, sync_kv_timeout=600_000, extra={"llm.PeerTimeout": "600"})
+    source, before = tcp_pair.prompt.do(make, "kv", SOURCE, 1), tcp_pair.decoder.do(make, "kv", PAGED, 2)
+    for each in ("pull_blocks_async", "push_blocks_async"):  # afterwards nothing needs an answer but the bytes
+        tcp_pair.decoder.do(awaited, each, BLOCKS, Use("kv"), [2], [5])
+    lanes, kept = tcp_pair.decoder.do(_lanes), moved(before, source, [(5, 2)])
+    with frozen(tcp_pair.prompt):
+        for _ in range(3):
+            tcp_pair.decoder.do(_cancelled_on_the_way, method)
+            same_bytes(tcp_pair.decoder.do(show, "kv"), kept)
+        if method == "pull_blocks_async":
+            assert tcp_pair.decoder.do(_lanes) == lanes
+    bytes_move_both_ways(*ends)
+    same_bytes(tcp_pair.decoder.do(show, "kv"), kept)
+    assert [link.state for link in tcp_pair.decoder.do(picture).links] == ["ready"]
+
+
+def _cancelled_on_the_way(world: World, method: str) -> None:
+    """Cancel a call once a data lane has something to do."""
+
+    def on_its_way() -> None:
+        wait_until(lambda: any(any(group._loads.values()) for group in _groups(world)))
+
+    call = getattr(world.cm, method)(BLOCKS, world.caches["kv"], [1, 6], [0, 3])
+    asyncio.run(_cancelled(call, on_its_way, lambda: None))
+
+
+def _groups(world: World) -> list[LaneGroup]:
+    return list(world.dd._require_engine("test")._lanes._groups.values())
+
+
+def _lanes(world: World) -> int:
+    return len(_groups(world))
 
 
 def test_a_call_that_has_ended_is_not_cancelled_any_more(local_pair: Pair) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist.control.messages import CONTROL_PREAMBLE
-from llm_datadist.deadline import Deadline
+from llm_datadist.deadline import CancellableDeadline, Deadline
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -250,6 +250,10 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
             dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(50))
         with pytest.raises(DeadlineExceeded):
             dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(0))
+        deadline = CancellableDeadline(600_000)
+        threading.Timer(0.05, deadline.cancel).start()
+        with pytest.raises(DeadlineExceeded, match="cancelled by its caller"):
+            dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
     assert settled(before) == before

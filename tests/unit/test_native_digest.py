@@ -246,6 +246,14 @@ def test_a_deadline_that_has_passed_gives_no_digest(pool: CopyPool) -> None:
     assert found(plan_of([]), tensors).shape == (1, 1, 2)
 
 
+def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
+    tensors = twin.noise(15, 1, 8 * MIB)
+    plan, ends = plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors)
+    for helpers in (None, pool):
+        assert digest(plan, ends, helpers, NO_DEADLINE, NONCE, dst=False, cancelled=bytearray(b"\1")) is None
+        assert digest(plan, ends, helpers, NO_DEADLINE, NONCE, dst=False, cancelled=bytearray(1)) is not None
+
+
 def test_two_halves_of_eight_bytes() -> None:
     (data,) = twin.noise(14, 1, 10)
     digests = found(plan_of([(0, 0, 10)]), [data])

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 
 from llm_datadist.errors import ParamError
-from llm_datadist.native import Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked, check_plan, plan_row
+from llm_datadist.native import (
+    NO_DEADLINE,
+    Ending,
+    LaneEngine,
+    LaneLost,
+    Plan,
+    ReadAsked,
+    Tensors,
+    WriteAsked,
+    check_plan,
+    plan_row,
+)
 from llm_datadist.native.lanes import LOST
 from llm_datadist.testing.scene import kernel_threads
 
@@ -192,6 +203,48 @@ def test_a_read_that_timed_out_writes_nothing_more() -> None:
             assert ends.move(ends.lanes[0], one_row(100), twin.tensors_of([again])).ending is Ending.GOOD
         assert not into.any()
         assert np.array_equal(again, source[:100])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_wait_that_is_cancelled_gives_its_job_up(early: bool) -> None:
+    """Before it begins, or meanwhile; the clock has no part in it."""
+    source, into = np.ones(100, np.uint8), np.zeros(100, np.uint8)
+    flag = bytearray(1)
+    with joined() as ends:
+        job = ends.start(ends.lanes[0], one_row(into.size), twin.tensors_of([into]))
+        asked = next_event(ends.far, ReadAsked)
+        cancel = threading.Timer(0 if early else 0.05, flag.__setitem__, (0, 1))
+        cancel.start()
+        if early:
+            cancel.join()
+        assert ends.near.wait(job, NO_DEADLINE, flag) == (Ending.TIMEOUT, 0, 0, "")
+        cancel.join()
+        with Target(ends.far, twin.tensors_of([source])) as target:
+            target.answer(asked)
+            again = np.zeros(100, np.uint8)
+            assert ends.move(ends.lanes[0], one_row(100), twin.tensors_of([again])).ending is Ending.GOOD
+        assert not into.any()
+        assert again.all()
+
+
+def test_a_job_that_has_ended_is_told_to_whoever_was_cancelled_too() -> None:
+    source, into = twin.noise(9, 1, 100)[0], np.zeros(100, np.uint8)
+    with joined() as ends, Target(ends.far, twin.tensors_of([source])):
+        job = ends.start(ends.lanes[0], one_row(100), twin.tensors_of([into]))
+        later = ends.move(ends.lanes[0], one_row(100), twin.tensors_of([into.copy()]))  # they go one after the other
+        assert later.ending is Ending.GOOD
+        assert ends.near.wait(job, NO_DEADLINE, bytearray(b"\1")) == (Ending.GOOD, 0, 100, "")
+        assert np.array_equal(into, source)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_flag_of_a_wait_is_one_byte(size: int) -> None:
+    into = np.zeros(100, np.uint8)
+    with joined() as ends:
+        job = ends.start(ends.lanes[0], one_row(into.size), twin.tensors_of([into]))
+        with pytest.raises(ParamError, match=f"^cancelled has {size} bytes: must be one"):
+            ends.near.wait(job, NO_DEADLINE, bytearray(size))
+        assert ends.near.give_up(job).ending is Ending.TIMEOUT
 
 
 def test_a_read_that_timed_out_half_way_writes_nothing_more() -> None:

@@ -5,11 +5,10 @@ coroutine is made, everything else where it is awaited. The blocking call runs i
 (``llm-datadist-async_<n>``, at most 32 at a time; ``sync_kv_timeout`` counts from when one is free).
 
 A task that is cancelled gets its ``CancelledError`` when nothing of the call can write to the destination any more
-(R7): a call that has not begun never does; one that waits for an answer of the peer gives up within 50 ms; one that
-copies in this process or over shm or cma ends within about 4 MiB; one that moves bytes over tcp ends with them or with
-``sync_kv_timeout``. What a cancelled call leaves is undefined inside the addressed
-rows or blocks, untouched outside, and the link stays usable. A cancelled pull may have been complete all the same, and
-have consumed its key.
+(R7): a call that has not begun never does; one that waits for an answer of the peer, or moves bytes over tcp, gives up
+within 50 ms; one that copies in this process or over shm or cma, or digests what it has moved, ends within about 4 MiB.
+What a cancelled call leaves is undefined inside the addressed rows or blocks, untouched outside, and the link stays
+usable. A cancelled pull may have been complete all the same, and have consumed its key.
 """
 
 from __future__ import annotations

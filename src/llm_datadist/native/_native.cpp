@@ -27,20 +27,12 @@ namespace {
 // Below this letting other Python threads run costs more than it gives them.
 constexpr std::int64_t release_gil_above_bytes = 256 << 10;
 
-using Flag = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-const std::uint8_t* flag_of(const std::optional<Flag>& flag) {
-    if (!flag) return nullptr;
-    if (flag->size() != 1) refuse("cancelled has ", flag->size(), " bytes: must be one");
-    return flag->data();
-}
-
 // Without a pid both ends have addresses in this process.
 std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled, std::optional<int> pid,
                          bool write) {
     const Copy copy = plan.copy(dst, src);
-    const Stop stop{deadline_ns, flag_of(cancelled)};
+    const Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<nb::gil_scoped_release> released;
     if (plan.nbytes() > release_gil_above_bytes) released.emplace();
     const std::uint64_t per_pair = check(copy, plan.pairing().count, plan.nbytes());

@@ -174,8 +174,8 @@ inline std::uint64_t check_side(const Side& side, std::int64_t count) {
 class DigestTask final : public Task {
 public:
     DigestTask(const Side& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
-               std::int64_t deadline_ns)
-        : side_(side), key_(key), deadline_ns_(deadline_ns) {
+               const Stop& stop)
+        : side_(side), key_(key), stop_(stop) {
         cut(each_run, chunk_bytes / stripe_bytes * stripe_bytes);
         sums_ = std::make_unique<Sum[]>(side.count * lengths_.size());
         total_ = side.count * chunks_.size();
@@ -183,7 +183,7 @@ public:
 
     void run() noexcept override {
         for (std::size_t at = take(); at < total_; at = take()) {
-            if (passed(deadline_ns_)) {
+            if (stop_.now()) {
                 late_.store(true, std::memory_order_relaxed);
                 next_.store(total_, std::memory_order_relaxed);
                 return;
@@ -194,7 +194,7 @@ public:
 
     bool exhausted() const noexcept override { return next_.load(std::memory_order_relaxed) >= total_; }
 
-    // After the last thread has left. False: the deadline passed, and there are no digests.
+    // After the last thread has left. False: it was stopped, and there are no digests.
     bool late() const { return late_.load(std::memory_order_relaxed); }
 
     std::vector<Digest> digests() const {
@@ -260,7 +260,7 @@ private:
 
     const Side& side_;
     const DigestKey& key_;
-    std::int64_t deadline_ns_;
+    Stop stop_;
     std::vector<std::uint64_t> lengths_;  // of each stream of a tensor
     std::vector<Chunk> chunks_;           // of one tensor; all tensors are cut alike
     std::size_t total_ = 0;
@@ -269,11 +269,11 @@ private:
     std::atomic<bool> late_{false};
 };
 
-// Digests a checked side of `total` bytes into `out`; false when the deadline passed first.
+// Digests a checked side of `total` bytes into `out`; false when it was stopped first.
 inline bool digest_side(const Side& side, std::uint64_t total, const DigestKey& key, bool each_run, CopyPool* pool,
-                        std::int64_t deadline_ns, std::vector<Digest>& out) {
+                        const Stop& stop, std::vector<Digest>& out) {
     CopyPool* helpers = total <= share_above_bytes ? nullptr : pool;
-    DigestTask task(side, key, each_run, chunk_bytes_for(total, helpers), deadline_ns);
+    DigestTask task(side, key, each_run, chunk_bytes_for(total, helpers), stop);
     if (helpers == nullptr)
         task.run();
     else

@@ -34,6 +34,7 @@ def digest(
     *,
     dst: bool,
     each_run: bool = False,
+    cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None:
     """Digest one end of ``plan``, in this thread and those of ``pool``.
 
@@ -49,10 +50,11 @@ def digest(
         nonce: 16 bytes that nobody could know before the bytes were written.
         dst: True for the destination of the plan, False for its source.
         each_run: True for one digest of each run of each tensor, False for one of all runs of each tensor.
+        cancelled: One byte: no digest once it is not zero, as after the deadline. None: only the deadline stops it.
 
     Returns:
-        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None when the deadline
-        passed first.
+        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None when it was stopped
+        first.
 
     Raises:
         ParamError: A tensor that this end does not have, a run that ends outside it, or a nonce that is none.
@@ -69,6 +71,7 @@ def digest(
         nonce,
         pool,
         min(deadline_ns, 2**63 - 1),
+        cancelled,
     )
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)
 

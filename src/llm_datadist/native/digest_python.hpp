@@ -13,6 +13,7 @@
 
 #include "digest.hpp"
 #include "standing.hpp"
+#include "stop_python.hpp"
 
 namespace datadist {
 
@@ -41,7 +42,8 @@ inline DigestKey key_of(const nb::bytes& nonce) {
 
 inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t extent, std::int64_t first,
                                         std::int64_t count, const DigestRuns& runs, bool dst, bool each_run,
-                                        const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns) {
+                                        const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns,
+                                        const std::optional<Flag>& cancelled) {
     const Side side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
                     static_cast<std::size_t>(count),
                     reinterpret_cast<const Run*>(runs.data()),
@@ -49,11 +51,12 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
                     dst ? &Run::dst : &Run::src};
     const std::uint64_t total = check_side(side, count);
     const DigestKey key = key_of(nonce);
+    const Stop stop = stop_of(deadline_ns, cancelled);
     std::vector<Digest> out;
     {
         std::optional<nb::gil_scoped_release> released;
         if (total > digest_without_gil_above) released.emplace();
-        if (!digest_side(side, total, key, each_run, pool, deadline_ns, out)) return std::nullopt;
+        if (!digest_side(side, total, key, each_run, pool, stop, out)) return std::nullopt;
     }
     return give_rows<Digests>(std::move(out));
 }
@@ -66,7 +69,7 @@ inline void bind_digest(nb::module_& m) {
     using namespace nb::literals;
 
     m.def("digest", &py_digest, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a, "runs"_a.noconvert(), "dst"_a,
-          "each_run"_a, "nonce"_a, "pool"_a.none(), "deadline_ns"_a);
+          "each_run"_a, "nonce"_a, "pool"_a.none(), "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none());
     m.def("standing_runs", &py_standing_runs, "runs"_a.noconvert(), "alias"_a);
 }
 

@@ -230,13 +230,15 @@ class LaneEngine:
             lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, plan.runs, plan.nbytes
         )
 
-    def wait(self, job: int, deadline_ns: int) -> Outcome:
+    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
         """Return how a job ended; at the deadline (``time.monotonic_ns()``) it is given up. Signals are handled.
+
+        Within 50 ms it is given up as well once ``cancelled``, one byte, is not zero.
 
         Raises:
             ParamError: The job's end was told before.
         """
-        return _outcome(self._native.wait(job, min(deadline_ns, _NEVER)))
+        return _outcome(self._native.wait(job, min(deadline_ns, _NEVER), cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job if it has not ended yet, and return how it did.

@@ -25,7 +25,7 @@ using LaneBases = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb
 using LaneRuns = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using GuardList = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
-constexpr std::int64_t signal_check_ns = 100'000'000;  // how long Ctrl-C waits for a transfer at most
+constexpr std::int64_t look_every_ns = 50'000'000;  // how long Ctrl-C, or a cancellation, waits for a transfer at most
 
 inline Spans spans_of(const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
                       const LaneRuns& runs, bool dst, std::int64_t nbytes) {
@@ -69,12 +69,14 @@ inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
 }
 
 // A signal's exception ends the job before it is raised.
-inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns) {
+inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns,
+                         const std::optional<Flag>& cancelled) {
+    const Stop stop = stop_of(deadline_ns, cancelled);
     while (true) {
         const std::int64_t now = monotonic_ns();
-        const std::int64_t until = deadline_ns - now > signal_check_ns ? now + signal_check_ns : deadline_ns;
+        const std::int64_t until = deadline_ns - now > look_every_ns ? now + look_every_ns : deadline_ns;
         if (const auto outcome = wait_without_gil(engine, id, until)) return outcome_tuple(*outcome);
-        if (monotonic_ns() >= deadline_ns) return outcome_tuple(give_up_without_gil(engine, id));
+        if (stop.now()) return outcome_tuple(give_up_without_gil(engine, id));
         if (PyErr_CheckSignals() != 0) {
             give_up_without_gil(engine, id);
             throw nb::python_error();
@@ -136,7 +138,7 @@ inline void bind_lanes(nb::module_& m) {
         .def("poll_events", &py_poll_events, "Return the events since the last call.")
         .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
              "runs"_a.noconvert(), "nbytes"_a)
-        .def("wait", &py_wait, "job"_a, "deadline_ns"_a)
+        .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
              "job"_a)

@@ -11,6 +11,9 @@ From then on both ends speak the frames of the native lane engine.
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import socket
 import struct
 from contextlib import ExitStack
@@ -63,12 +66,11 @@ def dial_lanes(
         socks = [_connect(address, deadline, what, opened) for _ in range(count)]
         try:
             for number, sock in enumerate(socks, first):
-                _arm(sock, deadline, what)
-                sock.sendall(LANE_PREAMBLE + token + _NUMBER.pack(number))
+                sock.sendall(LANE_PREAMBLE + token + _NUMBER.pack(number))  # which a new connection has room for
             for sock in socks:
                 _await_accept(sock, deadline, what)
-        except TimeoutError as error:
-            raise error if isinstance(error, DeadlineExceeded) else deadline.error(what, "connect") from error
+        except DeadlineExceeded:
+            raise
         except OSError as error:
             raise LinkRefused(f"{what}: the connection broke: {error}") from error
         opened.pop_all()
@@ -76,26 +78,38 @@ def dial_lanes(
 
 
 def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
+    """Return a new connection, which does not block."""
     try:
-        sock = opened.enter_context(socket.create_connection(address, timeout=max(deadline.remaining(), 1e-3)))
-    except TimeoutError as error:
-        raise deadline.error(what, "connect") from error
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = opened.enter_context(socket.socket(family, kind, protocol))
+        sock.setblocking(False)
+        tune_lane(sock)
+        failed = sock.connect_ex(where)
+        if failed == errno.EINPROGRESS:
+            _await(sock, select.POLLOUT, deadline, what)
+            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+    except DeadlineExceeded:
+        raise
     except OSError as error:
         raise LinkRefused(f"{what}: cannot connect: {error}") from error
-    tune_lane(sock)
     return sock
 
 
-def _arm(sock: socket.socket, deadline: Deadline, what: str) -> None:
-    deadline.check(what, "connect")
-    sock.settimeout(max(deadline.remaining(), 1e-3))
-
-
 def _await_accept(sock: socket.socket, deadline: Deadline, what: str) -> None:
-    _arm(sock, deadline, what)
+    _await(sock, select.POLLIN, deadline, what)
     if sock.recv(1) != _ACCEPTED:
         raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
-    sock.settimeout(None)
+    sock.setblocking(True)
+
+
+def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
+    """Return when the socket is ready or has failed. In turns, between which a cancellation is noticed."""
+    ready = select.poll()
+    ready.register(sock, event)
+    while not ready.poll(deadline.wait_at_most() * 1e3):
+        deadline.check(what, "connect")
 
 
 async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterable, Sequence
 
+    from llm_datadist.deadline import Deadline
     from llm_datadist.native import LaneEvent, Tensors
     from llm_datadist.transport.lanerequest import LaneRequest
 
@@ -104,21 +104,21 @@ class LaneGroup:
             waiting, self._waiting = self._waiting, []
             return waiting
 
-    def take(self, nbytes: int, deadline_ns: int = 0, *, large: bool = False) -> int:
+    def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
         """Return the lane with the least to do, and note ``nbytes`` more on it.
 
         The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
         the same order, as they were dialled. Where the peer dials, lost lanes come back by themselves: they are waited
-        for until ``deadline_ns`` (``time.monotonic_ns()``).
+        for until the ``deadline``.
 
         Raises:
             PeerLost: There is none left.
         """
         with self._changed:
             while not self._closed and not self._loads:
-                left = (deadline_ns - time.monotonic_ns()) / 1e9
-                if left <= 0 or not self._changed.wait(left):
+                if deadline is None or deadline.expired():
                     break
+                self._changed.wait(deadline.wait_at_most())
             lanes = list(self._loads)
             lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__, default=None)
             if lane is not None:

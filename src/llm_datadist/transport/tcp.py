@@ -161,7 +161,7 @@ class TcpConnection(Connection):
                 raise TransferAborted(f"{what}: the tcp connection was aborted", phase="copy") from error
             raise
         finally:
-            self._give_up(started)
+            self._give_up(started, deadline)
         return Transfer(plan.nbytes)
 
     def _run(
@@ -189,7 +189,7 @@ class TcpConnection(Connection):
                 done += self._finish(started, done, plan.nbytes, deadline, write=write)
             # The parts of an ordered plan follow each other on one lane.
             if lane is None or not plan.ordered:
-                lane = self._group.take(part.nbytes, deadline.expires_ns, large=large)
+                lane = self._group.take(part.nbytes, deadline, large=large)
             meta = encode_request(remote.handle, remote.extent, part, write=write)
             started.append(_Part(start(lane, meta, part, local), lane, part.nbytes, transfer))
         while started:
@@ -199,16 +199,16 @@ class TcpConnection(Connection):
         """Wait for the first part, taking it out of ``started``; return its bytes, or raise why it failed."""
         part = started.popleft()
         try:
-            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
+            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns, deadline.cancelled)
         except BaseException:  # of a signal, which has ended the job
             self._group.put(part.lane, part.nbytes)
             raise
-        self._ended(part, outcome)
+        self._ended(part, outcome, deadline)
         if outcome.ending is Ending.GOOD:
             return outcome.nbytes
         done = before + outcome.nbytes
         if outcome.ending is Ending.TIMEOUT:
-            done += self._give_up(started)
+            done += self._give_up(started, deadline)
         what = f"{'write' if write else 'read'} ({done} of {total} bytes done)"
         if outcome.ending is Ending.TIMEOUT:
             raise deadline.error(what, "copy")
@@ -220,29 +220,29 @@ class TcpConnection(Connection):
         untouched = True
         while started:
             part = started.popleft()
-            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns)
-            self._ended(part, outcome)
+            outcome = self._lanes.engine.wait(part.job, deadline.expires_ns, deadline.cancelled)
+            self._ended(part, outcome, deadline)
             untouched &= _untouched(outcome)
         return untouched
 
-    def _give_up(self, started: deque[_Part]) -> int:
+    def _give_up(self, started: deque[_Part], deadline: Deadline) -> int:
         """End what is left of a transfer, so that local memory is the caller's again; return the bytes it moved."""
         done = 0
         while started:
             part = started.pop()
             outcome = self._lanes.engine.give_up(part.job)
-            self._ended(part, outcome)
+            self._ended(part, outcome, deadline)
             done += outcome.nbytes
         return done
 
-    def _ended(self, part: _Part, outcome: Outcome) -> None:
+    def _ended(self, part: _Part, outcome: Outcome, deadline: Deadline) -> None:
         self._group.put(part.lane, part.nbytes)
         if outcome.nbytes:
             self._silent.pop(part.lane, None)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
             self._silent.pop(part.lane, None)
             self._group.discard(part.lane)  # the event says so too, later
-        elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes:
+        elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not deadline.was_cancelled():
             self._suspect(part)
 
     def _suspect(self, part: _Part) -> None:
