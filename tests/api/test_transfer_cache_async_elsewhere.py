@@ -12,6 +12,7 @@ from llm_datadist import BlocksCacheKey, TransferConfig
 from llm_datadist.testing.gates import Gate, shut
 from tests.support.layers import FAILED, OK, addresses, begin, finish, keyed, raw, ready, received, send, wait_asked
 from tests.support.linking import alone
+from tests.support.memory import pool
 from tests.support.moves import Spec, forget, make, picture, same_bytes, wait_until
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def test_r07_by_address_memory_of_a_pool_that_is_reused_is_not_written(
     first_layer_sent(shm_pair, config)
     where = shm_pair.prompt.do(addresses, "kv")
     shm_pair.prompt.do(give_back, "kv")
+    wait_until(lambda: shm_pair.prompt.do(pool).used_bytes == 0)  # the pin of the first layer may still be on its way
     before = shm_pair.prompt.do(make, "kv", Spec(6, 4, 48), 7)
     assert shm_pair.prompt.do(addresses, "kv") == where
     refused_midway(shm_pair.decoder, "allocated anew")

@@ -42,8 +42,8 @@ SIZES: Final = {"shm": 8, "cma": 16, "tcp": 24}
 KILL_EVERY: Final = 25
 #: Milliseconds the owner waits for memory that does not come back meanwhile.
 SHORT_MS: Final = 40
-#: A trial that is not caught is done again, but not for ever.
-TRIES: Final = 20
+#: A trial that is not caught is done again, but not for ever: where both ends share one CPU only one in thirty is.
+TRIES: Final = 100
 
 
 @dataclass
