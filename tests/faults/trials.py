@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["Report", "Trials", "main", "run"]
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
-#: MiB a copy: so long that a signal finds it in the middle. Of cma the kernel moves 4 MiB before it looks at signals;
-#: of tcp what the sockets hold arrives although its sender is stopped.
-SIZES: Final = {"shm": 8, "cma": 16, "tcp": 24}
+#: MiB a copy: so long that a signal finds it in the middle, also where all share one CPU. Of cma the kernel moves 4 MiB
+#: before it looks at signals; of tcp what the sockets hold arrives although its sender is stopped.
+SIZES: Final = {"shm": 32, "cma": 32, "tcp": 24}
 KILL_EVERY: Final = 25
 #: Milliseconds the owner waits for memory that does not come back meanwhile.
 SHORT_MS: Final = 40
-#: A trial that is not caught is done again, but not for ever: where both ends share one CPU only one in thirty is.
-TRIES: Final = 100
+#: A trial that is not caught is done again, but not for ever.
+TRIES: Final = 40
 
 
 @dataclass
