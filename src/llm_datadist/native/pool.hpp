@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,25 @@ private:
     cpu_set_t given_{};
 };
 
+// Lets other threads of the core run, and memory be read less often, while one waits in a loop.
+inline void relax() noexcept {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// Looks again and again for a short time, about as long as it takes to wake a thread; returns what it saw last.
+template <typename Condition>
+bool spin_until(const Condition& condition) noexcept {
+    constexpr auto patience = std::chrono::microseconds(50);
+    const auto until = std::chrono::steady_clock::now() + patience;
+    while (!condition()) {
+        if (std::chrono::steady_clock::now() >= until) return false;
+        relax();
+    }
+    return true;
+}
+
 class CopyPool {
 public:
     static constexpr int max_threads = 1024;
@@ -97,6 +117,7 @@ public:
         Offer offer{&task};
         if (!post(offer)) return task.run();
         task.run();
+        spin_until([&] { return offer.helpers.load(std::memory_order_relaxed) == 0; });
         withdraw(offer);
     }
 
@@ -118,7 +139,7 @@ public:
 private:
     struct Offer {
         Task* task;
-        int helpers = 0;               // workers inside task->run(); under the mutex
+        std::atomic<int> helpers{0};   // workers inside task->run(); changed under the mutex
         std::condition_variable idle;  // helpers became 0
 
         explicit Offer(Task* offered) : task(offered) {}
@@ -129,6 +150,7 @@ private:
         std::mutex mutex;
         std::condition_variable wake;
         std::vector<Offer*> offers;
+        std::atomic<unsigned> news{0};  // counts offers; changed under the mutex
         bool stopping = false;
         int avoided = -1;                   // the CPU that the placed workers keep off; under the mutex
         std::vector<Placement> placements;  // of the first workers; under the mutex
@@ -164,6 +186,7 @@ private:
             if (state_->stopping) return false;
             if (state_->offers.empty()) place();
             state_->offers.push_back(&offer);
+            state_->news.fetch_add(1, std::memory_order_relaxed);
         }
         state_->wake.notify_all();
         return true;
@@ -192,14 +215,27 @@ private:
         return best;
     }
 
+    static void await_news(const State& state, std::unique_lock<std::mutex>& lock) {
+        const unsigned seen = state.news.load(std::memory_order_relaxed);
+        lock.unlock();
+        spin_until([&] { return state.news.load(std::memory_order_relaxed) != seen; });
+        lock.lock();
+    }
+
     static void serve(State* state) {
         std::unique_lock<std::mutex> lock(state->mutex);
+        bool awaited = true;  // by looking, since the last work: the next may come at once
         while (!state->stopping) {
             Offer* offer = pick(*state);
             if (offer == nullptr) {
-                state->wake.wait(lock);
+                if (awaited)
+                    state->wake.wait(lock);
+                else
+                    await_news(*state, lock);
+                awaited = true;
                 continue;
             }
+            awaited = false;
             ++offer->helpers;
             lock.unlock();
             offer->task->run();
