@@ -266,7 +266,7 @@ void drops() {
         for (int i = 0; i < 100; ++i) {
             const auto [a, b] = new_pair();
             const std::uint64_t lane = near->add_lane(a), other = far->add_lane(b);
-            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst));
+            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), true);
             i % 2 != 0 ? near->drop_lane(lane) : far->drop_lane(other);
             const Outcome outcome = finish(*near, id, 20 * second_ns);
             CHECK(outcome.ending == Ending::lost || outcome.ending == Ending::good);
@@ -275,7 +275,7 @@ void drops() {
             const auto [a, b] = new_pair();
             const std::uint64_t lane = near->add_lane(a);
             far->add_lane(b);
-            near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src));
+            near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
         }
         near->close();
     }
