@@ -183,7 +183,7 @@ class CacheStore:
         placement = Placement(geometry.placement)
         shared = self._pools.get(placement) is allocation.pool
         region, offsets = (_REGIONS[placement], allocation.offsets) if shared else (PRIVATE, allocation.addresses)
-        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes)
+        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, mapped=True)
         count = len(offsets)
         names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
         return Storage(tensors, *names, allocation, (allocation.pool.segment,))

@@ -99,7 +99,8 @@ private:
             return engine_.refuse_request(event.lane, event.id, 77, "not now");
         Grant grant{event.id,
                     std::make_shared<Payload>(write ? sink.spans(decode(event.text), &Run::dst)
-                                                    : memory.spans(decode(event.text), &Run::src)),
+                                                    : memory.spans(decode(event.text), &Run::src),
+                                              event.id % 2 != 0),  // small blocks by a copy, or by the kernel
                     {},
                     static_cast<std::int64_t>(event.lane % 2)};
         grant.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
@@ -149,7 +150,8 @@ void parallel_reads() {
                 fill(local.bytes, own);
                 const auto before = local.bytes;
                 const auto id =
-                    near.start(lanes[own() % lanes.size()], Kind::read, encode(runs), local.spans(runs, &Run::dst));
+                    near.start(lanes[own() % lanes.size()], Kind::read, encode(runs), local.spans(runs, &Run::dst),
+                               i % 2 != 0);
                 const Outcome outcome = finish(near, id, 20 * second_ns);
                 CHECK(outcome.ending == Ending::good);
                 check_moved(local, target.memory, runs, before);
@@ -172,7 +174,7 @@ void writes_both_ways() {
             const auto runs = random_runs(random, random() % blocks);
             fill(local.bytes, random);
             const auto before = target.sink.bytes;
-            const auto id = engine.start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src));
+            const auto id = engine.start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), false);
             CHECK(finish(engine, id, 20 * second_ns).ending == Ending::good);
             check_moved(target.sink, local, runs, before);
         }
@@ -200,7 +202,7 @@ void give_ups() {
         const auto runs = random_runs(random, random() % blocks);
         const bool write = random() % 2 != 0;
         const auto id = near.start(lane, write ? Kind::write : Kind::read, encode(runs),
-                                   local.spans(runs, write ? &Run::src : &Run::dst));
+                                   local.spans(runs, write ? &Run::src : &Run::dst), true);
         const Outcome outcome = finish(near, id, static_cast<std::int64_t>(random() % 2'000'000));
         ++ended[static_cast<int>(outcome.ending)];
         std::memset(local.bytes.data(), 0, local.bytes.size());
@@ -233,7 +235,7 @@ void quiesces() {
                 const auto runs = random_runs(own, own() % blocks);
                 const bool write = n % 2 != 0;
                 const auto id = near.start(lanes[n], write ? Kind::write : Kind::read, encode(runs),
-                                           local.spans(runs, write ? &Run::src : &Run::dst));
+                                           local.spans(runs, write ? &Run::src : &Run::dst), true);
                 const Outcome outcome = finish(near, id, 20 * second_ns);
                 CHECK(outcome.ending != Ending::timeout && outcome.ending != Ending::lost);
                 ++(outcome.ending == Ending::good ? goods : others);
@@ -264,7 +266,7 @@ void drops() {
         for (int i = 0; i < 100; ++i) {
             const auto [a, b] = new_pair();
             const std::uint64_t lane = near->add_lane(a), other = far->add_lane(b);
-            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst));
+            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), true);
             i % 2 != 0 ? near->drop_lane(lane) : far->drop_lane(other);
             const Outcome outcome = finish(*near, id, 20 * second_ns);
             CHECK(outcome.ending == Ending::lost || outcome.ending == Ending::good);
@@ -273,7 +275,7 @@ void drops() {
             const auto [a, b] = new_pair();
             const std::uint64_t lane = near->add_lane(a);
             far->add_lane(b);
-            near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src));
+            near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
         }
         near->close();
     }
@@ -310,7 +312,7 @@ void fuzz() {
     engine.add_lane(a);
     Memory local;
     const auto runs = random_runs(random, 10);
-    CHECK(finish(other, other.start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst)), 20 * second_ns).ending ==
+    CHECK(finish(other, other.start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), false), 20 * second_ns).ending ==
           Ending::good);
 }
 

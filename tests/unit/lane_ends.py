@@ -94,6 +94,13 @@ def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
             return events
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 @dataclass
 class Target:
     """Answers every request from its tensors, in a thread of its own."""

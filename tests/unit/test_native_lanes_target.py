@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,11 @@ from .lane_ends import (
     next_event,
     one_row,
     tensors,
+    wait_for,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist.native import LaneEvent
 
@@ -150,13 +150,6 @@ def write_is_good(engine: LaneEngine, wire: Wire, id: int) -> None:
     assert wire.result() == (id, 0, "")
     assert next_event(engine, Served) == Served(wire.lane, id, 0, 1000)
     assert memory.tobytes() == b"x" * 1000
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 # Refusals

@@ -1,8 +1,6 @@
 // The executor inside this process: moves the bytes of a checked plan in order, or shared by threads.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -36,23 +34,6 @@ inline bool runs_overlap_themselves(const Copy& copy) {
         }
     }
     return false;
-}
-
-// Streaming stores pay once source and destination would not both stay in the caches. The cap is measured: on a Xeon
-// with 2 MiB of its own per core and 260 MiB that it shares, streaming won from there on even when all had just been
-// copied, and at every size when nothing had. Below it whoever reads the destination next finds it in a cache.
-inline bool exceeds_caches(std::uint64_t bytes) {
-    static const std::uint64_t limit = [] {
-        constexpr std::uint64_t cap = 2u << 20;
-        const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);
-        return size > 0 ? std::min(static_cast<std::uint64_t>(size) / 2, cap) : cap;
-    }();
-    return bytes > limit;
-}
-
-inline Mover mover_for(std::uint64_t bytes) {
-    static const Mover streaming = best_streaming_mover();
-    return exceeds_caches(bytes) ? streaming : move_plain;
 }
 
 // One after the other, in the order of the plan; overlapping runs like memmove. Returns the bytes done before it had to stop.

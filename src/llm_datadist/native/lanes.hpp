@@ -116,7 +116,7 @@ public:
 
     // Our jobs. Each is started once and then waited for or given up once.
 
-    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
+    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans, bool mapped) {
         const auto body = usable_body();
         if (meta.size() > max_meta_bytes) refuse("meta has ", meta.size(), " bytes, at most ", max_meta_bytes);
         if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
@@ -124,7 +124,7 @@ public:
         auto ticket = std::make_shared<Ticket>();
         remember(id, {lane, ticket});
         auto job = std::make_shared<Job>(
-            Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans)), ticket});
+            Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
         const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
             const bool found = worker.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
             if (!found) fail_unknown(*job->ticket, lane);

@@ -220,14 +220,16 @@ class LaneEngine:
         Raises:
             ParamError: The plan leaves ``dst``, or ``meta`` is too long.
         """
+        runs, nbytes = plan.runs, plan.nbytes
         return self._native.start(
-            lane, False, meta, dst.bases, dst.extent, plan.dst_first, plan.count, plan.runs, plan.nbytes
+            lane, False, meta, dst.bases, dst.extent, plan.dst_first, plan.count, runs, nbytes, dst.mapped
         )
 
     def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
         """Bring the bytes of ``plan`` to the target and return the job's number; otherwise as :meth:`start_read`."""
+        runs, nbytes = plan.runs, plan.nbytes
         return self._native.start(
-            lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, plan.runs, plan.nbytes
+            lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, runs, nbytes, src.mapped
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
@@ -265,17 +267,17 @@ class LaneEngine:
         Raises:
             ParamError: The plan leaves ``src``: the request is still to be answered.
         """
+        at, runs, nbytes = plan.src_first, plan.runs, plan.nbytes
         self._native.grant(
-            lane, id, False, src.bases, src.extent, plan.src_first, plan.count, plan.runs, plan.nbytes, guards, tag
+            lane, id, False, src.bases, src.extent, at, plan.count, runs, nbytes, guards, tag, src.mapped
         )
 
     def accept_write(
         self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
         """Receive a :class:`WriteAsked` into ``dst``; ``plan.nbytes`` must be its size. As :meth:`serve_read`."""
-        self._native.grant(
-            lane, id, True, dst.bases, dst.extent, plan.dst_first, plan.count, plan.runs, plan.nbytes, guards, tag
-        )
+        at, runs, nbytes = plan.dst_first, plan.runs, plan.nbytes
+        self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
 
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
         """Answer a request with a reason instead; ``code`` is unsigned, not 0, ``text`` cut at 4000 bytes."""

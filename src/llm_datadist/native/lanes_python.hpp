@@ -36,16 +36,17 @@ inline Spans spans_of(const LaneBases& bases, std::int64_t extent, std::int64_t 
 
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
                               const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
-                              const LaneRuns& runs, std::int64_t nbytes) {
+                              const LaneRuns& runs, std::int64_t nbytes, bool mapped) {
     Spans spans = spans_of(bases, extent, first, count, runs, !write, nbytes);
     return engine.start(lane, write ? Kind::write : Kind::read, std::string(meta.c_str(), meta.size()),
-                        std::move(spans));
+                        std::move(spans), mapped);
 }
 
 inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const LaneBases& bases,
                      std::int64_t extent, std::int64_t first, std::int64_t count, const LaneRuns& runs,
-                     std::int64_t nbytes, const GuardList& guards, std::int64_t tag) {
-    Grant grant{id, std::make_shared<Payload>(spans_of(bases, extent, first, count, runs, write, nbytes)), {}, tag};
+                     std::int64_t nbytes, const GuardList& guards, std::int64_t tag, bool mapped) {
+    Spans spans = spans_of(bases, extent, first, count, runs, write, nbytes);
+    Grant grant{id, std::make_shared<Payload>(std::move(spans), mapped), {}, tag};
     for (const auto& [address, generation] : guards) grant.guards.add(address, generation);
     write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
 }
@@ -137,13 +138,13 @@ inline void bind_lanes(nb::module_& m) {
         .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")
         .def("poll_events", &py_poll_events, "Return the events since the last call.")
         .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
-             "runs"_a.noconvert(), "nbytes"_a)
+             "runs"_a.noconvert(), "nbytes"_a, "mapped"_a)
         .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
              "job"_a)
         .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
-             "runs"_a.noconvert(), "nbytes"_a, "guards"_a, "tag"_a)
+             "runs"_a.noconvert(), "nbytes"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a,
              "End all use of memory granted under the tag; none is touched once this returns.");

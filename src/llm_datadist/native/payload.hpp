@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "ends.hpp"
+#include "guard.hpp"
+#include "stream.hpp"
 
 namespace datadist {
 
@@ -39,6 +41,9 @@ public:
     }
 
     std::uint64_t total() const { return total_; }
+
+    // Not when there are none.
+    std::uint64_t mean_bytes() const { return total_ / (spans_.size() * bases_.size()); }
 
     // Where the next byte is. At the end: pair == number of bases.
     struct Cursor {
@@ -104,7 +109,13 @@ private:
     std::uint64_t total_ = 0;
 };
 
-// Memory that stands in for a payload's own: what is received there is dropped, what is sent from there is zeros.
+// Measured: what comes in for blocks this small is scattered faster by copies of ours, out of a buffer that stays in the
+// cache, than by the kernel.
+constexpr std::uint64_t staged_mean_bytes = 16u << 10;
+constexpr std::uint64_t staged_above_bytes = 64u << 10;
+
+// Memory that stands in for a payload's own: what is received there is dropped or put elsewhere, what is sent from
+// there is zeros.
 struct Scrap {
     char* begin;
     std::size_t bytes;
@@ -113,7 +124,12 @@ struct Scrap {
 // The payload of one job. Detached, it moves the bytes that are left without touching the job's memory.
 class Payload {
 public:
-    explicit Payload(Spans spans) : spans_(std::move(spans)), total_(spans_.total()) {}
+    // `mapped`: nobody can take the memory away while this lives, so that we may write it ourselves. The kernel says
+    // EFAULT where we would crash.
+    explicit Payload(Spans spans, bool mapped = false)
+        : spans_(std::move(spans)),
+          total_(spans_.total()),
+          staged_(mapped && total_ > staged_above_bytes && spans_.mean_bytes() <= staged_mean_bytes) {}
 
     // A payload that is only dropped.
     static Payload discarding(std::uint64_t bytes) {
@@ -128,8 +144,12 @@ public:
     std::uint64_t left() const { return total_ - done_; }
     bool detached() const { return detached_; }
 
+    // True when what comes next had better go through a buffer, and to its place by put().
+    bool staged() const { return staged_; }
+
     void detach() {
         detached_ = true;
+        staged_ = false;
         spans_ = Spans{};
     }
 
@@ -148,6 +168,21 @@ public:
     void advance(std::uint64_t bytes) {
         done_ += bytes;
         if (!detached_) cursor_ = spans_.advanced(cursor_, bytes);
+    }
+
+    // Copies the next bytes to their place, and advances.
+    void put(const char* from, std::uint64_t bytes) {
+        const Mover move = mover_for(total_);
+        for (iovec parts[64]; bytes > 0;) {
+            const std::size_t used = spans_.fill(cursor_, parts, 64, bytes);
+            std::uint64_t moved = 0;
+            for (std::size_t i = 0; i < used; moved += parts[i++].iov_len)
+                move(static_cast<char*>(parts[i].iov_base), from + moved, parts[i].iov_len);
+            advance(moved);
+            from += moved;
+            bytes -= moved;
+        }
+        store_fence();
     }
 
     // Appends all bytes that are left to `out`.
@@ -169,6 +204,7 @@ private:
     Spans spans_;
     std::uint64_t total_;
     std::uint64_t done_ = 0;
+    bool staged_ = false;
     Spans::Cursor cursor_;
     bool detached_ = false;
 };

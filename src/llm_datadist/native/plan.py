@@ -22,11 +22,14 @@ class Tensors:
     Attributes:
         bases: Shape ``(T,)``: address of each tensor. Native code has its own copy.
         extent: Bytes of each tensor; every run must end inside it.
+        mapped: Nobody but this library can unmap or protect that memory, so that native code may write it on behalf of
+            a peer by itself. Elsewhere it lets the kernel do it, which fails where we would crash.
         native: The two, as native code takes them.
     """
 
     bases: NDArray[np.uint64]
     extent: int
+    mapped: bool = field(default=False, kw_only=True)
     native: TensorList = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

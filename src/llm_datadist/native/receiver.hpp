@@ -85,7 +85,7 @@ public:
             if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return {0, true};
             break_lane("receiving failed: ", std::strerror(errno));
         }
-        account(static_cast<std::uint64_t>(got));
+        account(static_cast<std::uint64_t>(got), scrap);
         return {static_cast<std::uint64_t>(got), static_cast<std::uint64_t>(got) < asked};
     }
 
@@ -103,17 +103,21 @@ private:
     }
 
     std::size_t describe_payload(iovec* parts, std::uint64_t budget, const Scrap& scrap) {
-        std::size_t used = payload_->fill(parts, max_iovecs - 1, budget, scrap);
+        std::size_t used = 1;
+        if (payload_->staged())
+            parts[0] = {scrap.begin, std::min<std::size_t>({budget, payload_->left(), scrap.bytes})};
+        else
+            used = payload_->fill(parts, max_iovecs - 1, budget, scrap);
         std::uint64_t described = 0;
         for (std::size_t i = 0; i < used; ++i) described += parts[i].iov_len;
         if (trailer_follows_ && described == payload_->left()) parts[used++] = {small_.data(), trailer_bytes};
         return used;
     }
 
-    void account(std::uint64_t got) {
+    void account(std::uint64_t got, const Scrap& scrap) {
         if (stage_ == Stage::payload) {
             const std::uint64_t body = std::min(got, payload_->left());
-            payload_->advance(body);
+            payload_->staged() ? payload_->put(scrap.begin, body) : payload_->advance(body);
             got -= body;
         }
         have_ += static_cast<std::size_t>(got);

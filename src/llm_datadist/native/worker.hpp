@@ -156,7 +156,7 @@ public:
 
 private:
     static constexpr std::uint64_t bell_token = 0;  // lanes are numbered from 1
-    static constexpr std::size_t scrap_bytes = 64u << 10;
+    static constexpr std::size_t scrap_bytes = 256u << 10;
     static constexpr int sweep_ms = 100;
 
     struct Entry {
