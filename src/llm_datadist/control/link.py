@@ -178,12 +178,17 @@ class Link:
             if self.ended:
                 raise self.lost_error(what, phase)
             self._waiters[number] = waiter
+        reader = None if meanwhile is not None else self.channel
         try:
+            if reader is not None:
+                reader.prepare(waiter)
             channel = self.send(build(number), what, phase)
             if meanwhile is not None:
                 meanwhile()
             channel.wait(waiter, deadline)
         finally:
+            if reader is not None:
+                reader.forgo(waiter)
             with self._lock:
                 # An answer that comes from now on is late: nobody waits for it.
                 self._waiters.pop(number, None)
