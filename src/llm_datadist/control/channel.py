@@ -98,8 +98,9 @@ class FrameParser:
 class Channel:
     """One connection of one link. Owns its socket.
 
-    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare` to :meth:`forgo` and :meth:`close` from any; all else runs on the control thread,
-    the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who waits has it now.
+    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare` to :meth:`forgo` and :meth:`close` from any; all else runs on
+    the control thread, the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who
+    waits has it now.
     ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out before
     whatever anybody sends, but not before :meth:`begin`.
     """
