@@ -51,12 +51,17 @@ def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(co
 
 
 @contextmanager
-def served(control: ControlLoop, callback: Callable[[], None]) -> Iterator[socket.socket]:
+def served(control: ControlLoop, callback: Callable[[], object]) -> Iterator[socket.socket]:
     """Serve one end of a socket pair; yield the other one."""
     ours, theirs = socket.socketpair()
     with ours, theirs, select.epoll() as watch:
+
+        def take_one() -> None:
+            ours.recv(1)
+            callback()
+
         watch.register(ours, select.EPOLLIN)
-        control.call(control.serve, watch, lambda: (ours.recv(1), callback()))
+        control.call(control.serve, watch, take_one)
         yield theirs
         control.call(control.dismiss, watch)
         control.call(control.dismiss, watch)  # once is enough
