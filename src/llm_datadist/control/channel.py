@@ -192,12 +192,9 @@ class Channel:
             self._flushing = bool(self._backlog)
         if not self._flushing:
             self._control.loop.remove_writer(self._socket)
-        if self._paused and not self._congested():
+        if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
             self._read_on()
-
-    def _congested(self) -> bool:
-        return len(self._backlog) > _PAUSE_BYTES
 
     # --- reading: the control thread -------------------------------------------------------------------------------
 
@@ -239,7 +236,7 @@ class Channel:
         """Hand over the frames that are complete; False when the peer must take its answers first."""
         try:
             while self._open:
-                if self._congested():
+                if len(self._backlog) > _PAUSE_BYTES:
                     return False
                 payload, self._put_back = self._put_back, None
                 if payload is None and (payload := self._parser.take()) is None:
