@@ -8,7 +8,7 @@ import selectors
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llm_datadist.errors import StateError
 from llm_datadist.log import logger
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
-    from _typeshed import FileDescriptorLike
-
 __all__ = ["ControlLoop"]
 
 T = TypeVar("T")
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
 
 
 class _Selector(selectors.BaseSelector):
@@ -62,17 +64,17 @@ class _Selector(selectors.BaseSelector):
                 left = self._inner.select(0)
         return left
 
-    def register(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
+    def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
         """As every selector, and so are all below."""
         return self._inner.register(fileobj, events, data)
 
-    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
+    def unregister(self, fileobj: int | _HasFileno) -> selectors.SelectorKey:
         return self._inner.unregister(fileobj)
 
-    def modify(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
+    def modify(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
         return self._inner.modify(fileobj, events, data)
 
-    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
+    def get_map(self) -> Mapping[int | _HasFileno, selectors.SelectorKey]:
         return self._inner.get_map()
 
     def close(self) -> None:
