@@ -83,8 +83,14 @@ def test_what_is_no_wire_geometry_is_a_protocol_error(wire: bytes) -> None:
         decode_geometry(wire)
 
 
-def test_a_geometry_travels_unchanged() -> None:
-    assert decode_geometry(msgspec.msgpack.encode(HONEST)) == HONEST
+@pytest.mark.parametrize("dimensions", [2, 300])  # one whose text is kept, one whose is too long
+def test_a_geometry_travels_unchanged_however_often(dimensions: int) -> None:
+    sent = msgspec.structs.replace(HONEST, shape=(8, 12) + (1,) * (dimensions - 2))
+    assert [decode_geometry(msgspec.msgpack.encode(sent)) for _ in range(2)] == [sent, sent]
+    hostile = msgspec.structs.replace(sent, rows=0)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="impossible"):
+            decode_geometry(msgspec.msgpack.encode(hostile))
 
 
 @pytest.mark.parametrize("rows", [1, 8])
