@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 
-from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.layout import CacheKind, Geometry, decode_geometry
 from llm_datadist.cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
+from llm_datadist.control.beats import survives
 from llm_datadist.control.link import Link, RemoteFailure
 from llm_datadist.control.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import (
@@ -54,9 +54,10 @@ _PIN_GRACE_SECONDS: Final = 2.0
 #: The first answer may be an old one that was kept, the second one is the target's word of just now. The rest is for
 #: data lanes, which another transfer's timeout may break.
 _ATTEMPTS: Final = 4
-_geometry_decoder: Final = msgspec.msgpack.Decoder(Geometry)
-#: Answers kept per link; beyond, all are dropped and asked for again.
+#: Answers kept per link; beyond, all are dropped and asked for again. Then places that were mapped, and their names.
 _MAX_KEPT: Final = 65536
+_MAX_MAPPED: Final = 1024
+_MAX_MAPPED_BYTES: Final = 4096
 
 
 class RemoteName(NamedTuple):
@@ -238,31 +239,23 @@ class Initiator:
             raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = self._open(link, answer, what, push=push)
         if not remote.pin:
-            if len(link.kept) >= _MAX_KEPT:
-                link.kept.clear()
-            link.kept[(name, push)] = remote
+            _keep(link.kept, (name, push), remote, _MAX_KEPT)
         return remote
 
     def _open(self, link: Link, answer: Resolved, what: str, *, push: bool) -> _Resolution:
         """Check the answer as a stranger's and map its tensors; an answer that does not hold releases its pin."""
         try:
-            geometry = _decode_geometry(answer.geometry)
-            regions = np.frombuffer(answer.regions, dtype="<u4")
-            offsets = np.frombuffer(answer.offsets, dtype="<u8")
-            if not len(regions) == len(offsets) == geometry.num_tensors or answer.row >= geometry.rows:
-                raise ProtocolError(f"{link.peer} sent {len(regions)} tensors, row {answer.row} for {geometry}")
+            geometry = decode_geometry(bytes(answer.geometry))
+            if answer.row >= geometry.rows:
+                raise _misfit(link, answer, geometry)
             if not answer.guards:
                 raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
-            if not link.connection.capabilities.private_memory and (regions == PRIVATE).any():
-                raise _unreachable(link, answer.cache_id, what, push=push)
-            tensors = link.connection.map(
-                regions.astype(np.uint32, copy=False),
-                offsets.astype(np.uint64, copy=False),
-                geometry.tensor_bytes,
-                writable=push,
-                handle=encode_handle(answer.cache_id, answer.pin, answer.guards),
-                located=push,  # it is for the target to say what may be written, and it has said so
-            )
+            known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
+            tensors = link.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+            if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
+                _keep(link.mapped, known, tensors, _MAX_MAPPED)
+            if tensors.remote_guards:
+                tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
         except (LLMException, ValueError) as error:
             if answer.pin:
                 link.tell(Release(answer.pin, 0, 0))
@@ -296,7 +289,7 @@ class Initiator:
             # that is not there any more should be named so.
             return _Copied.REFUSED
         except (LinkError, TransferAborted) as error:
-            if link.survives(deadline):
+            if survives(link, deadline):
                 return _Copied.CUT
             if not link.ended:
                 deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
@@ -357,6 +350,27 @@ def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *
         raise link.lost_error(what, "copy") from error
 
 
+def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:
+    regions = np.frombuffer(answer.regions, dtype="<u4")
+    offsets = np.frombuffer(answer.offsets, dtype="<u8")
+    if not len(regions) == len(offsets) == geometry.num_tensors:
+        raise _misfit(link, answer, geometry)
+    if not link.connection.capabilities.private_memory and PRIVATE in regions.tolist():
+        raise _unreachable(link, answer.cache_id, what, push=push)
+    # Located for a push: it is for the target to say what may be written, and it has said so.
+    return link.connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+
+
+def _keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
+    if len(known) >= most and key not in known:
+        known.clear()
+    known[key] = value
+
+
+def _misfit(link: Link, answer: Resolved, geometry: Geometry) -> ProtocolError:
+    return ProtocolError(f"{link.peer} sent {len(answer.regions) // 4} tensors, row {answer.row} for {geometry}")
+
+
 def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMException:
     pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
     return LLMException(
@@ -368,15 +382,6 @@ def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMExce
         peer=link.peer.cluster_id,
         phase="resolve",
     )
-
-
-def _decode_geometry(raw: msgspec.Raw) -> Geometry:
-    try:
-        geometry = _geometry_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"peer sent no cache geometry: {error}") from error
-    geometry.verify()
-    return geometry
 
 
 def typed(failure: RemoteFailure, what: str) -> LLMException:

@@ -92,6 +92,10 @@ def pull(world: World, row: int) -> None:
     call(world, "pull_cache", KEY, Use("kv"), row)
 
 
+def pull_a_layer(world: World, row: int) -> None:
+    call(world, "pull_cache", KEY, Use("kv"), row, src_layer_range=range(1), dst_layer_range=range(1))
+
+
 @pytest.mark.parametrize(("change", "text"), LIES)
 def test_rule_10_a_lie_is_a_protocol_error_and_moves_nothing(
     local_pair: Pair, change: dict[str, Any], text: str
@@ -111,6 +115,26 @@ def test_rule_10_a_lie_is_a_protocol_error_and_moves_nothing(
     liar.lie = None
     local_pair.decoder.do(pull, 3)
     same_bytes(local_pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
+
+
+@pytest.mark.parametrize(("change", "text"), LIES)
+def test_rule_10_a_lie_about_places_that_were_mapped_before_is_no_better(
+    local_pair: Pair, change: dict[str, Any], text: str
+) -> None:
+    local_pair.start()
+    src = local_pair.prompt.do(make, "kv", Spec(keys=(KEY,)), 1)
+    dst = local_pair.decoder.do(make, "kv", Spec(), 2)
+    liar = Liar(local_pair.prompt)  # type: ignore[arg-type]  # both ends are here
+    local_pair.decoder.do(pull_a_layer, 3)  # true, and not yet all that the key is for
+    liar.lie = lambda answer: msgspec.structs.replace(answer, **change)
+    with pytest.raises(ProtocolError, match=text):
+        local_pair.decoder.do(pull, 5)
+    wait_until(lambda: liar.released == [1, 2])
+    expected = moved(dst[:2], src[:2], [(3, 0)]) + dst[2:]
+    same_bytes(local_pair.decoder.do(show, "kv"), expected)
+    liar.lie = None
+    local_pair.decoder.do(pull, 5)
+    same_bytes(local_pair.decoder.do(show, "kv"), moved(expected, src, [(5, 0)]))
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,38 @@ def test_a_caller_reads_its_answer_by_itself_and_then_leaves_the_channel_to_the_
         wait_until(lambda: both.heard == [Beat(1)])
 
 
+def test_an_answer_that_is_there_before_anybody_waits_wakes_only_who_prepared_for_it() -> None:
+    with ends() as both:
+        waiter = both.expect(7)
+        both.channel.prepare(waiter)
+        both.say(Farewell(7))
+        # Two turns of the control thread: it would have read what it is woken for.
+        both.control.call(lambda: None)
+        both.control.call(lambda: None)
+        assert waiter.waiting
+        both.channel.wait(waiter, Deadline(PATIENCE_MS))
+        assert waiter.answer == Farewell(7)
+        assert both.answered == [(7, threading.current_thread().name)]
+        assert both.at_rest()
+
+
+def test_who_prepared_and_asks_nothing_leaves_the_channel_to_the_others() -> None:
+    with ends() as both:
+        first, second = both.expect(1), both.expect(2)
+        both.channel.prepare(first)
+        both.channel.prepare(second)  # somebody reads already
+        both.channel.forgo(second)
+        assert both.led()
+        both.say(Beat(1))
+        both.channel.forgo(first)
+        wait_until(lambda: both.heard == [Beat(1)])
+        both.say(Farewell(2), Farewell(1))
+        both.channel.wait(first, Deadline(PATIENCE_MS))
+        both.channel.wait(second, Deadline(PATIENCE_MS))
+        assert (first.answer, second.answer) == (Farewell(1), Farewell(2))
+        wait_until(both.at_rest)
+
+
 def test_what_is_no_answer_goes_to_the_control_thread_in_order_with_all_that_follows() -> None:
     with ends() as both:
         waiter = both.expect(7)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +16,7 @@ from llm_datadist.errors import StateError
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -45,6 +48,77 @@ def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(co
     with pytest.raises(StateError, match="stopped"):
         control.call(done.append, 0)
     control.stop()
+
+
+@contextmanager
+def served(control: ControlLoop, callback: Callable[[], object]) -> Iterator[socket.socket]:
+    """Serve one end of a socket pair; yield the other one."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, select.epoll() as watch:
+
+        def take_one() -> None:
+            ours.recv(1)
+            callback()
+
+        watch.register(ours, select.EPOLLIN)
+        control.call(control.serve, watch, take_one)
+        yield theirs
+        control.call(control.dismiss, watch)
+        control.call(control.dismiss, watch)  # once is enough
+
+
+def test_what_is_served_is_called_on_the_control_thread_for_as_long_as_there_is_something(control: ControlLoop) -> None:
+    where: list[str] = []
+    with served(control, lambda: where.append(threading.current_thread().name)) as theirs:
+        theirs.send(b"abc")
+        wait_until(lambda: len(where) == 3)
+    assert set(where) == {"llm-datadist-control"}
+    assert control.call(lambda: 7) == 7
+
+
+def test_what_is_not_served_any_more_is_not_called(control: ControlLoop) -> None:
+    calls: list[int] = []
+    with served(control, lambda: calls.append(1)) as theirs:
+        theirs.send(b"a")
+        wait_until(lambda: calls == [1])
+        theirs.send(b"b")
+        wait_until(lambda: calls == [1, 1])
+    control.call(lambda: None)
+    assert calls == [1, 1]
+
+
+def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: ControlLoop) -> None:
+    turns: list[str] = []
+
+    async def coroutine() -> None:
+        await asyncio.sleep(0.001)
+        turns.append("timer")
+
+    with served(control, lambda: None) as theirs:
+        again = threading.Event()
+
+        def feed() -> None:
+            while not again.is_set():
+                theirs.send(b"x" * 64)
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        try:
+            control.post(lambda: control.spawn(coroutine()))
+            assert control.call(lambda: 7) == 7
+            wait_until(lambda: turns == ["timer"])
+        finally:
+            again.set()
+            feeder.join()
+
+
+def test_an_error_of_what_is_served_is_logged_and_the_loop_goes_on(
+    control: ControlLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(control, lambda: 1 // 0) as theirs:
+        theirs.send(b"a")
+        wait_until(lambda: "ZeroDivisionError" in caplog.text)
+        assert control.call(lambda: 7) == 7
 
 
 def test_a_coroutine_that_was_spawned_has_begun_before_it_is_cancelled(control: ControlLoop) -> None:

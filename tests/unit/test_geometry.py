@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
-from llm_datadist.cache.layout import CacheKind, Geometry
+from llm_datadist.cache.layout import CacheKind, Geometry, decode_geometry
 from llm_datadist.errors import ParamError, ProtocolError
-from llm_datadist.transfer import _decode_geometry
 
 HONEST = Geometry(CacheKind.CACHE, 4, 8, 12, 96, (8, 12), 4, 1)
 
@@ -32,7 +31,7 @@ def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
 ) -> None:
     sent = Geometry(CacheKind.BLOCKS, num_tensors, rows, stride, tensor_bytes, (), -5, 99)
     try:
-        got = _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(sent)))
+        got = decode_geometry(msgspec.msgpack.encode(sent))
     except ProtocolError as error:
         assert "\n" not in str(error)  # noqa: PT017 (the other outcome is as good)
         return
@@ -63,7 +62,7 @@ def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
 def test_a_wire_geometry_that_lies_is_a_protocol_error(change: dict[str, int]) -> None:
     hostile = msgspec.structs.replace(HONEST, **change)
     with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
-        _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(hostile)))
+        decode_geometry(msgspec.msgpack.encode(hostile))
     assert caught.value.status_code is LLMStatusCode.LLM_FAILED
 
 
@@ -81,11 +80,17 @@ def test_a_wire_geometry_that_lies_is_a_protocol_error(change: dict[str, int]) -
 )
 def test_what_is_no_wire_geometry_is_a_protocol_error(wire: bytes) -> None:
     with pytest.raises(ProtocolError, match="no cache geometry"):
-        _decode_geometry(msgspec.Raw(wire))
+        decode_geometry(wire)
 
 
-def test_a_geometry_travels_unchanged() -> None:
-    assert _decode_geometry(msgspec.Raw(msgspec.msgpack.encode(HONEST))) == HONEST
+@pytest.mark.parametrize("dimensions", [2, 300])  # one whose text is kept, one whose is too long
+def test_a_geometry_travels_unchanged_however_often(dimensions: int) -> None:
+    sent = msgspec.structs.replace(HONEST, shape=(8, 12) + (1,) * (dimensions - 2))
+    assert [decode_geometry(msgspec.msgpack.encode(sent)) for _ in range(2)] == [sent, sent]
+    hostile = msgspec.structs.replace(sent, rows=0)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="impossible"):
+            decode_geometry(msgspec.msgpack.encode(hostile))
 
 
 @pytest.mark.parametrize("rows", [1, 8])

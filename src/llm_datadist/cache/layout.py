@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
 
     from llm_datadist.types import CacheDesc
 
-__all__ = ["CacheKind", "Geometry", "LayerSelection", "plan_blocks", "plan_copy_row", "plan_pieces", "plan_row"]
+__all__ = [
+    "CacheKind",
+    "Geometry",
+    "LayerSelection",
+    "decode_geometry",
+    "plan_blocks",
+    "plan_copy_row",
+    "plan_pieces",
+    "plan_row",
+]
 
 _MAX_TENSORS = 1 << 20
 _MAX_TENSOR_BYTES = 2**63 - 1
@@ -101,6 +111,32 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
         """Raise ParamError unless the cache can be used as one of ``kind``."""
         if not self.kind.serves(kind):
             raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
+
+
+_decoder: Final = msgspec.msgpack.Decoder(Geometry)
+#: A longer text is that of a shape nobody has: it is not kept.
+_KEPT_BYTES: Final = 256
+
+
+def decode_geometry(raw: bytes) -> Geometry:
+    """Return the geometry that a peer sent, verified. The caches of one model look alike: their text is read once.
+
+    Raises:
+        ProtocolError: It is none, or an impossible one.
+    """
+    return _decode_kept(raw) if len(raw) <= _KEPT_BYTES else _decode(raw)
+
+
+def _decode(raw: bytes) -> Geometry:
+    try:
+        geometry = _decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"peer sent no cache geometry: {error}") from error
+    geometry.verify()
+    return geometry
+
+
+_decode_kept: Final = lru_cache(256)(_decode)
 
 
 @dataclass(frozen=True, slots=True)

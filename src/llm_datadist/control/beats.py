@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist.control.messages import Beat
+from llm_datadist.deadline import Deadline
 from llm_datadist.errors import LLMException
 from llm_datadist.log import logger
 
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
     from llm_datadist.control.link import Link
     from llm_datadist.control.loop import ControlLoop
 
-__all__ = ["Beats"]
+__all__ = ["Beats", "survives"]
 
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
 #: With a small ``llm.PeerTimeout`` this end beats, looks and asks more often, whatever the peer's own setting is.
 _BEATS_PER_TIMEOUT: Final = 4
+#: A peer whose data connection broke is given so long to show that the link is not at its end.
+_SURVIVAL_MS: Final = 1000
+_SURVIVAL_POLL_SECONDS: Final = 0.002
 
 
 class End(Protocol):
@@ -95,3 +99,17 @@ class Beats:
             link.send(Beat(self._count))
             if silence > 2 * self._period:
                 link.ping()  # it may beat at its own, slower pace
+
+
+def survives(link: Link, deadline: Deadline) -> bool:
+    """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first.
+
+    Waits in a caller's thread.
+    """
+    number = link.ping()
+    give_up = Deadline(min(_SURVIVAL_MS, deadline.remaining_ms()))
+    while link.last_pong < number:
+        if link.ended or give_up.expired():
+            return False
+        time.sleep(_SURVIVAL_POLL_SECONDS)
+    return not link.ended

@@ -98,8 +98,9 @@ class FrameParser:
 class Channel:
     """One connection of one link. Owns its socket.
 
-    Threads: :meth:`begin`, :meth:`send`, :meth:`wait` and :meth:`close` from any; all else runs on the control thread,
-    the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who waits has it now.
+    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare` to :meth:`forgo` and :meth:`close` from any; all else runs on
+    the control thread, the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who
+    waits has it now.
     ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out before
     whatever anybody sends, but not before :meth:`begin`.
     """
@@ -191,12 +192,9 @@ class Channel:
             self._flushing = bool(self._backlog)
         if not self._flushing:
             self._control.loop.remove_writer(self._socket)
-        if self._paused and not self._congested():
+        if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
             self._read_on()
-
-    def _congested(self) -> bool:
-        return len(self._backlog) > _PAUSE_BYTES
 
     # --- reading: the control thread -------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class Channel:
         if self._flushing:
             self._begin_flush()
         self._parser.feed(leftover)
-        self._control.loop.add_reader(self._watch, self._readable)
+        self._control.serve(self._watch, self._readable)
         self._read_on()
 
     def _readable(self) -> None:
@@ -238,7 +236,7 @@ class Channel:
         """Hand over the frames that are complete; False when the peer must take its answers first."""
         try:
             while self._open:
-                if self._congested():
+                if len(self._backlog) > _PAUSE_BYTES:
                     return False
                 payload, self._put_back = self._put_back, None
                 if payload is None and (payload := self._parser.take()) is None:
@@ -253,15 +251,27 @@ class Channel:
 
     # --- reading: a caller that waits ------------------------------------------------------------------------------
 
+    def prepare(self, waiter: Waiter) -> None:
+        """Read from now on, unless somebody else does, though nothing is asked yet; :meth:`forgo` must follow.
+
+        An answer may be there before the one who asked gets to wait for it: it would wake the control thread, which
+        finds nothing to do and keeps the interpreter from who has.
+        """
+        self._take_reading(waiter)
+
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Return when ``waiter`` is woken, or when the time is over; reads meanwhile, unless somebody else does."""
         try:
-            if waiter.waiting and self._take_reading(waiter):
+            if self._leader is waiter or (waiter.waiting and self._take_reading(waiter)):
                 self._lead(waiter, deadline)
         finally:
-            if self._leader is waiter:
-                self._stop_leading()
+            self.forgo(waiter)
         waiter.wait(deadline)
+
+    def forgo(self, waiter: Waiter) -> None:
+        """Let others read, if it is ``waiter`` that does."""
+        if self._leader is waiter:
+            self._stop_leading()
 
     def _lead(self, waiter: Waiter, deadline: Deadline) -> None:
         """With the reading: answers to those who wait, until ours has come or something else has."""
@@ -356,7 +366,7 @@ class Channel:
             self._open = False
             self.reason = self.reason or reason
             self._backlog.clear()
-        self._control.loop.remove_reader(self._watch)
+        self._control.dismiss(self._watch)
         self._control.loop.remove_writer(self._socket)
         # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
         with suppress(OSError):

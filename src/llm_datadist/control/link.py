@@ -6,12 +6,11 @@ import itertools
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from llm_datadist.control.machine import USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.control.messages import Failed, Message, Ping
 from llm_datadist.control.peer import Peer, RemoteFailure, Waiter
-from llm_datadist.deadline import Deadline
 from llm_datadist.errors import AlreadyLinked, LinkError, LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.log import logger
 from llm_datadist.metrics import LinkStatistics
@@ -21,14 +20,11 @@ if TYPE_CHECKING:
 
     from llm_datadist.control.channel import Channel
     from llm_datadist.control.messages import Hello
+    from llm_datadist.deadline import Deadline
     from llm_datadist.transport import Choice
     from llm_datadist.transport.datapath import DataPath
 
 __all__ = ["Link", "Peer", "RemoteFailure"]
-
-#: A peer whose data connection broke is given so long to show that the link is not at its end.
-_SURVIVAL_MS: Final = 1000
-_SURVIVAL_POLL_SECONDS: Final = 0.002
 
 
 class Link:
@@ -55,6 +51,7 @@ class Link:
         last_pong: Number of the last :meth:`ping` that was answered.
         located: Caches of this end that the peer knows by address, and may write; belongs to the transfer layer.
         kept: Answers of the peer that stay valid while their guards do; belongs to the transfer layer.
+        mapped: Where tensors of the peer are, by what it called them; belongs to the transfer layer.
     """
 
     def __init__(
@@ -73,6 +70,7 @@ class Link:
         self.greetings: list[Hello] = []
         self.open = True
         self.kept: dict[Any, Any] = {}
+        self.mapped: dict[Any, Any] = {}
         self.located: set[int] = set()
         self.channel: Channel | None = None
         self.last_heard = time.monotonic()
@@ -178,12 +176,18 @@ class Link:
             if self.ended:
                 raise self.lost_error(what, phase)
             self._waiters[number] = waiter
+        # Nobody would read while this end is busy in between.
+        reader = self.channel if meanwhile is None else None
         try:
+            if reader is not None:
+                reader.prepare(waiter)
             channel = self.send(build(number), what, phase)
             if meanwhile is not None:
                 meanwhile()
             channel.wait(waiter, deadline)
         finally:
+            if reader is not None:
+                reader.forgo(waiter)
             with self._lock:
                 # An answer that comes from now on is late: nobody waits for it.
                 self._waiters.pop(number, None)
@@ -235,16 +239,6 @@ class Link:
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
         return number
-
-    def survives(self, deadline: Deadline) -> bool:
-        """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first."""
-        number = self.ping()
-        give_up = Deadline(min(_SURVIVAL_MS, deadline.remaining_ms()))
-        while self.last_pong < number:
-            if self.ended or give_up.expired():
-                return False
-            time.sleep(_SURVIVAL_POLL_SECONDS)
-        return not self.ended
 
     def lost_error(self, what: object, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""

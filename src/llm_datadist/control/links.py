@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.control.beats import Beats
@@ -243,10 +244,10 @@ class LinkManager(Dialling):
         return Channel(
             self._control,
             sock,
-            lambda message: self._dispatch(link, message),
+            partial(self._dispatch, link),
             lambda reason: self._end(link, "the peer unlinked" if link.parted else reason, lost=not link.parted),
             first,
-            lambda message: self._answers(link, message),
+            partial(self._answers, link),
         )
 
     # --- being linked: the control thread (see listener.Host) ------------------------------------------------------

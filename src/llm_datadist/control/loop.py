@@ -3,20 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import selectors
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llm_datadist.errors import StateError
 from llm_datadist.log import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
 __all__ = ["ControlLoop"]
 
 T = TypeVar("T")
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class _Selector(selectors.BaseSelector):
+    """What asyncio asks for events, which serves some descriptors by itself before it answers.
+
+    From an event by way of asyncio's keys and handles to a callback it is some thirty calls, and after a sleep each of
+    them finds nothing of itself in the processor's caches. Whoever is served here is called with the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._inner = selectors.EpollSelector()
+        self._epoll = select.epoll()
+        self._epoll.register(self._inner.fileno(), select.EPOLLIN)
+        self._served: dict[int, Callable[[], None]] = {}
+
+    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever there is something to read."""
+        self._served[file.fileno()] = callback
+        self._epoll.register(file, select.EPOLLIN)
+
+    def dismiss(self, file: select.epoll) -> None:
+        """Call nobody any more; a file that is not served is ignored."""
+        if self._served.pop(file.fileno(), None) is not None:
+            with suppress(ValueError):  # closed meanwhile, with the loop
+                self._epoll.unregister(file)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait, serve, and return what is left to asyncio."""
+        left: list[tuple[selectors.SelectorKey, int]] = []
+        for descriptor, _ in self._epoll.poll(None if timeout is None else max(timeout, 0)):
+            callback = self._served.get(descriptor)
+            if callback is not None:
+                try:
+                    callback()
+                except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
+                    logger.error("unexpected error on the control thread: %r", error, exc_info=error)
+            elif descriptor == self._inner.fileno():
+                left = self._inner.select(0)
+        return left
+
+    def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
+        """As every selector, and so are all below."""
+        return self._inner.register(fileobj, events, data)
+
+    def unregister(self, fileobj: int | _HasFileno) -> selectors.SelectorKey:
+        return self._inner.unregister(fileobj)
+
+    def modify(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
+        return self._inner.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[int | _HasFileno, selectors.SelectorKey]:
+        return self._inner.get_map()
+
+    def close(self) -> None:
+        self._served.clear()
+        self._inner.close()
+        self._epoll.close()
 
 
 class ControlLoop:
@@ -26,7 +90,8 @@ class ControlLoop:
     """
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self._selector = _Selector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
         self._lock = threading.Lock()
@@ -70,6 +135,14 @@ class ControlLoop:
             if self._stopped:
                 raise StateError("the control thread has stopped")
             self.loop.call_soon_threadsafe(function, *args)
+
+    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the control thread whenever ``file`` can be read, by the shortest way. Called there."""
+        self._selector.serve(file, callback)
+
+    def dismiss(self, file: select.epoll) -> None:
+        """End :meth:`serve`, before ``file`` is closed; called on the control thread, or once that has ended."""
+        self._selector.dismiss(file)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the control thread, which must be the caller's. Unfinished ones end with the loop."""

@@ -154,8 +154,9 @@ class GuardTable:
             StateError: The table is closed.
         """
         with self._lock:
-            self._check_live(slot)
-            advance_generation(self.address_of(slot))
+            if slot not in self._live:
+                self._check_live(slot)  # says why not
+            advance_generation(self._base + slot * SLOT_BYTES)
             del self._live[slot]
             self._reusable.append(slot)
 
