@@ -16,6 +16,7 @@
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
+#include "turnstile_python.hpp"
 #include "writers_python.hpp"
 
 namespace nb = nanobind;
@@ -89,6 +90,7 @@ NB_MODULE(_native, m) {
     raise_process_errors_as_os_errors();
     watch_forks();
 
+    bind_counts(m);
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
           "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false);
