@@ -30,6 +30,7 @@ from llm_datadist.native._native import (
     plan_blocks,
     plan_pieces,
     plan_row,
+    readable,
     retract_writer,
     writer_sequence,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "plan_blocks",
     "plan_pieces",
     "plan_row",
+    "readable",
     "retract_writer",
     "usable_cpus",
     "writer_sequence",

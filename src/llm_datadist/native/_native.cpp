@@ -10,6 +10,7 @@
 
 #include "copy.hpp"
 #include "digest_python.hpp"
+#include "fd.hpp"
 #include "guards.hpp"
 #include "lanes_python.hpp"
 #include "limits_python.hpp"
@@ -107,6 +108,8 @@ NB_MODULE(_native, m) {
           "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
           "ParamError: a null or misaligned address.");
 
+    m.def("readable", &readable, "fd"_a,
+          "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
           "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
           "OSError: the kernel refused; errno says why. ParamError: too many bytes.");

@@ -146,6 +146,9 @@ def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], 
     order given; None when there is anything else in it, a negative int or one beyond int64 too.
     """
 
+def readable(fd: int) -> bool:
+    """Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits."""
+
 @final
 class BlockPlanner:
     """Plans blocks between two caches whose geometries have been compared: what does not change from call to call."""

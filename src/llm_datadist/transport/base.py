@@ -326,7 +326,8 @@ class Connection(ABC):
         what = "write" if write else "read"
         if remote.owner != self._serial:
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
-        self._enter(what)
+        if self._pid != _here["pid"] or not self._users.try_enter():
+            self._refuse(what)
         try:
             if deadline.expired():
                 raise deadline.error(f"{what} of {plan.nbytes} bytes over {self.capabilities.name}", "copy")
