@@ -21,7 +21,6 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.world import World, make_config
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-from llm_datadist.cache import layout
 from llm_datadist.deadline import Deadline
 from llm_datadist.managers import arguments, moves
 from llm_datadist.native import execute, parse_blocks
@@ -78,7 +77,8 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     remote, local = link_.kept[(name, False)], engine.store.registry.lookup(cache.cache_id)
     to, of = parse_blocks("dst_blocks", dst), parse_blocks("src_blocks", src)
     layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
-    plan = layout.plan_blocks(remote.geometry, local.geometry, of, to, layers)
+    ends, far, near = remote.ends, remote.geometry, local.geometry
+    plan = ends.block_planner(far, near, layers).plan(to, of)
     pool, initiator, connection = engine._copy_pool, engine.initiator, link_.connection
 
     def move() -> None:
@@ -97,7 +97,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "    hold the local cache": _within(lambda: engine.store.holding(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
         "    guards, before and after": lambda: [initiator._current(link_, remote, "") for _ in range(2)],
-        "    plan": lambda: layout.plan_blocks(remote.geometry, local.geometry, of, to, layers),
+        "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
         "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline),
         "      the copy itself": lambda: execute(plan, ours, remote.tensors, pool, deadline.expires_ns),
     }

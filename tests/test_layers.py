@@ -25,7 +25,7 @@ LAYERS: Final[dict[int, str]] = {
     4: "transport",
     5: "control",
     6: "caches local swap transfer target lane_target withdrawal verify witness grants "
-    "recipient locate layerwise tasks workers engine",
+    "recipient locate layerwise tasks workers meters engine",
     # "" is the package itself: __init__.py holds the public names and nothing else.
     7: "managers cache_manager kv_managers kv_cache_manager tensor views instance datadist cpp_api",
     8: "bench cli demo testing prometheus compat configs status utils v2",
@@ -34,12 +34,13 @@ _PUBLIC_LAYER: Final = 7
 
 #: Layers that see less than everything below them: what the word in front may import besides its own.
 ONLY: Final[dict[str, tuple[str, ...]]] = {
-    # Geometry and references, without bytes: the planner is all it may take from native.
+    # Geometry and references, without bytes: the planner and counts are all it may take from native.
     "cache": ("0", "native"),
     # A transport moves plans between regions and never knows what is in them.
     "transport": ("0", "native", "memory"),
-    # Links and messages: what a cache is reaches them only as opaque bytes and through registered handlers.
-    "control": ("0", "transport"),
+    # Links and messages, counts from native: what a cache is reaches them only as opaque bytes and through registered
+    # handlers.
+    "control": ("0", "transport", "native"),
 }
 
 #: What is not of the standard library and may be imported, by the first word of the module that does; "": everybody.

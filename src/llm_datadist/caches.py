@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from llm_datadist.cache.entries import NOTHING
@@ -356,24 +357,23 @@ class CacheStore:
         return self._guards
 
 
-class _Hold:
-    """See :meth:`CacheStore.holding`. A class, because this is on the path of every small copy."""
+class _Hold(msgspec.Struct, eq=False):
+    """See :meth:`CacheStore.holding`. A class that is quickly made: this is on the path of every small copy."""
 
-    __slots__ = ("_cache_id", "_entry", "_store", "_what")
-
-    def __init__(self, store: CacheStore, cache_id: int, what: object) -> None:
-        self._store = store
-        self._cache_id = cache_id
-        self._what = what
+    store: CacheStore
+    cache_id: int
+    what: object
+    entry: Entry | None = None
 
     def __enter__(self) -> Entry:
-        self._entry = self._store.registry.hold(self._cache_id, self._what)
-        return self._entry
+        self.entry = entry = self.store.registry.hold(self.cache_id, self.what)
+        return entry
 
     def __exit__(self, *exc_info: object) -> None:
-        effects = self._store.registry.let_go(self._entry)
+        assert self.entry is not None
+        effects = self.store.registry.let_go(self.entry)
         if effects is not NOTHING:
-            self._store.apply(effects)
+            self.store.apply(effects)
 
 
 def _bindable(keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:

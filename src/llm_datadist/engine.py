@@ -30,7 +30,8 @@ from llm_datadist.local import LocalCopies
 from llm_datadist.locate import AddressBook, Locator
 from llm_datadist.log import logger
 from llm_datadist.memory.device import HostDevice
-from llm_datadist.metrics import Meters, Statistics
+from llm_datadist.meters import Meters
+from llm_datadist.metrics import Statistics
 from llm_datadist.swap import SwapEngine
 from llm_datadist.target import Target
 from llm_datadist.tasks import Tasks

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llm_datadist.cache.cut import Cut
-    from llm_datadist.cache.layout import Geometry
+    from llm_datadist.cache.layout import Ends
     from llm_datadist.cache.registry import Entry
     from llm_datadist.engine import Engine
     from llm_datadist.locate import Locations, Place
@@ -64,14 +64,15 @@ class KeyDelivery:
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
 
-        def plan(dst: Geometry, row: int, same: bool) -> Plan:
+        def plan(ends: Ends) -> Plan:
+            dst = ends.remote
             if first + TENSORS_PER_LAYER > dst.num_tensors:
                 raise ParamError(
                     f"dst_layer_range: layer {target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
                     f"layers of {TENSORS_PER_LAYER} tensors"
                 )
-            offset = cut.offset_in(dst, row)
-            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=same)
+            offset = cut.offset_in(dst, ends.row)
+            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=ends.same_memory)
 
         with engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
             deadline = self.source.deadline()
@@ -144,10 +145,11 @@ class AddressDelivery:
     def _push_tensors(self, first: int, count: int, place: Place, deadline: Deadline) -> int:
         cut = self._source.cut
 
-        def plan(dst: Geometry, row: int, same: bool) -> Plan:
+        def plan(ends: Ends) -> Plan:
+            dst = ends.remote
             if place.tensor + count > dst.num_tensors or place.offset + cut.extent > dst.tensor_bytes:
                 raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {place}")
-            return cut.plan(place.tensor, first, count, offset=place.offset, alias=same)
+            return cut.plan(place.tensor, first, count, offset=place.offset, alias=ends.same_memory)
 
         name = RemoteName(self._cluster_id, cache_id=place.cache_id)
         return self._source.engine.initiator.push(

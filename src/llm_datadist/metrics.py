@@ -1,30 +1,17 @@
-"""What an LLMDataDist counts about itself: spans around operations, and the values of ``statistics()``.
-
-No globals: every LLMDataDist has its own :class:`Meters`. A span costs two clock readings and one lock.
-"""
+"""The values of ``statistics()``: what an LLMDataDist counts about itself."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from llm_datadist.log import logger
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from typing import Any
 
 __all__ = [
     "CacheStatistics",
     "CommunicatorStatistics",
     "KeyStatistics",
     "LinkStatistics",
-    "Meters",
     "OperationStatistics",
     "RedialStatistics",
-    "Span",
     "Statistics",
     "SwapStatistics",
 ]
@@ -157,78 +144,3 @@ class Statistics:
     redials: tuple[RedialStatistics, ...]
     communicators: tuple[CommunicatorStatistics, ...]
     operations: tuple[OperationStatistics, ...]
-
-
-class _Total:
-    __slots__ = ("count", "errors", "nbytes", "seconds")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.errors = 0
-        self.nbytes = 0
-        self.seconds = 0.0
-
-
-class Meters:
-    """Totals per operation. Any thread; one lock, held for the additions only."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals: dict[str, _Total] = {}
-
-    def span(self, name: str, detail: str = "", *args: object) -> Span:
-        """Return a context manager that times, counts and logs one operation.
-
-        ``detail`` is a lazy ``%``-format of ``args`` for the log; set ``span.nbytes`` to what moved.
-        """
-        return Span(self, name, detail, args)
-
-    def add(self, name: str, nbytes: int, seconds: float, *, failed: bool) -> None:
-        """Add one finished operation."""
-        with self._lock:
-            total = self._totals.get(name)
-            if total is None:
-                total = self._totals[name] = _Total()
-            total.count += 1
-            total.errors += failed
-            total.nbytes += nbytes
-            total.seconds += seconds
-
-    def totals(self) -> tuple[OperationStatistics, ...]:
-        """Return the totals so far, by name."""
-        with self._lock:
-            return tuple(
-                OperationStatistics(name, t.count, t.errors, t.nbytes, t.seconds)
-                for name, t in sorted(self._totals.items())
-            )
-
-
-class Span:
-    """One operation while it runs. Used by one thread."""
-
-    __slots__ = ("_args", "_detail", "_meters", "_start", "_told", "name", "nbytes")
-
-    def __init__(self, meters: Meters, name: str, detail: str, args: tuple[object, ...]) -> None:
-        self._meters = meters
-        self._detail = detail
-        self._args = args
-        self.name = name
-        self.nbytes = 0
-
-    def __enter__(self) -> Span:
-        self._told = logger.isEnabledFor(logging.INFO)
-        if self._told:
-            logger.info("%s started " + self._detail, self.name, *self._args, stacklevel=3)
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        seconds = time.perf_counter() - self._start
-        self._meters.add(self.name, self.nbytes, seconds, failed=kind is not None)
-        if error is not None:
-            logger.info("%s failed " + self._detail + ": %s", self.name, *self._args, error, stacklevel=3)
-        elif self._told:
-            text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
-            logger.info(text, self.name, *self._args, self.nbytes, seconds, stacklevel=3)

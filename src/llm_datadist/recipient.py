@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from llm_datadist.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -14,16 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["Recipient"]
 
 
-class Recipient:
+class Recipient(msgspec.Struct, eq=False):
     """The process, and the caches in it, that hold parts of what one destination is to get. Used by one thread.
 
     Between two parts a link may break and be made again, to a peer that has been initialised anew, and a key may move
     to another cache. The rest would fit there just as well; but what came before is missing, and nobody would know.
     """
 
-    def __init__(self) -> None:
-        self._peer: Peer | None = None
-        self._caches: dict[Hashable, int] = {}
+    _peer: Peer | None = None
+    _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
         """Allow the next part to go to that cache of ``peer``, which ``name`` was found to mean.

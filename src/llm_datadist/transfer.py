@@ -9,9 +9,10 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
-from llm_datadist.cache.layout import CacheKind, Geometry, decode_geometry
+from llm_datadist.cache.layout import CacheKind, Ends, Geometry, decode_geometry
 from llm_datadist.cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
 from llm_datadist.control.beats import survives
 from llm_datadist.control.link import Link, RemoteFailure
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Initiator", "RemoteName", "typed"]
 
-#: (remote geometry, remote row, both ends have the same tensors) -> what to copy.
-MakePlan = Callable[[Geometry, int, bool], Plan]
+#: The two ends -> what to copy.
+MakePlan = Callable[[Ends], Plan]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -60,7 +61,7 @@ _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096
 
 
-class RemoteName(NamedTuple):
+class RemoteName(msgspec.Struct, frozen=True):
     """How the initiator names a cache of the peer: by key, or by id and row."""
 
     cluster_id: int
@@ -84,8 +85,11 @@ class _Resolving(NamedTuple):
         return f"{self.what}: resolving {self.name}"
 
 
-class _Resolution(NamedTuple):
-    """The target's answer, mapped and ready to use for as long as its guards show what they showed."""
+class _Resolution(msgspec.Struct, eq=False):
+    """The target's answer, mapped and ready to use for as long as its guards show what they showed.
+
+    ``ends`` is the answer beside the local cache that was used with it last.
+    """
 
     cache_id: int
     geometry: Geometry
@@ -94,6 +98,7 @@ class _Resolution(NamedTuple):
     guards: tuple[Guarded, ...]
     promises: Promises
     pin: int
+    ends: Ends | None = None
 
 
 class _Copied(Enum):
@@ -173,6 +178,7 @@ class Initiator:
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
+        announces = push or link.connection.capabilities.announces_reads
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept: _Resolution | None = link.kept.get((name, push))
@@ -183,13 +189,15 @@ class Initiator:
                         recipient.require(link.peer, name, remote.cache_id, what)
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
-                    announced = _announced(link, remote, deadline, what, push=push)
+                    announced = _announced(link, remote, deadline, what, push=push) if announces else None
                     try:
                         # Before the plan: what does not fit an answer that is no longer true may fit the true one.
                         current = self._current(link, remote, what)
                         if current:
-                            same = self._same_memory(link, tensors, remote)
-                            plan = make_plan(remote.geometry, remote.row, same)
+                            ends = remote.ends
+                            if ends is None or ends.cache_id != local.cache_id:
+                                ends = remote.ends = self._beside(link, local, remote)
+                            same, plan = ends.same_memory, make_plan(ends)
                             copied = self._copy(link, plan, tensors, remote, deadline, what, push=push)
                             current = copied is _Copied.WHOLE
                             if recipient is not None and copied is not _Copied.REFUSED:
@@ -218,12 +226,13 @@ class Initiator:
         )
 
     @staticmethod
-    def _same_memory(link: Link, local: Tensors, remote: _Resolution) -> bool:
-        """Return True when both ends are one memory: a link to ourselves, or two ends over the same tensors."""
+    def _beside(link: Link, local: Entry, remote: _Resolution) -> Ends:
+        """Compare the memory of both ends: it is one where a link leads to ourselves, or both are the same tensors."""
+        ours: Tensors = local.storage.tensors
         theirs = remote.tensors
-        if theirs.private and not link.connection.capabilities.same_addresses:
-            return False
-        return local.native.same_bases(theirs.native)
+        comparable = link.connection.capabilities.same_addresses or not theirs.private
+        same_memory = comparable and ours.native.same_bases(theirs.native)
+        return Ends(remote.geometry, remote.row, local.cache_id, same_memory)
 
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
@@ -335,7 +344,7 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
     tensors = replace(remote.tensors, handle=handle)
-    return remote._replace(guards=guards, promises=_promises(guards), tensors=tensors)
+    return msgspec.structs.replace(remote, guards=guards, promises=_promises(guards), tensors=tensors)
 
 
 def _promises(guards: tuple[Guarded, ...]) -> Promises:

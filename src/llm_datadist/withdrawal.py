@@ -48,7 +48,7 @@ def withdraw(
     try:
         guard = void(entry)
         hazards = writers.busy(guard.slot, readers=True)
-        if not deadline.poll(lambda: not entry.holds and not writers.pending(hazards)):
+        if not deadline.poll(lambda: not entry.holds.inside and not writers.pending(hazards)):
             raise _still_used(entry, writers.pending(hazards), deadline)
     except BaseException:
         registry.reopen(entry, guard)
@@ -64,19 +64,19 @@ def private_memory(entries: Iterable[Entry]) -> list[Entry]:
 def wait_at_the_end(writers: Writers, entries: list[Entry], deadline: Deadline) -> None:
     """Finalize: wait, in bounds, for who is at memory of the user; whoever does not end is named in the log."""
     hazards = tuple(hazard for each in entries for hazard in writers.busy(each.guard.slot, readers=True))
-    if not deadline.poll(lambda: not any(each.holds for each in entries) and not writers.pending(hazards)):
+    if not deadline.poll(lambda: not any(each.holds.inside for each in entries) and not writers.pending(hazards)):
         logger.warning(
             "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
             deadline.budget_ms,
-            _users(sum(each.holds for each in entries), writers.pending(hazards)),
+            _users(sum(each.holds.inside for each in entries), writers.pending(hazards)),
         )
 
 
 def _still_used(entry: Entry, pending: tuple[Hazard, ...], deadline: Deadline) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"unregister_cache: after {deadline.budget_ms} ms the memory of cache {entry.cache_id} is still in use by "
-        f"{_users(entry.holds, pending)}; the cache stays registered: try again later (unlinking stops no writer, the "
-        "end of its process does)",
+        f"{_users(entry.holds.inside, pending)}; the cache stays registered: try again later (unlinking stops no "
+        "writer, the end of its process does)",
         phase="drain",
         budget_ms=deadline.budget_ms,
         elapsed_ms=deadline.elapsed_ms(),

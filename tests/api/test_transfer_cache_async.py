@@ -438,7 +438,7 @@ def _push(world: Any, name: str, number: int) -> None:
     engine.initiator.push(
         RemoteName(1, cache_id=number),
         entry,
-        lambda dst, row, same: cut.plan(0, 0, 4, offset=0, alias=same),
+        lambda ends: cut.plan(0, 0, 4, offset=0, alias=ends.same_memory),
         Deadline.after_ms(5000),
         "a push",
         consumes=False,

@@ -33,8 +33,10 @@ def check_tables(
         _require(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
         _require(all(keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
         _require(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
+        _require(entry.holds.is_open is not entry.closing, f"{name}: who may hold it is not who finds it")
     for entry in draining:
-        _require(entry.life.state is State.DRAINING and entry.pins > 0, f"{entry.life.name} drains for nothing")
+        needed = entry.pins + entry.holds.inside > 0 and not entry.holds.is_open
+        _require(entry.life.state is State.DRAINING and needed, f"{entry.life.name} drains for nothing")
     _check_pins({*entries.values(), *draining}, keys, pins, pins_of)
 
 
@@ -51,7 +53,7 @@ def _check_pins(
     bindings = {*keys.values(), *of_binding}
     _require(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
     entries = {*known, *of_entry}
-    _require(all(e.pins == of_entry[e] + e.holds for e in entries), "pins of a cache are miscounted")
+    _require(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
     lost = [pin.pin_id for pin in pins.values() if pin.entry.life.state is State.FREED]
     _require(not lost, f"pins {lost} hold a cache that was freed")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.checks import INVALID_ID
+from llm_datadist.native import Turnstile
 from llm_datadist.types import BlocksCacheKey, CacheKey
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class Entry:
     """One cache. ``storage`` and ``guard`` belong to the caller; the registry only keeps and returns them.
 
     Attributes:
-        pins: Who needs its memory: peers' pins and local holds.
-        holds: The local ones of them.
+        pins: Peers that need its memory.
+        holds: Calls of this process that do. Open while the cache can be found; opened and shut under the lock.
         closing: True while it is being unregistered: nobody finds it, and it may come back.
     """
 
@@ -74,7 +75,7 @@ class Entry:
     owner: bool = True
     bindings: dict[Key, Binding] = field(default_factory=dict)
     pins: int = 0
-    holds: int = 0
+    holds: Turnstile = field(default_factory=Turnstile)
     closing: bool = False
 
     def binding_of_row(self, row: int) -> Binding | None:

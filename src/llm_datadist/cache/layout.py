@@ -16,7 +16,7 @@ import msgspec
 from llm_datadist import native
 from llm_datadist.data_type import DataType
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
-from llm_datadist.native import BlockList, Plan
+from llm_datadist.native import BlockList, BlockPlanner, Plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheKind",
+    "Ends",
     "Geometry",
     "LayerSelection",
     "decode_geometry",
@@ -206,6 +207,33 @@ class LayerSelection:
         return layers
 
 
+class Ends(msgspec.Struct, eq=False):
+    """The remote cache of a transfer as seen from one local cache, and what comparing the two came to. Any thread.
+
+    Attributes:
+        remote: Geometry of the remote cache.
+        row: Its row, where one is named.
+        cache_id: The local cache.
+        same_memory: True when both have the same tensors.
+    """
+
+    remote: Geometry
+    row: int
+    cache_id: int
+    same_memory: bool
+    _compared: tuple[LayerSelection, BlockPlanner] | None = None
+
+    def block_planner(self, src: Geometry, dst: Geometry, layers: LayerSelection) -> BlockPlanner:
+        """Return the planner of blocks from ``src`` to ``dst``: one is ``remote``, the other the local cache.
+
+        For the layers that were asked for last nothing is compared again. Errors as :func:`plan_blocks`.
+        """
+        compared = self._compared
+        if compared is None or compared[0] is not layers:
+            compared = self._compared = layers, _block_planner(src, dst, layers, alias=self.same_memory)
+        return compared[1]
+
+
 def plan_row(
     src: Geometry,
     dst: Geometry,
@@ -260,6 +288,10 @@ def plan_blocks(
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
         ParamError: Unequal lengths, or an index outside its cache.
     """
+    return _block_planner(src, dst, layers, alias=alias).plan(dst_blocks, src_blocks)
+
+
+def _block_planner(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool) -> BlockPlanner:
     paged = src.kind is dst.kind is CacheKind.BLOCKS
     if not paged and not (src.kind.serves(CacheKind.BLOCKS) and dst.kind.serves(CacheKind.BLOCKS)):
         end = "destination" if src.kind.serves(CacheKind.BLOCKS) else "source"
@@ -267,9 +299,7 @@ def plan_blocks(
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
     tensors = layers.tensors(src, dst)
-    return native.plan_blocks(
-        dst_blocks,
-        src_blocks,
+    return BlockPlanner(
         block_bytes=src.stride,
         dst_count=dst.rows,
         src_count=src.rows,

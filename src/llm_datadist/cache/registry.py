@@ -127,6 +127,7 @@ class Registry:
             if entry.closing or self._entries.get(entry.cache_id) is not entry:
                 return False
             entry.closing = True
+            entry.holds.shut()
             return True
 
     def reopen(self, entry: Entry, guard: object) -> None:
@@ -134,6 +135,8 @@ class Registry:
         with self._lock:
             entry.closing = False
             entry.guard = guard
+            if self._entries.get(entry.cache_id) is entry:
+                entry.holds.open()
 
     def unregister(self, cache_id: int) -> Effects:
         """Drop a registered cache with all its keys; readers in flight fail by its guard. Others: no-op."""
@@ -167,21 +170,22 @@ class Registry:
 
     def hold(self, cache_id: int, what: object = "cache") -> Entry:
         """Like :meth:`lookup`, and keep its memory until :meth:`let_go`: for the length of one local call."""
+        entry = self._entries.get(cache_id)
+        if entry is not None and entry.holds.try_enter():
+            return entry  # no event: wherever a cache can be found, one hold more changes no state
         with self._lock:
-            entry = self._entries.get(cache_id)
-            if entry is None or entry.closing:
-                entry = self._lookup(cache_id, what)  # says why not
-            entry.pins += 1  # no event: wherever a cache can be found, one hold more changes no state
-            entry.holds += 1
+            entry = self._lookup(cache_id, what)  # says why not
+            entry.holds.enter()
             return entry
 
     def let_go(self, entry: Entry) -> Effects:
         """End a :meth:`hold`, of :meth:`reach` too: :data:`NOTHING` while its owner or its keys keep the cache."""
+        if entry.holds.try_leave():
+            return NOTHING  # no event either: one hold less changes no state in which it can be found
         with self._lock:
-            entry.pins -= 1
-            entry.holds -= 1
+            entry.holds.leave()
             if entry.life.state is not State.DRAINING:
-                return NOTHING  # no event either: one hold less changes no other state
+                return NOTHING
             effects = Effects()
             self._settle(entry, Event.UNPIN, effects)
         return effects
@@ -228,8 +232,8 @@ class Registry:
             if pin_id and (pin is None or pin.peer is not peer or pin.entry.cache_id != cache_id):
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
             entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
-            entry.pins += hold  # no event: wherever a cache can be reached, one hold more changes no state
-            entry.holds += hold
+            if hold:
+                entry.holds.enter()  # no event: wherever a cache can be reached, one hold more changes no state
             return entry
 
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
@@ -383,7 +387,10 @@ class Registry:
         self._settle(entry, Event.WITHDRAW, effects)
 
     def _settle(self, entry: Entry, event: Event, effects: Effects) -> None:
-        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=entry.pins)
+        if not entry.owner and not entry.bindings:
+            entry.holds.shut()  # and counted after that: nobody finds it any more
+        pins = entry.pins + entry.holds.inside
+        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=pins)
         if state is State.DRAINING or state is State.FREED:
             self._entries.pop(entry.cache_id, None)
         if state is State.DRAINING:

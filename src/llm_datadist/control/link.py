@@ -14,6 +14,7 @@ from llm_datadist.control.peer import Peer, RemoteFailure, Waiter
 from llm_datadist.errors import AlreadyLinked, LinkError, LLMException, NotLinked, PeerLost, code_2_status
 from llm_datadist.log import logger
 from llm_datadist.metrics import LinkStatistics
+from llm_datadist.native import Turnstile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,10 +78,10 @@ class Link:
         self.last_pong = 0
         connection.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
-        self._machine.fire(LinkEvent.HELLO)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = self._awaited = 0  # those that run, and the callers who wait for their end
+        self._operations = Turnstile(is_open=False)  # open while the link is usable, changed under the lock
+        self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
         self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
@@ -103,7 +104,7 @@ class Link:
     @property
     def busy(self) -> bool:
         """True while a transfer runs on it."""
-        return self._operations > 0
+        return self._operations.inside > 0
 
     @property
     def ended(self) -> bool:
@@ -114,7 +115,7 @@ class Link:
         """The handshake is over."""
         with self._lock:
             self.channel = channel
-            self._machine.fire(LinkEvent.READY)
+            self._fire(LinkEvent.READY)
 
     def claim(self, since: int, *, mutual: bool) -> None:
         """Count this link as the one that ``link_clusters`` asked for, which began when ``since`` was the newest one.
@@ -139,18 +140,17 @@ class Link:
         return self
 
     def __enter__(self) -> Self:
-        with self._lock:
-            if self._machine.state not in USABLE:
-                raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
-            self._operations += 1
+        if not self._operations.try_enter():
+            raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._operations.try_leave():
+            return  # nobody waits for the last one while more may come
         with self._lock:
-            self._operations -= 1
-            due = self._due_farewell()
-            if self._awaited and not self._operations:
+            if self._operations.leave() == 0:
                 self._idle.notify_all()
+            due = self._due_farewell()
         if due is not None:
             due()
 
@@ -273,14 +273,14 @@ class Link:
         if self._machine.state is LinkState.SUSPECT:
             with self._lock:
                 if self._machine.can(LinkEvent.HEARD):
-                    self._machine.fire(LinkEvent.HEARD)
+                    self._fire(LinkEvent.HEARD)
 
     def silent(self) -> bool:
         """Nothing came for a while: become SUSPECT. True when that is news."""
         with self._lock:
             if not self._machine.can(LinkEvent.SILENT):
                 return False
-            self._machine.fire(LinkEvent.SILENT)
+            self._fire(LinkEvent.SILENT)
             return True
 
     # --- parting ---------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Link:
         with self._lock:
             if not self._machine.can(LinkEvent.UNLINK):
                 return False
-            self._machine.fire(LinkEvent.UNLINK)
+            self._fire(LinkEvent.UNLINK)
             self._unlinking = True
             return True
 
@@ -301,19 +301,15 @@ class Link:
             self._resume()
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """Wait until no operation runs; False when the deadline passed first."""
+        """Wait until no operation runs, after :meth:`begin_unlink`; False when the deadline passed first."""
         with self._lock:
-            self._awaited += 1
-            try:
-                return self._idle.wait_for(lambda: self._operations == 0, deadline.remaining())
-            finally:
-                self._awaited -= 1
+            return self._idle.wait_for(lambda: not self.busy, deadline.remaining())
 
     def peer_parts(self, farewell: Callable[[], None]) -> None:
         """The peer says goodbye: ``farewell`` is called once no operation runs, now or by the last one's thread."""
         with self._lock:
             if self._machine.can(LinkEvent.UNLINK):
-                self._machine.fire(LinkEvent.UNLINK)
+                self._fire(LinkEvent.UNLINK)
             self._parting = True
             self._farewell = farewell
             due = self._due_farewell()
@@ -334,11 +330,18 @@ class Link:
     def _resume(self) -> None:
         """Under the lock."""
         if not self._unlinking and not self._parting and self._machine.can(LinkEvent.RESUME):
-            self._machine.fire(LinkEvent.RESUME)
+            self._fire(LinkEvent.RESUME)
+
+    def _fire(self, event: LinkEvent) -> None:
+        """Under the lock: operations may start only while the link is usable."""
+        if self._machine.fire(event) in USABLE:
+            self._operations.open()
+        else:
+            self._operations.shut()
 
     def _due_farewell(self) -> Callable[[], None] | None:
         """Under the lock: the farewell, if it waits and no operation runs."""
-        if self._operations:
+        if self.busy:
             return None
         farewell, self._farewell = self._farewell, None
         return farewell
@@ -352,10 +355,10 @@ class Link:
                 return False
             self._end_reason, self._lost = reason, lost
             if lost or not self._machine.can(LinkEvent.IDLE):
-                self._machine.fire(LinkEvent.LOST)
-                self._machine.fire(LinkEvent.CLEANUP)
+                self._fire(LinkEvent.LOST)
+                self._fire(LinkEvent.CLEANUP)
             else:
-                self._machine.fire(LinkEvent.IDLE)
+                self._fire(LinkEvent.IDLE)
             for waiter in self._waiters.values():
                 waiter.wake(None)
             self._waiters.clear()
@@ -384,10 +387,11 @@ class Link:
     def check_integrity(self) -> None:
         """Raise AssertionError when the link contradicts itself."""
         with self._lock:
-            if self._operations < 0:
-                raise AssertionError(f"{self._machine.name}: {self._operations} operations")
+            if self._operations.inside < 0 or self._operations.is_open is not self.usable:
+                raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")
             if self._machine.state is LinkState.CLOSED and self._waiters:
                 raise AssertionError(f"{self._machine.name}: closed with {len(self._waiters)} waiting callers")
 
     def __repr__(self) -> str:
-        return f"<Link to {self.peer}: {self._machine.state.value}, {self.choice.name}, {self._operations} running>"
+        running = self._operations.inside
+        return f"<Link to {self.peer}: {self._machine.state.value}, {self.choice.name}, {running} running>"

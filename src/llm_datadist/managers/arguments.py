@@ -223,7 +223,8 @@ def layer_selection(
 ) -> LayerSelection:
     """Return the layers of a call. An empty range means "not given" in pulls and is an error in pushes."""
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
-    check_rule(per_layer > 0, "tensor_num_per_layer=0: at least one tensor makes a layer")
+    if per_layer == 0:
+        raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
     if src_layer_range is None and dst_layer_range is None:
         return _all_layers(per_layer)
     ranges = [
@@ -296,20 +297,21 @@ def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
 
 def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Which lists go with which key (API §6.11)."""
-    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
+    sources, targets = len(src_blocks), len(dst_blocks)
+    if not targets:
+        raise ParamError("dst_blocks is empty: at least one block is needed")
     if isinstance(key, BlocksCacheKey):
-        check_rule(len(src_blocks), "src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
+        if not sources:
+            raise ParamError("src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
         equal_lengths(src_blocks, dst_blocks)
         return
-    check_rule(not len(src_blocks), f"src_blocks has {len(src_blocks)} entries: only a BlocksCacheKey addresses blocks")
+    check_rule(not sources, f"src_blocks has {sources} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
 
 
-def check_grant(grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
-    """Check that a grant, if there is one, is for this peer and these blocks."""
-    if grant is None:
-        return
-    check_type("grant", grant, Grant)
+def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
+    """Check that a grant is for this peer and these blocks."""
+    grant = check_type("grant", grant, Grant)
     check_rule(isinstance(key, BlocksCacheKey), "grant: only with a BlocksCacheKey")
     check_rule(
         key.cluster_id == grant.cluster_id,
@@ -323,8 +325,10 @@ def check_grant(grant: Grant | None, key: CacheKey | CacheKeyByIdAndIndex | Bloc
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
-    check_rule(len(dst_blocks), "dst_blocks is empty: at least one block is needed")
-    check_rule(len(src_blocks), "src_blocks is empty: at least one block is needed")
+    if not len(dst_blocks):
+        raise ParamError("dst_blocks is empty: at least one block is needed")
+    if not len(src_blocks):
+        raise ParamError("src_blocks is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")

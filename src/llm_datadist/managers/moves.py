@@ -4,14 +4,15 @@ here, plan, hand over to the initiator. ``managers/remote.py`` and ``cpp_api/tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from llm_datadist.cache import layout
 from llm_datadist.managers import arguments
 
 if TYPE_CHECKING:
-    from llm_datadist.cache.layout import Geometry, LayerSelection
+    from llm_datadist.cache.layout import Ends, LayerSelection
     from llm_datadist.deadline import Deadline
     from llm_datadist.engine import Engine
     from llm_datadist.grant import Grant
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Move", "pull_blocks", "pull_row", "push_blocks", "push_row"]
 
 
-@dataclass(slots=True)
-class Move:
+class Move(msgspec.Struct, eq=False):
     """One public call, its own arguments checked. Used by one thread.
 
     Attributes:
@@ -64,11 +64,11 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
         arguments.check_size(size, dst, dst_offset)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(src: Geometry, src_row: int, same: bool) -> Plan:
+        def plan(ends: Ends) -> Plan:
             return layout.plan_row(
-                src,
+                ends.remote,
                 dst,
-                src_row=src_row,
+                src_row=ends.row,
                 dst_row=row,
                 size=size,
                 layers=layers,
@@ -101,10 +101,10 @@ def pull_blocks(
         arguments.check_blocks(name, dst_blocks, dst)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(src: Geometry, row: int, same: bool) -> Plan:
+        def plan(ends: Ends) -> Plan:
             if src_blocks is None:
-                return layout.plan_pieces(src, dst, src_row=row, dst_blocks=dst_blocks, layers=layers)
-            return layout.plan_blocks(src, dst, src_blocks, dst_blocks, layers, alias=same)
+                return layout.plan_pieces(ends.remote, dst, src_row=ends.row, dst_blocks=dst_blocks, layers=layers)
+            return ends.block_planner(ends.remote, dst, layers).plan(dst_blocks, src_blocks)
 
         span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what, grant)
 
@@ -120,8 +120,8 @@ def push_row(move: Move, row: int) -> None:
         src.require_row("src_batch_index", row)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(dst: Geometry, dst_row: int, same: bool) -> Plan:
-            return layout.plan_row(src, dst, src_row=row, dst_row=dst_row, size=src.stride, layers=layers)
+        def plan(ends: Ends) -> Plan:
+            return layout.plan_row(src, ends.remote, src_row=row, dst_row=ends.row, size=src.stride, layers=layers)
 
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
 
@@ -137,7 +137,7 @@ def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> Non
         arguments.check_blocks("src_blocks", src_blocks, src)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(dst: Geometry, row: int, same: bool) -> Plan:
-            return layout.plan_blocks(src, dst, src_blocks, dst_blocks, layers, alias=same)
+        def plan(ends: Ends) -> Plan:
+            return ends.block_planner(src, ends.remote, layers).plan(dst_blocks, src_blocks)
 
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist.checks import check_int64, check_rule, check_type, check_uint32
+from llm_datadist.errors import ParamError
 from llm_datadist.managers import arguments, moves
 from llm_datadist.managers.arguments import layer_selection
 from llm_datadist.managers.base import EngineUser
@@ -153,10 +154,12 @@ class RemoteCalls(EngineUser):
         check_type("dst_cache", dst_cache, Cache)
         sources = parse_blocks("src_blocks", src_blocks)
         targets = parse_blocks("dst_blocks", dst_blocks)
-        check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache; use pull_cache")
+        if not dst_cache.is_blocks_cache:
+            raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_pull_blocks(src_cache_key, sources, targets)
-        arguments.check_grant(grant, src_cache_key, sources)
+        if grant is not None:
+            arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
@@ -275,7 +278,8 @@ class RemoteCalls(EngineUser):
         check_type("src_cache", src_cache, Cache)
         sources = parse_blocks("src_blocks", src_blocks)
         targets = parse_blocks("dst_blocks", dst_blocks)
-        check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache; use push_cache")
+        if not src_cache.is_blocks_cache:
+            raise ParamError("src_cache: not a blocks cache; use push_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)

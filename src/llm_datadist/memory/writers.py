@@ -11,7 +11,6 @@ In one process a reader needs the same: memory of the user that is freed under i
 from __future__ import annotations
 
 import os
-import select
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from llm_datadist.native import (
     announce_writer,
     close_writers,
     find_writers,
+    readable,
     retract_writer,
     writer_sequence,
 )
@@ -110,7 +110,7 @@ class WriterPage:
         """Return True when the peer's process cannot write any more, or no peer was ever met. Under the lock."""
         if self.segment is None:
             return False
-        return self._pidfd < 0 or _readable(self._pidfd)
+        return self._pidfd < 0 or readable(self._pidfd)
 
     def _release(self) -> None:
         if self._pidfd >= 0:
@@ -272,12 +272,6 @@ class Writers:
 
 def _at_work(page: WriterPage) -> bool:
     return bool(find_writers(np.array([page.address], np.uint64), [], True))
-
-
-def _readable(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _private_page() -> NDArray[np.uint8]:

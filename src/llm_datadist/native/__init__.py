@@ -14,8 +14,12 @@ from llm_datadist.native import _native
 from llm_datadist.native._native import (
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
+    BlockPlanner,
     CopyPool,
+    Meter,
     Promises,
+    Timer,
+    Turnstile,
     advance_generation,
     announce_writer,
     close_writers,
@@ -26,6 +30,7 @@ from llm_datadist.native._native import (
     plan_blocks,
     plan_pieces,
     plan_row,
+    readable,
     retract_writer,
     writer_sequence,
 )
@@ -51,17 +56,21 @@ __all__ = [
     "WRITER_PAGE_BYTES",
     "WRITER_SLOTS",
     "BlockList",
+    "BlockPlanner",
     "CopyPool",
     "Ending",
     "LaneEngine",
     "LaneEvent",
     "LaneLost",
+    "Meter",
     "Outcome",
     "Plan",
     "Promises",
     "ReadAsked",
     "Served",
     "Tensors",
+    "Timer",
+    "Turnstile",
     "WriteAsked",
     "advance_generation",
     "announce_writer",
@@ -78,6 +87,7 @@ __all__ = [
     "plan_blocks",
     "plan_pieces",
     "plan_row",
+    "readable",
     "retract_writer",
     "usable_cpus",
     "writer_sequence",
@@ -99,12 +109,13 @@ def parse_blocks(name: str, values: object) -> BlockList:
         TypeError: It is another container, or an element is no integer.
         ParamError: An element is negative or does not fit int64.
     """
-    if isinstance(values, list | tuple):
-        try:
-            return _native.parse_blocks(name, values)
-        except TypeError:
-            _refuse_none(name, values)
-            raise
+    try:
+        parsed = _native.parse_blocks(name, values)
+    except TypeError:
+        _refuse_none(name, values)
+        raise
+    if parsed is not None:
+        return parsed
     if isinstance(values, np.ndarray):
         return BlockList(_parse_array(name, values))
     if values is None:
@@ -117,8 +128,8 @@ def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     return parse_blocks(name, values).array
 
 
-def _refuse_none(name: str, values: list[object] | tuple[object, ...]) -> None:
-    for i, value in enumerate(values):
+def _refuse_none(name: str, values: object) -> None:
+    for i, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if value is None:
             raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
 

@@ -10,12 +10,14 @@
 
 #include "copy.hpp"
 #include "digest_python.hpp"
+#include "fd.hpp"
 #include "guards.hpp"
 #include "lanes_python.hpp"
 #include "limits_python.hpp"
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
+#include "turnstile_python.hpp"
 #include "writers_python.hpp"
 
 namespace nb = nanobind;
@@ -81,6 +83,7 @@ NB_MODULE(_native, m) {
     raise_process_errors_as_os_errors();
     watch_forks();
 
+    bind_counts(m);
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
           "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false);
@@ -97,6 +100,8 @@ NB_MODULE(_native, m) {
           "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
           "ParamError: a null or misaligned address.");
 
+    m.def("readable", &readable, "fd"_a,
+          "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
           "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
           "OSError: the kernel refused; errno says why. ParamError: too many bytes.");

@@ -29,6 +29,62 @@ class TensorList:
         """Return True when both have the same addresses."""
 
 @final
+class Turnstile:
+    """Counts who is inside of something that can be shut. Any thread; takes no lock, each call is one step.
+
+    Whoever is inside when it is shut leaves by :meth:`leave`, where the last one finds 0.
+    """
+
+    def __init__(self, is_open: bool = True) -> None: ...
+    def try_enter(self) -> bool:
+        """Count one more inside; False, and nothing happened, when it is shut."""
+    def try_leave(self) -> bool:
+        """Count one less inside; False, and nothing happened, when it is shut: somebody may wait for the last."""
+    def enter(self) -> None:
+        """Count one more inside, even if it is shut."""
+    def leave(self) -> int:
+        """Count one less inside, open or shut; return how many are left."""
+    def open(self) -> None:
+        """Let them in, from now on. Idempotent."""
+    def shut(self) -> int:
+        """Let nobody in any more; return how many are inside, -1 when it was shut already."""
+    @property
+    def is_open(self) -> bool:
+        """False once it was shut."""
+    @property
+    def inside(self) -> int:
+        """How many are inside."""
+
+@final
+class Meter:
+    """Totals of one kind of operation. Any thread; takes no lock."""
+
+    def __init__(self) -> None: ...
+    def add(self, nbytes: int, seconds: float = 0.0, failed: bool = False) -> None:
+        """Add one finished operation."""
+    @property
+    def count(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+@final
+class Timer:
+    """Adds the block it is around to a meter, with the bytes that :attr:`nbytes` was set to. Used by one thread."""
+
+    nbytes: int
+
+    def __init__(self, meter: Meter) -> None: ...
+    @property
+    def seconds(self) -> float:
+        """How long the block took, once it has ended."""
+    def __enter__(self) -> Timer: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
+
+@final
 class Plan:
     """A copy in factored form: tensor pairs times runs, because what is asked of one tensor is asked of all.
 
@@ -82,11 +138,39 @@ class Promises:
         ParamError: a slot outside the table.
         """
 
-def parse_blocks(name: str, values: list[Any] | tuple[Any, ...]) -> BlockList: ...
+def parse_blocks(name: str, values: object) -> BlockList | None:
+    """Return the numbers of a list, a tuple, or a 1-D int64 array without a negative one; None for anything else."""
+
 def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the (keys, values) of a dict of int to int, or of int to list of int when ``lists``, pair by pair in the
     order given; None when there is anything else in it, a negative int or one beyond int64 too.
     """
+
+def readable(fd: int) -> bool:
+    """Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits."""
+
+@final
+class BlockPlanner:
+    """Plans blocks between two caches whose geometries have been compared: what does not change from call to call."""
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int,
+        dst_count: int,
+        src_count: int,
+        alias: bool,
+        tensors: tuple[int, int, int] = (0, 0, 1),
+    ) -> None:
+        """Take what :func:`plan_blocks` takes, but for the lists."""
+    def plan(
+        self,
+        dst: BlockList | NDArray[np.int64],
+        src: BlockList | NDArray[np.int64],
+        dst_name: str = "dst_blocks",
+        src_name: str = "src_blocks",
+    ) -> Plan:
+        """Plan as :func:`plan_blocks`, with the same errors."""
 
 def plan_blocks(
     dst: BlockList | NDArray[np.int64],

@@ -1,6 +1,7 @@
 // A file descriptor that is closed by whoever holds it last, and the eventfd that threads wake each other with.
 #pragma once
 
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -37,6 +38,15 @@ private:
 inline int checked(int result, const char* call) {
     if (result < 0) throw std::system_error(errno, std::generic_category(), call);
     return result;
+}
+
+// Whether there is something to read right now, or the descriptor is none: what poll says of a pidfd whose process ended.
+inline bool readable(int fd) {
+    pollfd asked{fd, POLLIN, 0};
+    int ready = 0;
+    do ready = ::poll(&asked, 1, 0);
+    while (ready < 0 && errno == EINTR);
+    return checked(ready, "poll") > 0;
 }
 
 // Readable from the first ring() on, until clear().

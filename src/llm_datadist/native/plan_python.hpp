@@ -150,9 +150,15 @@ private:
     std::size_t run_count_;
 };
 
-inline BlockList py_parse_blocks(const char* name, nb::handle values) {
-    const bool sequence = PyList_Check(values.ptr()) || PyTuple_Check(values.ptr());
-    if (!sequence) throw nb::type_error("values must be a list or a tuple");
+// None where the values are neither a list nor a tuple nor an array as plain as that.
+inline std::optional<BlockList> py_parse_blocks(const char* name, nb::handle values) {
+    if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) {
+        Indices array;
+        if (!nb::try_cast(values, array, false)) return std::nullopt;
+        if (std::any_of(array.data(), array.data() + array.size(), [](std::int64_t each) { return each < 0; }))
+            return std::nullopt;
+        return BlockList(array);
+    }
     try {
         return BlockList(parse_indices(values.ptr(), name));
     } catch (const PythonError&) {
@@ -167,14 +173,37 @@ inline std::optional<std::pair<nb::object, nb::object>> py_parse_pairs(const nb:
     return std::pair{BlockList(std::move(parsed.keys)).array(), BlockList(std::move(parsed.values)).array()};
 }
 
+// Plans blocks between two caches whose geometries have been compared: what does not change from call to call.
+class BlockPlanner {
+public:
+    BlockPlanner(std::int64_t block_bytes, std::int64_t dst_count, std::int64_t src_count, bool alias,
+                 const Tensors& tensors)
+        : block_bytes_(block_bytes),
+          dst_count_(dst_count),
+          src_count_(src_count),
+          alias_(alias),
+          pairing_(pairing_of(tensors)) {}
+
+    MovePlan plan(const BlockList& dst, const BlockList& src, const char* dst_name, const char* src_name) const {
+        std::optional<nb::gil_scoped_release> released;
+        if (dst.size() > release_gil_above_blocks) released.emplace();
+        RunList planned = plan_blocks(dst.of(dst_count_, dst_name), src.of(src_count_, src_name), block_bytes_, alias_);
+        released.reset();
+        return MovePlan(pairing_, std::move(planned));
+    }
+
+private:
+    std::int64_t block_bytes_;
+    std::int64_t dst_count_;
+    std::int64_t src_count_;
+    bool alias_;
+    Pairing pairing_;
+};
+
 inline MovePlan py_plan_blocks(const BlockList& dst, const BlockList& src, std::int64_t block_bytes,
                                std::int64_t dst_count, std::int64_t src_count, bool alias, const Tensors& tensors,
                                const char* dst_name, const char* src_name) {
-    std::optional<nb::gil_scoped_release> released;
-    if (dst.size() > release_gil_above_blocks) released.emplace();
-    RunList planned = plan_blocks(dst.of(dst_count, dst_name), src.of(src_count, src_name), block_bytes, alias);
-    released.reset();
-    return MovePlan(pairing_of(tensors), std::move(planned));
+    return BlockPlanner(block_bytes, dst_count, src_count, alias, tensors).plan(dst, src, dst_name, src_name);
 }
 
 inline MovePlan py_plan_pieces(const BlockList& dst, std::int64_t block_bytes, std::int64_t dst_count,
@@ -210,10 +239,16 @@ inline std::string repr_of_plan(const MovePlan& plan) {
                 plan.ordered() ? ", ordered>" : ">");
 }
 
+// As a slot: len() of a method takes three times as long, and is called five times in a small pull.
+inline Py_ssize_t length_of_blocks(PyObject* blocks) noexcept {
+    return static_cast<Py_ssize_t>(nb::inst_ptr<BlockList>(blocks)->size());
+}
+
 inline void bind_plans(nb::module_& m) {
-    nb::class_<BlockList>(m, "BlockList", nb::is_final(), "Block numbers of a caller, parsed once.")
+    static PyType_Slot slots[] = {{Py_sq_length, reinterpret_cast<void*>(&length_of_blocks)}, {0, nullptr}};
+    nb::class_<BlockList>(m, "BlockList", nb::is_final(), nb::type_slots(slots),
+                          "Block numbers of a caller, parsed once.")
         .def(nb::init<const Indices&>(), "array"_a)
-        .def("__len__", &BlockList::size)
         .def_prop_ro("largest", &BlockList::largest, "The largest number; -1 of an empty list.")
         .def_prop_ro("array", &BlockList::array, "The numbers as a read-only int64 array, shape (N,), not copied.");
     nb::implicitly_convertible<Indices, BlockList>();
@@ -237,7 +272,8 @@ inline void bind_plans(nb::module_& m) {
         .def("replace", &py_replace, "changes"_a, "Return a plan that differs in the fields that are named.")
         .def("__repr__", &repr_of_plan);
 
-    m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a);
+    m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a.none(),
+          "Return the numbers of a list, a tuple, or a 1-D int64 array without a negative one; None for anything else.");
     m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a,
           "Return the (keys, values) of a dict of int to int, or of int to list of int when `lists`, pair by pair in\n"
           "the order given; None when there is anything else in it, a negative int or one beyond int64 too.");
@@ -245,6 +281,12 @@ inline void bind_plans(nb::module_& m) {
     m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
           "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
           "Plan the copy of source block src[i] to destination block dst[i], for every i.");
+    nb::class_<BlockPlanner>(m, "BlockPlanner", nb::is_final(),
+                             "Plans blocks between two caches whose geometries have been compared.")
+        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const Tensors&>(), nb::kw_only(),
+             "block_bytes"_a, "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
+        .def("plan", &BlockPlanner::plan, "dst"_a, "src"_a, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
+             "Plan the copy of source block src[i] to destination block dst[i], for every i.");
     m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
           "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks",
           "Plan the copy of a row in pieces, piece i to block dst[i].");

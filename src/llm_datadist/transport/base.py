@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Self
 
 import numpy as np
 
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted
 from llm_datadist.memory.guards import slot_address
-from llm_datadist.native import CopyPool, Plan, Promises, Tensors, execute, load_generation
+from llm_datadist.native import CopyPool, Meter, Plan, Promises, Tensors, Turnstile, execute, load_generation
 from llm_datadist.transport.exports import PRIVATE, Exports, RegionDescriptor
 from llm_datadist.transport.values import Capabilities, MemoryChanged, RemoteTensors, Transfer, Window
 
@@ -56,29 +55,33 @@ class Connection(ABC):
 
     Attributes:
         capabilities: What the transport can do.
-        bytes_read: Bytes moved from the peer so far.
-        bytes_written: Bytes moved to the peer so far.
     """
 
     capabilities: ClassVar[Capabilities]
 
     def __init__(self) -> None:
-        self.bytes_read = 0
-        self.bytes_written = 0
         self._serial = next(_serials)
         self._pid = _here["pid"]
-        # Protects the counters and the three fields below; nothing is called while it is held.
-        self._lock = threading.Lock()
-        self._users = 0
-        self._closed = False
+        self._users = Turnstile()  # shut once closed; the last one out of it releases
         self._aborted = False
+        self._read, self._written = Meter(), Meter()
 
     # Public verbs
 
     @property
     def closed(self) -> bool:
         """True after :meth:`close` or :meth:`abort`."""
-        return self._closed
+        return not self._users.is_open
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes moved from the peer so far."""
+        return self._read.nbytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes moved to the peer so far."""
+        return self._written.nbytes
 
     def map(
         self,
@@ -146,9 +149,8 @@ class Connection(ABC):
             ProtocolError: A slot is outside the peer's guard table.
             LinkError: The connection is closed.
         """
-        if self._pid != _here["pid"] or self._closed:
-            self._enter("hold")  # says why not
-            self._leave()
+        if self._pid != _here["pid"] or not self._users.is_open:
+            self._refuse("hold")
         guards = self._guards()  # keeps the table mapped, whoever closes the connection meanwhile
         try:
             return promises.hold(guards.base, guards.nbytes)
@@ -166,9 +168,8 @@ class Connection(ABC):
             DeadlineExceeded: Too many are going on already (phase ``copy``).
             ProtocolError: No such guard slot.
         """
-        if self._pid != _here["pid"] or self._closed:
-            self._enter("announced")  # says why not
-            self._leave()
+        if self._pid != _here["pid"] or not self._users.is_open:
+            self._refuse("announced")
         announcer = self._announcer(write=write)
         return None if announcer is None else announcer.announce(slot, deadline, reading=not write)
 
@@ -223,7 +224,7 @@ class Connection(ABC):
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that the peer's process has ended, or this connection is closed."""
-        return self._closed
+        return self.closed
 
     def peer_pidfd(self) -> int | None:
         """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
@@ -292,31 +293,24 @@ class Connection(ABC):
         return window
 
     def _enter(self, what: str) -> None:
+        if self._pid != _here["pid"] or not self._users.try_enter():
+            self._refuse(what)
+
+    def _refuse(self, what: str) -> NoReturn:
         if self._pid != _here["pid"]:
             raise StateError(f"{what}: this {self.capabilities.name} connection belongs to process {self._pid}, not us")
-        with self._lock:
-            if self._closed:
-                raise LinkError(f"{what}: the {self.capabilities.name} connection is closed; link again", phase="copy")
-            self._users += 1
+        raise LinkError(f"{what}: the {self.capabilities.name} connection is closed; link again", phase="copy")
 
-    def _leave(self, read: int = 0, written: int = 0) -> None:
-        with self._lock:
-            self.bytes_read += read
-            self.bytes_written += written
-            self._users -= 1
-            last = self._closed and self._users == 0
-        if last:
+    def _leave(self) -> None:
+        if not self._users.try_leave() and self._users.leave() == 0:
             self._release()
 
     def _shut(self, *, abort: bool) -> None:
-        if self._pid != _here["pid"]:
-            # Forked: the lock may be held, and a call be inside, for ever by a thread that only the parent has.
-            self._lock, self._users = threading.Lock(), 0
-        with self._lock:
-            self._aborted |= abort
-            last = not self._closed and self._users == 0
-            self._closed = True
-        if last:
+        if self._pid != _here["pid"] and not self.closed:
+            # Forked: a call may be inside for ever, by a thread that only the parent has.
+            self._users = Turnstile()
+        self._aborted |= abort
+        if self._users.shut() == 0:
             self._release()
 
     def _transfer(
@@ -332,15 +326,15 @@ class Connection(ABC):
         what = "write" if write else "read"
         if remote.owner != self._serial:
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
-        self._enter(what)
-        read = written = 0
+        if self._pid != _here["pid"] or not self._users.try_enter():
+            self._refuse(what)
         try:
             if deadline.expired():
                 raise deadline.error(f"{what} of {plan.nbytes} bytes over {self.capabilities.name}", "copy")
             transfer = self._move(plan, local, remote, pool, deadline, write=write)
-            read, written = (0, transfer.nbytes) if write else (transfer.nbytes, 0)
+            (self._written if write else self._read).add(transfer.nbytes)
         finally:
-            self._leave(read, written)
+            self._leave()
         if self._aborted:
             raise TransferAborted(
                 f"{what}: the {self.capabilities.name} connection was aborted while {plan.nbytes} bytes moved",
@@ -356,17 +350,18 @@ class Connection(ABC):
 
     def __del__(self) -> None:
         # No lock: nobody else holds a reference. getattr: a constructor may have failed half way.
-        if getattr(self, "_closed", True):
+        users: Turnstile | None = getattr(self, "_users", None)
+        if users is None or not users.is_open:
             return
-        self._closed = True
+        users.shut()
         if self._pid == _here["pid"]:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
         self._release()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
+        state = "closed" if self.closed else "open"
         return (
-            f"<{type(self).__name__} {state}: {self._users} in use, "
+            f"<{type(self).__name__} {state}: {self._users.inside} in use, "
             f"{self.bytes_read} bytes read, {self.bytes_written} written>"
         )
 

@@ -53,7 +53,9 @@ class InprocConnection(Connection):
     announce themselves like writers: private memory that its user frees under them would end the process.
     """
 
-    capabilities = Capabilities("inproc", shared_regions=True, private_memory=True, same_addresses=True)
+    capabilities = Capabilities(
+        "inproc", shared_regions=True, private_memory=True, same_addresses=True, announces_reads=True
+    )
 
     def __init__(self, exports: Exports) -> None:
         self._exports = exports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import struct
 import warnings
@@ -15,6 +14,7 @@ from llm_datadist.errors import LinkRefused, LLMException
 from llm_datadist.memory.guards import read_cookie
 from llm_datadist.memory.segment import SharedSegment
 from llm_datadist.memory.writers import WRITER_PAGE_BYTES, Announcer
+from llm_datadist.native import readable
 
 if TYPE_CHECKING:
     from llm_datadist.memory.writers import WriterPage
@@ -77,12 +77,8 @@ class PeerMemory:
 
     def alive(self) -> bool:
         """Return False once the peer's process has ended, reaped or not. False when closed."""
-        if self.closed:
-            return False
-        # A poll object refuses two threads at once, so it is made for each call.
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return not poll.poll(0)
+        pidfd = self.pidfd
+        return pidfd >= 0 and not readable(pidfd)
 
     def introduce(self, who: str, cluster_id: int) -> None:
         """Say who the peer is, for messages about what it writes here."""

@@ -33,7 +33,13 @@ class RoutedConnection:
     def __init__(self, shared: Connection, private: Connection) -> None:
         self._shared = shared
         self._private = private
-        self.capabilities = Capabilities(shared.capabilities.name, shared_regions=True, private_memory=True)
+        ways = shared.capabilities, private.capabilities
+        self.capabilities = Capabilities(
+            shared.capabilities.name,
+            shared_regions=True,
+            private_memory=True,
+            announces_reads=any(each.announces_reads for each in ways),
+        )
 
     @property
     def bytes_read(self) -> int:

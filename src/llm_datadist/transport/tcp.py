@@ -118,7 +118,7 @@ class TcpConnection(Connection):
             return
         try:
             missing = self._wanted - len(self._group)
-            if missing > 0 and not self._closed:
+            if missing > 0 and not self.closed:
                 self._lanes.add_all(self._group, self._redial(missing, deadline))
         except LLMException:
             if not len(self._group):

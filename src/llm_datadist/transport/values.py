@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from llm_datadist.errors import TransferFailed
 from llm_datadist.native import Tensors
 
@@ -25,6 +27,7 @@ class Capabilities:
         remote_guards: True when the owner of the memory checks its guards by itself, before the first byte and after
             the last: :meth:`Connection.generation` is not available then, and a change is ``TransferFailed``.
         same_addresses: True when an address of the peer means the same memory here.
+        announces_reads: True when :meth:`Connection.announced` is for reads too, not for writes only.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Capabilities:
     private_memory: bool
     remote_guards: bool = False
     same_addresses: bool = False
+    announces_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +78,14 @@ class MemoryChanged(TransferFailed):
     """
 
 
-class Transfer:
+class Transfer(msgspec.Struct, eq=False):
     """A movement of bytes. This class is the finished one: shm and inproc are done at return.
 
     Attributes:
         nbytes: Bytes that move.
     """
 
-    __slots__ = ("nbytes",)
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    nbytes: int
 
     def done(self) -> bool:
         """Return True when every byte is in place."""

@@ -1,0 +1,78 @@
+// The Python face of the counts.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <utility>
+
+#include "turnstile.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+
+// Adds one operation to a meter: from __enter__ to __exit__. Used by one thread.
+class Timer {
+public:
+    explicit Timer(nb::object meter) : meter_(std::move(meter)), counts_(nb::cast<Meter*>(meter_)) {}
+
+    void start() noexcept { start_ = Clock::now(); }
+
+    void stop(bool failed) noexcept {
+        seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+        counts_->add(nbytes, seconds, failed);
+    }
+
+    std::int64_t nbytes = 0;
+    double seconds = 0;
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    nb::object meter_;  // keeps the next line's
+    Meter* counts_;
+    Clock::time_point start_{};
+};
+
+inline void bind_counts(nb::module_& m) {
+    using namespace nb::literals;
+
+    nb::class_<Turnstile>(m, "Turnstile", nb::is_final(),
+                          "Counts who is inside of something that can be shut. Any thread; takes no lock, each call is\n"
+                          "one step. Whoever is inside when it is shut leaves by leave(), the last one finds 0.")
+        .def(nb::init<bool>(), "is_open"_a = true)
+        .def("try_enter", &Turnstile::try_enter, "Count one more inside; False, and nothing happened, when it is shut.")
+        .def("try_leave", &Turnstile::try_leave,
+             "Count one less inside; False, and nothing happened, when it is shut: somebody may wait for the last.")
+        .def("enter", &Turnstile::enter, "Count one more inside, even if it is shut.")
+        .def("leave", &Turnstile::leave, "Count one less inside, open or shut; return how many are left.")
+        .def("open", &Turnstile::open, "Let them in, from now on. Idempotent.")
+        .def("shut", &Turnstile::shut, "Let nobody in any more; return how many are inside, -1 when it was shut already.")
+        .def_prop_ro("is_open", &Turnstile::is_open, "False once it was shut.")
+        .def_prop_ro("inside", &Turnstile::inside, "How many are inside.");
+
+    nb::class_<Meter>(m, "Meter", nb::is_final(), "Totals of one kind of operation. Any thread; takes no lock.")
+        .def(nb::init<>())
+        .def("add", &Meter::add, "nbytes"_a, "seconds"_a = 0.0, "failed"_a = false, "Add one finished operation.")
+        .def_prop_ro("count", &Meter::count)
+        .def_prop_ro("errors", &Meter::errors)
+        .def_prop_ro("nbytes", &Meter::nbytes)
+        .def_prop_ro("seconds", &Meter::seconds);
+
+    nb::class_<Timer>(m, "Timer", nb::is_final(),
+                      "Adds the block it is around to a meter, with the bytes that `nbytes` was set to.")
+        .def(nb::init<nb::object>(), "meter"_a)
+        .def_rw("nbytes", &Timer::nbytes)
+        .def_ro("seconds", &Timer::seconds, "How long the block took, once it has ended.")
+        .def("__enter__",
+             [](nb::handle self) {
+                 nb::inst_ptr<Timer>(self)->start();
+                 return nb::borrow(self);
+             })
+        .def(
+            "__exit__", [](Timer& timer, nb::handle kind, nb::handle, nb::handle) { timer.stop(!kind.is_none()); },
+            "kind"_a.none(), "error"_a.none(), "trace"_a.none());
+}
+
+}  // namespace datadist
