@@ -338,7 +338,7 @@ class CacheStore:
         self.writers.shut()
         private = private_memory(self.registry.snapshot()[0])
         self.apply(self.registry.clear())
-        wait_at_the_end(self.writers, private, Deadline.after_ms(self._patience_ms))
+        wait_at_the_end(self.writers, private, Deadline(self._patience_ms))
         self._quarantine.sweep()
         if self._direct is not None:
             self._direct.close()  # before the next line, which would unmap what is still in use

@@ -19,7 +19,7 @@ _LONGEST_WAIT_S: Final = 0.05
 
 
 class Deadline:
-    """A point on the monotonic clock, with the budget it came from.
+    """A point on the monotonic clock, ``budget_ms`` milliseconds from now, with the budget it came from.
 
     Attributes:
         budget_ms: Milliseconds the call was given.
@@ -35,11 +35,6 @@ class Deadline:
         self.budget_ms = budget_ms
         self._started_ns = time.monotonic_ns()
         self.expires_ns = self._started_ns + budget_ms * _NS_PER_MS
-
-    @classmethod
-    def after_ms(cls, budget_ms: int) -> Deadline:
-        """Return the deadline ``budget_ms`` milliseconds from now."""
-        return cls(budget_ms)
 
     def remaining(self) -> float:
         """Return the seconds left, never below zero: what a wait may take."""

@@ -117,7 +117,7 @@ class LaneMender:
 
     def _mend(self, link: Link) -> None:
         try:
-            link.connection.mend(Deadline.after_ms(_MEND_MS))
+            link.connection.mend(Deadline(_MEND_MS))
         except LLMException as error:
             # The end of the link is on its way, or the next transfer tries again.
             logger.info("data lanes to %s were not brought back: %s", link.peer, error)

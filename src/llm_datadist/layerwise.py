@@ -45,7 +45,7 @@ class Source:
 
     def deadline(self) -> Deadline:
         """Return the deadline of one layer to one destination."""
-        return Deadline.after_ms(self.engine.options.sync_kv_timeout_ms)
+        return Deadline(self.engine.options.sync_kv_timeout_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,7 @@ class Tasks:
     def finish(self) -> None:
         """Wait for jobs that move: until all have ended, or none has sent a layer for as long as one may take."""
         while True:
-            moved, limit = self._moved(), Deadline.after_ms(self._patience_ms)
+            moved, limit = self._moved(), Deadline(self._patience_ms)
             while self._moved() == moved and not limit.expired():
                 if not self._running():
                     return
@@ -356,7 +356,7 @@ class Tasks:
         So is the caller's own: a synchronizer may finalize.
         """
         self.stop()
-        limit = Deadline.after_ms(self._patience_ms + _GRACE_MS)
+        limit = Deadline(self._patience_ms + _GRACE_MS)
         for job, thread in self._jobs:
             if thread.ident is None or thread is threading.current_thread():
                 continue  # the first: started this very moment by a call that finalize should not meet; its job ended

@@ -73,7 +73,7 @@ def ask(world: World, fair: Verify, milliseconds: int = 10_000) -> Message:
     """Ask the peer of this end."""
     link: Link = engine(world).links.get(1)
     build = lambda number: msgspec.structs.replace(fair, id=number)  # noqa: E731
-    return link.request(build, Deadline.after_ms(milliseconds), "a question", "verify")
+    return link.request(build, Deadline(milliseconds), "a question", "verify")
 
 
 def asked(pair: Pair, **change: Any) -> Message:

@@ -143,7 +143,7 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
     assert store._guards is not None
     store._guards.close()
     small = store._guards = GuardTable(slots=4)
-    soon = Deadline.after_ms(10_000)
+    soon = Deadline(10_000)
     geometry = store.allocate(_geometry(), [], soon).geometry
     keys = [(CacheKey(1, n), n) for n in range(2)]
     for _ in range(3):

@@ -306,7 +306,7 @@ def test_in_one_process_readers_of_registered_memory_are_waited_for_too(
 
 def _unregister_within(world: World, milliseconds: int) -> None:
     assert world.dd._engine is not None
-    world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline.after_ms(milliseconds))
+    world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline(milliseconds))
 
 
 def _unregister_and_wipe(world: World) -> None:

@@ -439,7 +439,7 @@ def _push(world: Any, name: str, number: int) -> None:
         RemoteName(1, cache_id=number),
         entry,
         lambda ends: cut.plan(0, 0, 4, offset=0, alias=ends.same_memory),
-        Deadline.after_ms(5000),
+        Deadline(5000),
         "a push",
         consumes=False,
     )

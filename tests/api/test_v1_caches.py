@@ -370,7 +370,7 @@ def test_r06_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method: str
     with shut(end.world.dd, "hold", tmp_path) as gate:
         collect = begin(end, _call, method, args)
         gate.wait()
-        passed = Deadline.after_ms(50)  # made after the call's own
+        passed = Deadline(50)  # made after the call's own
         assert passed.poll(passed.expired)
         gate.open()
         with pytest.raises(DeadlineExceeded) as caught:

@@ -52,7 +52,7 @@ class TestCma(TransportConformance):
         remote = connection.map(np.array([PRIVATE], np.uint32), np.array([8], np.uint64), 64, writable=True)
         for verb in (connection.read, connection.write):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
-                verb(PLAN, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline.after_ms(1000))
+                verb(PLAN, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
         assert connection.bytes_read == connection.bytes_written == 0
 
 
@@ -60,11 +60,11 @@ def test_the_memory_of_a_killed_peer_is_gone() -> None:
     data = np.ones(64, np.uint8)
     with PeerProcess(connect, private=True) as process, process.serving(writable=True), process.connect() as connection:
         remote = beginning_of(process, connection, 1, 64, writable=True)
-        connection.write(PLAN, tensors_over(data), remote, None, Deadline.after_ms(1000))
+        connection.write(PLAN, tensors_over(data), remote, None, Deadline(1000))
         assert not connection.peer_ended()
         process.kill()
         assert connection.peer_ended()
         for verb in (connection.read, connection.write):
             with pytest.raises(PeerLost, match=f"process {process.pid} has ended"):
-                verb(PLAN, tensors_over(data), remote, None, Deadline.after_ms(1000))
+                verb(PLAN, tensors_over(data), remote, None, Deadline(1000))
         assert (connection.bytes_read, connection.bytes_written) == (0, 64)

@@ -40,11 +40,11 @@ def test_a_killed_peer_can_be_read_but_a_write_to_it_is_never_reported_done() ->
     plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
     with PeerProcess(ShmConnection) as process, process.serving(writable=True), process.connect() as connection:
         remote = connection.map(np.array([1], np.uint32), np.array([0], np.uint64), 64, writable=True)
-        connection.write(plan, local, remote, None, Deadline.after_ms(1000))
+        connection.write(plan, local, remote, None, Deadline(1000))
         process.kill()
         data[:] = 0
-        connection.read(plan, local, remote, None, Deadline.after_ms(1000))
+        connection.read(plan, local, remote, None, Deadline(1000))
         assert data.tolist() == list(range(64))
         with pytest.raises(PeerLost, match=f"process {process.pid} has ended"):
-            connection.write(plan, local, remote, None, Deadline.after_ms(1000))
+            connection.write(plan, local, remote, None, Deadline(1000))
         assert connection.bytes_written == 64

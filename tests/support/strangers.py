@@ -98,7 +98,7 @@ class Stranger:
         welcome = self.hear(Welcome)
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
-        meet(welcome.rendezvous, hello.token, exports, Deadline.after_ms(10_000)).close()
+        meet(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
         self.say(Met("shm", "a stranger's reason", sequence))
         self.hear(Linked)
 

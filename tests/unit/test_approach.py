@@ -16,7 +16,7 @@ TRIES: Final = 40
 
 def approach(*, again: bool = False) -> Approach:
     plan = Plan("name", {1: 0, 2: 1}, {1: "127.0.0.1", 2: "127.0.0.1"}, bytes(16), 60, 1)
-    communicator = Communicator(1, 2, plan, Deadline.after_ms(60_000))
+    communicator = Communicator(1, 2, plan, Deadline(60_000))
     communicator.ports = {1: [1, 2, 3]}
     return Approach(communicator, 1, again=again)
 

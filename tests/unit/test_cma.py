@@ -147,7 +147,7 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
         remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
         for verb in (stranger.read, stranger.write):
             with pytest.raises(PeerLost, match="has ended"):
-                verb(PLAN, tensors_over(local), remote, None, Deadline.after_ms(1000))
+                verb(PLAN, tensors_over(local), remote, None, Deadline(1000))
         assert mine.tolist() == list(range(64))
         assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
         stranger.close()  # with it the memory: its only counted share

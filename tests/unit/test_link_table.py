@@ -70,7 +70,7 @@ def dial(here: End, there: End) -> Iterator[None]:
     while True:
         yield  # Hello and Welcome are on their way
         try:
-            number = here.table.commit(there.me, Deadline.after_ms(0))
+            number = here.table.commit(there.me, Deadline(0))
         except DeadlineExceeded:
             continue  # would wait for another call of this end
         if isinstance(number, Link):
@@ -148,7 +148,7 @@ def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused_naming_bot
     second.me = Peer(2, b"c", 77, "elsewhere")
     run([dial(first, here)], iter([]))
     with pytest.raises(AlreadyLinked) as caught:
-        here.table.commit(second.me, Deadline.after_ms(0))
+        here.table.commit(second.me, Deadline(0))
     assert caught.value.status_code is LLMStatusCode.LLM_ALREADY_LINK
     assert all(part in str(caught.value) for part in ("pid 2 on host", "pid 77 on elsewhere"))
     newcomer = here.link(second.me, "newcomer", dialled=False, sequence=0, peer_sequence=1)
@@ -165,10 +165,10 @@ def test_a_commit_waits_for_an_unlink_that_is_going_on() -> None:
     assert link is not None
     assert link.begin_unlink()
     with pytest.raises(DeadlineExceeded) as caught:
-        here.table.commit(there.me, Deadline.after_ms(1))
+        here.table.commit(there.me, Deadline(1))
     assert caught.value.phase == "link"
     here.end(link)
-    assert isinstance(here.table.commit(there.me, Deadline.after_ms(0)), int)
+    assert isinstance(here.table.commit(there.me, Deadline(0)), int)
 
 
 def test_a_link_to_ourselves_has_both_ends_in_the_table() -> None:
@@ -192,7 +192,7 @@ def test_a_closed_table_takes_no_link() -> None:
     next(going_on)  # committed
     assert here.table.close() == []
     for refused in (
-        lambda: here.table.commit(Peer(3, b"c", 3, ""), Deadline.after_ms(0)),
+        lambda: here.table.commit(Peer(3, b"c", 3, ""), Deadline(0)),
         lambda: here.table.install(here.link(there.me, "x", dialled=True, sequence=1, peer_sequence=1)),
         lambda: here.table.admit(here.link(there.me, "x", dialled=False, sequence=0, peer_sequence=1)),
     ):

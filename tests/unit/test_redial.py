@@ -173,9 +173,9 @@ def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None
     attempts.redialler.begin(lost(7))
     attempts.redialler.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
-    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
-    attempts.redialler.cancel(99, Deadline.after_ms(LONG_MS))
+    attempts.redialler.cancel(7, Deadline(LONG_MS))
+    attempts.redialler.cancel(7, Deadline(LONG_MS))
+    attempts.redialler.cancel(99, Deadline(LONG_MS))
     count = sum(each.peer.cluster_id == 7 for each in attempts.made)
     wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
     assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
@@ -191,11 +191,11 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     attempts.outcome = hold
     attempts.redialler.begin(lost())
     assert inside.wait(10)
-    attempts.redialler.cancel(7, Deadline.after_ms(20))
+    attempts.redialler.cancel(7, Deadline(20))
     assert attempts.made[0].cancelled
     assert attempts.redialler._current is attempts.made[0], "it was not waited for in vain"
     threading.Timer(0.05, go.set).start()
-    attempts.redialler.cancel(7, Deadline.after_ms(LONG_MS))
+    attempts.redialler.cancel(7, Deadline(LONG_MS))
     assert attempts.redialler._current is None
     wait_until(attempts.over)
 

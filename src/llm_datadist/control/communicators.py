@@ -69,7 +69,7 @@ class Communicators:
             ParamError: The environment names no range of ports.
             LinkRefused: None of its ports is free here, the system refuses a thread, or this end is being finalised.
         """
-        deadline = Deadline.after_ms(plan.seconds * 1000)
+        deadline = Deadline(plan.seconds * 1000)
         candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
         sock = self._bind(plan) if any(peer > self._own for peer in plan.ranks) else None
         communicator = self._enter(plan, deadline, sock)
@@ -345,7 +345,7 @@ class Communicators:
     def _attempt_deadline(self, communicator: Communicator) -> Deadline:
         share = communicator.plan.seconds * 1000 // communicator.plan.attempts
         longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
-        return Deadline.after_ms(min(longest, communicator.deadline.remaining_ms()))
+        return Deadline(min(longest, communicator.deadline.remaining_ms()))
 
     def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
         """Deal with an attempt that came to nothing; return True when another one would too."""

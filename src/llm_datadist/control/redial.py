@@ -278,7 +278,7 @@ class Redialler:
                 return False
             if redial.gone():
                 raise LinkRefused("its process has ended", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            self._dial(redial, Deadline.after_ms(_ATTEMPT_MS))
+            self._dial(redial, Deadline(_ATTEMPT_MS))
         except LLMException as error:
             if redial.cancelled:
                 return False

@@ -94,7 +94,7 @@ class Call:
 
 def deadline_of(engine: Engine) -> Deadline:
     """Return the deadline of an operation that begins now."""
-    return Deadline.after_ms(engine.options.sync_kv_timeout_ms)
+    return Deadline(engine.options.sync_kv_timeout_ms)
 
 
 def _not_initialized(what: str) -> NotInitialized:

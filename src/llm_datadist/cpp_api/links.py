@@ -52,7 +52,7 @@ class LinkCalls(StatusCalls):
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
             reasons = _Reasons()
             _, link = self._initialized("LinkLlmClusters")._linking(infos, timeout, reasons.report)
-            overall, statuses = link(Deadline.after_ms(timeout))
+            overall, statuses = link(Deadline(timeout))
             reasons.require_success("LinkLlmClusters", infos, overall, statuses)
         return call.status, statuses
 
@@ -83,7 +83,7 @@ class LinkCalls(StatusCalls):
             infos = arguments.cluster_infos(clusters)
             reasons = _Reasons()
             _, unlink = dist._unlinking(infos, timeout, force, reasons.report)
-            overall, statuses = unlink(Deadline.after_ms(timeout))
+            overall, statuses = unlink(Deadline(timeout))
             reasons.require_success("UnlinkLlmClusters", infos, overall, statuses)
         return call.status, statuses
 

@@ -100,7 +100,7 @@ class _Demo:
         self._setup = setup
         self._reporter = reporter
         self._workload = Workload()
-        self._deadline = Deadline.after_ms(_BUDGET_MS)
+        self._deadline = Deadline(_BUDGET_MS)
         self._inbox: Inbox = queue.SimpleQueue()
         self._children: list[Child] = []
 

@@ -71,7 +71,7 @@ class ClusterLinks(EngineOwner):
         Source: API §3.4, §8.
         """
         _, call = self._linking(clusters, timeout)
-        return call(Deadline.after_ms(timeout))
+        return call(Deadline(timeout))
 
     def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> tuple[Engine, Call]:
         """Check the arguments; return what is left to do."""
@@ -122,7 +122,7 @@ class ClusterLinks(EngineOwner):
         Source: API §3.4, §8.
         """
         _, call = self._unlinking(clusters, timeout, force)
-        return call(Deadline.after_ms(timeout))
+        return call(Deadline(timeout))
 
     def _unlinking(
         self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure

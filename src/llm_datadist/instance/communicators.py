@@ -107,7 +107,7 @@ class CommunicatorLinks(EngineOwner):
         """
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
-        engine.links.communicators.close(number, Deadline.after_ms(engine.options.sync_kv_timeout_ms))
+        engine.links.communicators.close(number, Deadline(engine.options.sync_kv_timeout_ms))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.

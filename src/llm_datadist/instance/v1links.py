@@ -60,7 +60,7 @@ class V1Links(EngineOwner):
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
-        deadline = Deadline.after_ms(engine.options.sync_kv_timeout_ms)
+        deadline = Deadline(engine.options.sync_kv_timeout_ms)
         link = engine.links.get(cluster_id)
         if link.busy:
             raise _busy(link, "check_link_status")
@@ -106,7 +106,7 @@ def link_v1(
     if overall is _OK or not clusters:
         return overall, codes
     dialled = {link.address: link for link in engine.links.all() if link.dialled}
-    deadline = Deadline.after_ms(min(timeout, _UNDO_MS))
+    deadline = Deadline(min(timeout, _UNDO_MS))
     for i, cluster in enumerate(clusters):
         if codes[i] is _OK:
             codes[i] = LLMStatusCode.LLM_LINK_FAILED

@@ -68,7 +68,7 @@ def fuzz_dials(frames: int, seed: int) -> Verdicts:
         identity = replace(stage.engine.links._identity, transport=None)
         while verdicts.judged < frames:
             try:
-                with Dial(address, identity, exports, lanes, Deadline.after_ms(2_000)) as dial:
+                with Dial(address, identity, exports, lanes, Deadline(2_000)) as dial:
                     dial.greet(None)
                     verdicts.accepted["Welcome"] += 1
                     dial.settle(1)

@@ -240,7 +240,7 @@ def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
 def _quick(end: LLMDataDist) -> Iterator[None]:
     """A lie that answers another question is waited for: not for long."""
     manager: Any = end.cache_manager
-    manager._deadline = lambda: Deadline.after_ms(50)
+    manager._deadline = lambda: Deadline(50)
     try:
         yield
     finally:

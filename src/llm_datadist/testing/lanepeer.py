@@ -114,7 +114,7 @@ class LanePeerProcess(PeerProcess):
         def dial(count: int, deadline: Deadline) -> list[socket.socket]:
             return dial_lanes(address, token, count, deadline)
 
-        group = self.lanes.open(dial(self._count, Deadline.after_ms(10_000)))
+        group = self.lanes.open(dial(self._count, Deadline(10_000)))
         self.lanes.begin(group, None)
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
         return RegionConnection(self.lanes, group, regions, writable=self._writable, redial=dial)

@@ -87,7 +87,7 @@ class Loopback:
             return
         ends: list[tuple[CommunicatorLinks, int]] = [(caller, comm_id), *ids]
         preparing = RegisterMemStatus.PREPARING
-        Deadline.after_ms(_JOIN_MS).poll(
+        Deadline(_JOIN_MS).poll(
             lambda: all(end.query_register_mem_status(number) is not preparing for end, number in ends)
         )
 

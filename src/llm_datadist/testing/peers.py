@@ -174,7 +174,7 @@ class PeerProcess(Peer):
         """Meet the child and return the connection under test."""
         token = secrets.token_bytes(16)
         name = self._ask(str, "expect", token)
-        return self._open_connection(meet(name, token, self._exports, Deadline.after_ms(10_000)))
+        return self._open_connection(meet(name, token, self._exports, Deadline(10_000)))
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
         """Overwrite the beginning of a region."""
