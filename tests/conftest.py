@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from llm_datadist import LLMStatusCode
-from tests.support.ends import ChildEnd, End, LocalEnd
+from tests.support.ends import NURSERY, ChildEnd, End, LocalEnd
 from tests.support.world import World, baseline, cluster_info, settled, settled_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ settings.load_profile("untimed")
 
 def pytest_collection_finish() -> None:
     """Take all that collecting made out of the collector's sight: every test collects garbage to see what it left."""
+    NURSERY.open()
     gc.collect()
     gc.freeze()
 

@@ -182,7 +182,7 @@ def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(f
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
-    wait_until(lambda: [decoder.do(residue_of)[kind] for kind in kept] == [held[kind] for kind in kept])
+    wait_until(lambda: [decoder.do(settled_of, held)[kind] for kind in kept] == [held[kind] for kind in kept])
     assert decoder.do(picture) == tables
 
 
@@ -202,7 +202,7 @@ def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes
             assert prompt.do(picture).pins == 1
             family.kill(decoder)
             wait_until(lambda: prompt.do(picture) == tables)
-            wait_until(lambda: prompt.do(residue_of) == held)
+            wait_until(lambda: prompt.do(settled_of, held) == held)
         unchanged(prompt, source)
         decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
         target = [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]

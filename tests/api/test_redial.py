@@ -18,7 +18,7 @@ from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.strangers import silent_port
-from tests.support.world import World, residue_of
+from tests.support.world import World, residue_of, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -245,7 +245,7 @@ def decoder() -> Iterator[ChildEnd]:
     end.do(make, "kv", Spec(blocks=True), 1)
     yield end
     end.stop()
-    wait_until(lambda: end.do(residue_of) == before)
+    assert end.do(settled_of, before) == before
     end.close()
 
 

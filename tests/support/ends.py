@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
 
-__all__ = ["ChildEnd", "End", "LocalEnd"]
+__all__ = ["NURSERY", "ChildEnd", "End", "LocalEnd"]
 
 _ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
-_NURSERY = Nursery()
+NURSERY = Nursery()
 R = TypeVar("R")
 
 
@@ -84,7 +84,7 @@ class ChildEnd(_Started):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if prefix or fresh else _NURSERY.fork(name, theirs, environment)
+            forked = None if prefix or fresh else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
                 [*prefix, sys.executable, "-W", "error", "-m", "tests.support.child", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -100,7 +100,7 @@ class ChildEnd(_Started):
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Start a call and return at once; :meth:`finish` waits for it."""
-        _NURSERY.modules.add(function.__module__)
+        NURSERY.modules.add(function.__module__)
         self._pipe.send((function, args))
 
     def finish(self, seconds: float = _ANSWER_SECONDS) -> Any:

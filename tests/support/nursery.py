@@ -86,12 +86,12 @@ class Forked:
 class Nursery:
     """The test's side of it. The process starts when the first child is asked for, and ends with this one.
 
-    Its sockets are there from the beginning: a test that counts descriptors must not see it start.
+    Nor does it have sockets before, but where :meth:`open` is called: an end that imports this in the middle of a test
+    must not have more descriptors afterwards.
     """
 
     def __init__(self) -> None:
-        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.settimeout(_ANSWER_SECONDS)
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         #: Modules whose functions ends were sent: imported before the next fork, for all later children.
@@ -99,26 +99,34 @@ class Nursery:
         self._imported: set[str] = set()
         atexit.register(self.close)
 
+    def open(self) -> tuple[socket.socket, socket.socket]:
+        """Have the sockets from now on: a test that counts descriptors must not see the process start."""
+        if self._sockets is None:
+            self._sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._sockets[0].settimeout(_ANSWER_SECONDS)
+        return self._sockets
+
     def fork(self, name: str, pipe: socket.socket, environment: Mapping[str, str]) -> Forked | None:
         """Return a process that serves an end on ``pipe``; None if it cannot be had in this environment."""
+        here, there = self.open()
         wanted = {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}
         if self._process is None:
             self._environment = wanted
-            command = [sys.executable, "-W", "error", "-m", "tests.support.nursery", str(self._theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[self._theirs.fileno()], cwd=_ROOT, env=wanted)
+            command = [sys.executable, "-W", "error", "-m", "tests.support.nursery", str(there.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=_ROOT, env=wanted)
         if wanted != self._environment:
             return None  # some of it is read when modules are imported
         ours, theirs = socket.socketpair()
         with theirs:
             new = sorted(self.modules - self._imported - {"__main__"})
             self._imported |= self.modules
-            socket.send_fds(self._ours, ["\n".join([name, *new]).encode()], [pipe.fileno(), theirs.fileno()])
-        return Forked(int(self._ours.recv(64)), ours)
+            socket.send_fds(here, ["\n".join([name, *new]).encode()], [pipe.fileno(), theirs.fileno()])
+        return Forked(int(here.recv(64)), ours)
 
     def close(self) -> None:
         """End the process. Its children end with their own pipes."""
-        self._ours.close()
-        self._theirs.close()
+        for each in self._sockets or ():
+            each.close()
         if self._process is not None:
             self._process.wait()
 
