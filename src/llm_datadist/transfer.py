@@ -86,10 +86,7 @@ class _Resolving(NamedTuple):
 
 
 class _Resolution(msgspec.Struct, eq=False):
-    """The target's answer, mapped and ready to use for as long as its guards show what they showed.
-
-    ``ends`` is the answer beside the local cache that was used with it last.
-    """
+    """The target's answer, mapped and ready to use for as long as its guards show what they showed."""
 
     cache_id: int
     geometry: Geometry
@@ -98,7 +95,7 @@ class _Resolution(msgspec.Struct, eq=False):
     guards: tuple[Guarded, ...]
     promises: Promises
     pin: int
-    ends: Ends | None = None
+    ends: Ends | None = None  # the answer beside the local cache that was used with it last
 
 
 class _Copied(Enum):

@@ -112,6 +112,30 @@ def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: Control
             feeder.join()
 
 
+def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:
+    told: list[int] = []
+    ours, theirs = socket.socketpair()
+    with theirs:
+
+        def close() -> None:
+            control.loop.remove_writer(ours)
+            ours.close()
+
+        with served(control, close) as peer:
+
+            def both_at_once() -> None:
+                # The loop finds what asyncio watches first, and what is served, when it looks next.
+                control.loop.add_writer(ours, told.append, 1)
+                peer.send(b"a")
+
+            control.call(both_at_once)
+            wait_until(lambda: ours.fileno() == -1)
+            alive: list[int] = []
+            control.post(alive.append, 1)
+            wait_until(lambda: alive == [1])
+    assert len(told) <= 1
+
+
 def test_an_error_of_what_is_served_is_logged_and_the_loop_goes_on(
     control: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:

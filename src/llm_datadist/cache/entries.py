@@ -78,6 +78,24 @@ class Entry:
     holds: Turnstile = field(default_factory=Turnstile)
     closing: bool = False
 
+    def close(self) -> None:
+        """Let nobody find it, for as long as it is being unregistered."""
+        self.closing = True
+        self.holds.shut()
+
+    def reopen(self, guard: object) -> None:
+        """Let it be found again, under a newer guard, unless it is gone meanwhile."""
+        self.closing = False
+        self.guard = guard
+        if self.owner or self.bindings:
+            self.holds.open()
+
+    def users(self) -> int:
+        """Return how many need its memory; where nobody finds it any more no call is let in first."""
+        if not self.owner and not self.bindings:
+            self.holds.shut()
+        return self.pins + self.holds.inside
+
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``, if there is one."""
         return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)

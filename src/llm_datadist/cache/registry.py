@@ -126,17 +126,13 @@ class Registry:
         with self._lock:
             if entry.closing or self._entries.get(entry.cache_id) is not entry:
                 return False
-            entry.closing = True
-            entry.holds.shut()
+            entry.close()
             return True
 
     def reopen(self, entry: Entry, guard: object) -> None:
         """Take :meth:`begin_closing` back, under a newer guard: its keys are bound as before."""
         with self._lock:
-            entry.closing = False
-            entry.guard = guard
-            if self._entries.get(entry.cache_id) is entry:
-                entry.holds.open()
+            entry.reopen(guard)
 
     def unregister(self, cache_id: int) -> Effects:
         """Drop a registered cache with all its keys; readers in flight fail by its guard. Others: no-op."""
@@ -387,10 +383,7 @@ class Registry:
         self._settle(entry, Event.WITHDRAW, effects)
 
     def _settle(self, entry: Entry, event: Event, effects: Effects) -> None:
-        if not entry.owner and not entry.bindings:
-            entry.holds.shut()  # and counted after that: nobody finds it any more
-        pins = entry.pins + entry.holds.inside
-        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=pins)
+        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=entry.users())
         if state is State.DRAINING or state is State.FREED:
             self._entries.pop(entry.cache_id, None)
         if state is State.DRAINING:

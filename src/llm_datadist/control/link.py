@@ -66,8 +66,7 @@ class Link:
         self.sequence = sequence
         self.peer_sequence = peer_sequence
         self.address: tuple[str, int] | None = None
-        self.redialled = False
-        self.by_table = False
+        self.redialled = self.by_table = False
         self.greetings: list[Hello] = []
         self.open = True
         self.kept: dict[Any, Any] = {}
@@ -88,8 +87,7 @@ class Link:
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
         self._unlinking = self._parting = False
         self._farewell: Callable[[], None] | None = None
-        self._end_reason = ""
-        self._lost = False
+        self._end_reason, self._lost = "", False
 
     @property
     def state(self) -> LinkState:
@@ -170,8 +168,7 @@ class Link:
             PeerLost: The link broke meanwhile.
             NotLinked: This end gave the link up meanwhile.
         """
-        waiter = Waiter()
-        number = next(self._ids)
+        waiter, number = Waiter(), next(self._ids)
         with self._lock:
             if self.ended:
                 raise self.lost_error(what, phase)
@@ -393,5 +390,4 @@ class Link:
                 raise AssertionError(f"{self._machine.name}: closed with {len(self._waiters)} waiting callers")
 
     def __repr__(self) -> str:
-        running = self._operations.inside
-        return f"<Link to {self.peer}: {self._machine.state.value}, {self.choice.name}, {running} running>"
+        return f"<Link to {self.peer}: {self.state.value}, {self.choice.name}, {self._operations.inside} running>"

@@ -52,7 +52,7 @@ class _Selector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait, serve, and return what is left to asyncio."""
-        left: list[tuple[selectors.SelectorKey, int]] = []
+        asked = False
         for descriptor, _ in self._epoll.poll(None if timeout is None else max(timeout, 0)):
             callback = self._served.get(descriptor)
             if callback is not None:
@@ -60,9 +60,9 @@ class _Selector(selectors.BaseSelector):
                     callback()
                 except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
-            elif descriptor == self._inner.fileno():
-                left = self._inner.select(0)
-        return left
+            asked |= descriptor == self._inner.fileno()
+        # Last of all: a callback may have removed, and closed, what would have been found before it.
+        return self._inner.select(0) if asked else []
 
     def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
         """As every selector, and so are all below."""
