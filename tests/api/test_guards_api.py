@@ -368,13 +368,13 @@ def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair
 def _always_late(world: World, prompt: World) -> None:
     """Whenever the peer's answer has come, what it says is not true any more."""
     assert world.dd._engine is not None
-    connection: Any = world.dd._engine.links.get(1).connection
-    original = connection.map
+    initiator: Any = world.dd._engine.initiator
+    original = initiator._open
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def opened(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         forget(prompt, "kv")
         make(prompt, "kv", PAGED, 9)
         return result
 
-    connection.map = mapped
+    initiator._open = opened
