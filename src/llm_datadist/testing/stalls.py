@@ -64,7 +64,10 @@ def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 
 
 def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
-    _hold(engine.store.registry._lock, "the registry's lock", undo)
+    registry, end = engine.store.registry, threading.Event()
+    _hold(registry._lock, "the registry's lock", undo)
+    _replace(registry, "hold", partial(_after, end), undo)  # which needs no lock where a cache can be found
+    undo.callback(end.set)
 
 
 def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
