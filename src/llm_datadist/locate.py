@@ -23,7 +23,6 @@ from llm_datadist.cache.lifecycle import State
 from llm_datadist.control.link import RemoteFailure
 from llm_datadist.control.messages import MAX_LOCATE, Failed, Locate, Located
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
-from llm_datadist.transfer import typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +103,7 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
             "locate",
         )
     except RemoteFailure as failure:
-        raise typed(failure, what) from failure
+        raise failure.typed(what) from failure
     if not isinstance(answer, Located):
         raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
     return Locations(places_in(answer, len(addresses), f"{what}: {link.peer}"), answer.allocated)

@@ -18,8 +18,6 @@ from llm_datadist.control.beats import survives
 from llm_datadist.control.link import Link, RemoteFailure
 from llm_datadist.control.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
     LinkError,
     LLMException,
     LLMStatusCode,
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist.transport.base import RemoteTensors
     from llm_datadist.verify import Verifier
 
-__all__ = ["Initiator", "RemoteName", "typed"]
+__all__ = ["Initiator", "RemoteName"]
 
 #: The two ends -> what to copy.
 MakePlan = Callable[[Ends], Plan]
@@ -240,7 +238,7 @@ class Initiator:
         try:
             answer = link.request(build, deadline, _Resolving(what, name), "resolve")
         except RemoteFailure as failure:
-            raise typed(failure, what) from failure
+            raise failure.typed(what) from failure
         if not isinstance(answer, Resolved):
             raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = self._open(link, answer, what, push=push)
@@ -388,18 +386,3 @@ def _unreachable(link: Link, cache_id: int, what: str, *, push: bool) -> LLMExce
         peer=link.peer.cluster_id,
         phase="resolve",
     )
-
-
-def typed(failure: RemoteFailure, what: str) -> LLMException:
-    """Turn the target's status into the exception a caller of this end expects."""
-    text = " ".join(f"{what}: {failure}".splitlines())
-    code = failure.status_code
-    if code is LLMStatusCode.LLM_SUCCESS:
-        code = LLMStatusCode.LLM_FAILED  # nothing that is raised carries success (R29), whatever the peer says
-    classes: dict[LLMStatusCode, type[LLMException]] = {
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
-        LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
-        LLMStatusCode.LLM_LINK_BUSY: LinkError,
-    }
-    kind = classes.get(code, TransferFailed)
-    return kind(text, status_code=code, peer=failure.peer, phase=failure.phase)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from llm_datadist.errors import LLMException
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LinkError, LLMException, LLMStatusCode, TransferFailed
 
 if TYPE_CHECKING:
     from llm_datadist.control.messages import Message
     from llm_datadist.deadline import Deadline
 
 __all__ = ["Peer", "RemoteFailure", "Waiter"]
+
+_KINDS: Final[dict[LLMStatusCode, type[LLMException]]] = {
+    LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
+    LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
+    LLMStatusCode.LLM_LINK_BUSY: LinkError,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class Peer:
 
 class RemoteFailure(LLMException):
     """The target answered a request with a status and a text; the link is fine."""
+
+    def typed(self, what: str) -> LLMException:
+        """Return it as the exception that a caller of this end expects."""
+        # Nothing that is raised carries success (R29), whatever the peer says.
+        code = self.status_code if self.status_code is not LLMStatusCode.LLM_SUCCESS else LLMStatusCode.LLM_FAILED
+        text = " ".join(f"{what}: {self}".splitlines())
+        return _KINDS.get(code, TransferFailed)(text, status_code=code, peer=self.peer, phase=self.phase)
 
 
 class Waiter:
