@@ -87,6 +87,15 @@ def test_no_blocks_at_all() -> None:
     move_process(none, none, os.getpid(), threads=2)
 
 
+def test_where_the_caller_may_run_is_its_own_affair() -> None:
+    """Also where the others have ended before anybody could say where they should run."""
+    none = RawBlocks(np.zeros(0, np.uint64), 64)
+    before = os.sched_getaffinity(0)
+    for _ in range(200):
+        copy_raw(none, none, threads=8)
+        assert os.sched_getaffinity(0) == before
+
+
 def test_steps_take_one_block_of_every_tensor() -> None:
     src, dst = tensors(3, 4, 64, 1), tensors(3, 4, 64, 2)
     to, of = np.array([3, 0]), np.array([1, 2])

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <errno.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/types.h>
@@ -56,12 +55,12 @@ inline void check_limit_pair(const LimitBlocks& dst, const LimitBlocks& src, std
 }
 
 // A limit is what all its threads reach at once: the kernel may leave a new one on the CPU of the thread that made it.
-inline void keep_off_this_cpu(std::thread& thread) {
+// Called by the new one: to the system a thread that has ended is the one that asks, whose mask nobody may touch.
+inline void keep_off(int cpu) {
     cpu_set_t allowed;
-    const int here = sched_getcpu();
-    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-    CPU_CLR(here, &allowed);
-    if (CPU_COUNT(&allowed) > 0) pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    CPU_CLR(cpu, &allowed);
+    if (CPU_COUNT(&allowed) > 0) sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 // Calls work(first, end) on equal shares of the blocks, in the caller and threads - 1 others.
@@ -72,12 +71,11 @@ void share_blocks(std::size_t count, int threads, const Work& work) {
     others.reserve(shares);
     std::size_t given = 1;
     try {
-        for (; given < shares; ++given) {
-            others.push_back(quiet_thread("lldd-limit", [&work, count, shares, given] {
+        for (; given < shares; ++given)
+            others.push_back(quiet_thread("lldd-limit", [&work, count, shares, given, caller = sched_getcpu()] {
+                keep_off(caller);
                 work(count * given / shares, count * (given + 1) / shares);
             }));
-            keep_off_this_cpu(others.back());
-        }
     } catch (const std::system_error&) {  // no more threads: the caller does what is left
     }
     work(0, count / shares);
