@@ -361,7 +361,7 @@ def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp
         gate.wait()
         ending = threading.Thread(target=world.dd.finalize)
         ending.start()
-        wait_until(lambda: not world.dd._live or world.dd._engine is None)
+        wait_until(lambda: task._job._ended is not None)  # from then on no layer may succeed
         gate.open()
         ending.join(BOUND_MS / 1e3)
     assert not ending.is_alive()

@@ -10,7 +10,7 @@ import pytest
 from llm_datadist import CacheKey, LLMRole, LLMStatusCode
 from llm_datadist.errors import LinkError, LLMException, ParamError, StateError
 from tests.support.linking import SUCCESS, alone, info, link, unlink
-from tests.support.moves import Use, moved, refused, same_bytes, show
+from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.v1 import DIRECT, desc, kv_call, kv_make, start_end, start_v1
 
@@ -35,6 +35,7 @@ def test_prompt_and_decoder_change_places_and_caches_ids_and_keys_stay(pair: Pai
     pair.decoder.do(kv_call, "pull_cache", CacheKey(1, 7), Use("kv"), 1)
     target = moved(target, source, [(1, 0)])
     same_bytes(pair.decoder.do(show, "kv"), target)
+    wait_until(lambda: pair.prompt.do(picture).pins == 0)  # the release is on its way
     for end in (pair.prompt, pair.decoder):
         exist = LLMStatusCode.LLM_EXIST_LINK
         role = "DECODER" if end is pair.prompt else "PROMPT"
