@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/native/*.cpp src/llm_datadist/native/*.hpp)
+NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
 .PHONY: help install demo test test-torch asan faults bench lint docs clean
 
@@ -49,7 +49,7 @@ asan: $(STAMP)
 FRAMES ?= 2000000
 faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
-	@$(BIN)/python -m llm_datadist.testing.fuzz --frames $(FRAMES)
+	@$(BIN)/python -m tests.faults.fuzz --frames $(FRAMES)
 
 # An environment of its own, with the peers in it: the library needs none of them. What cannot be installed is said, and
 # the bench runs without it. Pinned; --no-deps, because NIXL declares a torch it never imports, with gigabytes behind it.
@@ -92,4 +92,4 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/native/*.so
+	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/_native/*.so

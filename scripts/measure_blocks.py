@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from llm_datadist.memory.mapping import AddressRange
-from llm_datadist.native import NO_DEADLINE, Plan, Tensors, execute, parse_blocks, plan_blocks
+from llm_datadist._memory.segment import AddressRange
+from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, parse_blocks, plan_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.native import BlockList
+    from llm_datadist._native import BlockList
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.world import World, make_config
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-from llm_datadist.deadline import Deadline
-from llm_datadist.managers import arguments, moves
-from llm_datadist.native import execute, parse_blocks
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import execute, parse_blocks
+from llm_datadist._transfer import arguments, calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +82,8 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     pool, initiator, connection = engine._copy_pool, engine.initiator, link_.connection
 
     def move() -> None:
-        one = moves.Move(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
-        moves.pull_blocks(one, of, to)
+        one = calls.Move(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
+        calls.pull_blocks(one, of, to)
 
     return {
         "pull_blocks": lambda: cm.pull_blocks(_KEY, cache, src, dst),

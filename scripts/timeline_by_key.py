@@ -25,12 +25,12 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.world import World, make_config
 
 from llm_datadist import CacheDesc, CacheKey, DataType
-from llm_datadist.control import channel as channels
-from llm_datadist.control.channel import Channel
-from llm_datadist.control.link import Link
-from llm_datadist.control.messages import Release, Resolve
-from llm_datadist.transfer import Initiator
-from llm_datadist.transport.base import Connection
+from llm_datadist._links import channel as channels
+from llm_datadist._links.channel import Channel
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import Release, Resolve
+from llm_datadist._transfer.initiator import Initiator
+from llm_datadist._transport.connection import Connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from scripts.coverage_sources import Suite
 from scripts.coverage_table import Row, Section, gaps, load, mistakes, render, resolve
 
 import llm_datadist
-from llm_datadist import errors, options
+from llm_datadist import config, errors
 from llm_datadist.cache_manager import CacheManager
 from tests.support.source import PACKAGE, ROOT, SOURCE
 
@@ -109,11 +109,11 @@ def test_every_public_class_and_member_has_a_row() -> None:
 
 
 def test_every_option_has_a_row() -> None:
-    written = set(re.findall(r"\"((?:llm|ge)\.[\w.]+)\"", (SOURCE / "options.py").read_text()))
+    written = set(re.findall(r"\"((?:llm|ge)\.[\w.]+)\"", (SOURCE / "config.py").read_text()))
     written |= set(re.findall(r"\"((?:llm|ge)\.[\w.]+)\"", (SOURCE / "config.py").read_text()))
     shown = {name for row in ROWS for name in re.findall(r"`((?:llm|ge)\.[\w.]+)\*?`", row.entry)}
     assert written - shown == set()
-    assert {options.TRANSPORT, options.DEVICE_ID} <= written
+    assert {config.TRANSPORT, config.DEVICE_ID} <= written
 
 
 def test_every_status_code_and_every_exception_has_a_row() -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from llm_datadist import errors, options
-from llm_datadist.cache import lifecycle
-from llm_datadist.control import machine
+from llm_datadist import config, errors
+from llm_datadist._cache import registry
+from llm_datadist._links import link
 from tests.support.source import PACKAGE, ROOT, SOURCE, defined_names, modules, path_of
 from tests.test_layers import layer_of
 
@@ -125,7 +125,7 @@ def test_architecture_names_enough_for_the_check_to_mean_something() -> None:
     functions = {span for span in spans if _MEMBER.match(span) or ((file := _FILE.match(span)) and file[2])}
     walks = {*_code_spans(_section(ARCHITECTURE, "Walk 1: `pull_blocks`, from the public method to bytes and back"))}
     assert len(functions) > 60
-    assert {"managers/remote.py:RemoteCalls.pull_blocks", "Target.on_resolve", "Registry.release"} <= walks
+    assert {"cache_manager.py:RemoteCalls.pull_blocks", "Target.on_resolve", "Registry.release"} <= walks
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_name_that_does_not_exist_is_seen(span: str, text: str) -> None:
         "cache/",
         "target.py:Target.on_resolve",
         "native/__init__.py:execute",
-        "cache/lifecycle.py:TRANSITIONS",
+        "_cache/registry.py:TRANSITIONS",
         "CacheManager.pull_blocks",  # inherited
         "Link.kept",  # an attribute that a method assigns
         "ResourceWarning",
@@ -256,8 +256,8 @@ def test_architecture_tree_has_every_module_with_its_layer() -> None:
 @pytest.mark.parametrize(
     ("head", "table"),
     [
-        ("cache state", lifecycle.TRANSITIONS),
-        ("link state", {pair: frozenset({target}) for pair, target in machine.TRANSITIONS.items()}),
+        ("cache state", registry.TRANSITIONS),
+        ("link state", {pair: frozenset({target}) for pair, target in link.TRANSITIONS.items()}),
     ],
 )
 def test_architecture_shows_the_transition_tables_as_they_are(
@@ -286,35 +286,35 @@ def _option_strings(text: str) -> set[str]:
 
 
 def test_every_option_is_documented_and_every_documented_option_exists() -> None:
-    known = _option_strings((SOURCE / "options.py").read_text())
+    known = _option_strings((SOURCE / "config.py").read_text())
     documented = set().union(*(_option_strings(_text(page)) for page in PAGES))
     assert documented == known
-    assert {options.TRANSPORT, options.PEER_TIMEOUT} <= known
+    assert {config.TRANSPORT, config.PEER_TIMEOUT} <= known
 
 
 def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused() -> None:
     page = ROOT / "docs" / "extensions.md"
     ours = {_code_spans(row[0])[0] for row in _rows(_section(page, "Options"), 4) if "`" in row[0]}
     assert ours == {
-        options.TRANSPORT,
-        options.SHM_SOCKET_DIR,
-        options.POOL_PREFAULT,
-        options.COPY_THREADS,
-        options.PEER_TIMEOUT,
-        options.CHECKSUM,
+        config.TRANSPORT,
+        config.SHM_SOCKET_DIR,
+        config.POOL_PREFAULT,
+        config.COPY_THREADS,
+        config.PEER_TIMEOUT,
+        config.CHECKSUM,
     }
-    values = next(row[1] for row in _rows(_section(page, "Options"), 4) if options.TRANSPORT in row[0])
-    assert tuple(_code_spans(values)) == options.TRANSPORTS
+    values = next(row[1] for row in _rows(_section(page, "Options"), 4) if config.TRANSPORT in row[0])
+    assert tuple(_code_spans(values)) == config.TRANSPORTS
     ignored = {span for row in _rows(_section(page, "Accepted without effect"), 2) for span in _code_spans(row[0])}
     for_later = {
-        options.GLOBAL_RESOURCE,
-        options.BUF_POOL,
-        options.SWITCH_ROLE,
-        options.MEM_UTILIZATION,
+        config.GLOBAL_RESOURCE,
+        config.BUF_POOL,
+        config.SWITCH_ROLE,
+        config.MEM_UTILIZATION,
     }
-    assert ignored == options.NO_EFFECT | for_later
+    assert ignored == config.NO_EFFECT | for_later
     refused = {span for row in _rows(_section(page, "Refused"), 2) for span in _code_spans(row[0])}
-    assert refused == set(options._UNBUILT)
+    assert refused == set(config._UNBUILT)
 
 
 def test_errors_page_lists_exactly_the_exceptions_with_bases_and_status() -> None:

@@ -15,8 +15,8 @@ import pytest
 import llm_datadist
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.data_type import DataType
-from llm_datadist.enums import LLMRole, Memtype, Placement, RegisterMemStatus
 from llm_datadist.errors import LLMStatusCode
+from llm_datadist.types.enums import LLMRole, Memtype, Placement, RegisterMemStatus
 from tests.support.source import SOURCE
 
 if TYPE_CHECKING:

@@ -29,10 +29,9 @@ from llm_datadist.types import (
 )
 
 if TYPE_CHECKING:
-    from llm_datadist.kv_cache import KvCache
+    from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
     from llm_datadist.kv_cache_manager import KvCacheManager
-    from llm_datadist.tasks import CacheTask
-    from llm_datadist.tensor import Tensor, TensorDesc
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     # one end of the links
@@ -74,11 +73,11 @@ v2_list = __all__[:23]
 
 #: Loaded when they are first asked for: most programs use one of the two managers, and no layer-wise task.
 _LATE = {
-    "CacheTask": "llm_datadist.tasks",
+    "CacheTask": "llm_datadist._transfer.layerwise",
     "KvCache": "llm_datadist.kv_cache",
     "KvCacheManager": "llm_datadist.kv_cache_manager",
-    "Tensor": "llm_datadist.tensor",
-    "TensorDesc": "llm_datadist.tensor",
+    "Tensor": "llm_datadist.kv_cache",
+    "TensorDesc": "llm_datadist.kv_cache",
 }
 
 

@@ -1,6 +1,6 @@
 """Helpers that code written for the original imports by path: checks, status handling, layer arithmetic (R23).
 
-The library itself uses ``checks.py``, which is stricter; what differs is here, and only here. The alias modules
+The library itself uses ``_checks.py``, which is stricter; what differs is here, and only here. The alias modules
 (``llm_datadist.status``, ``llm_datadist.utils.utils``, ``llm_datadist.v2.llm_types`` and ``llm_utils``) import from it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from llm_datadist.checks import (
+from llm_datadist._checks import (
     check_int,
     check_int32,
     check_int64,
@@ -19,8 +19,8 @@ from llm_datadist.checks import (
     check_uint32,
     check_uint64,
 )
+from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError, code_2_status
-from llm_datadist.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -3,19 +3,469 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
-from llm_datadist import options as keys
-from llm_datadist.checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
-from llm_datadist.cluster import trans_str_ip
-from llm_datadist.errors import NoneArgument
-from llm_datadist.options import Options, parse_listen_ip_info
-from llm_datadist.pool_options import PoolOptions, parse_json
+from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
+from llm_datadist._log import logger
+from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.types.cluster import trans_str_ip
+from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LLMConfig", "LlmConfig", "Options", "PoolOptions", "parse_listen_ip_info"]
+__all__ = [
+    "HOST_POOL_LIMIT",
+    "NO_EFFECT",
+    "TRANSPORTS",
+    "LLMConfig",
+    "LlmConfig",
+    "Options",
+    "PoolOptions",
+    "check_buf_pool",
+    "parse_json",
+    "parse_listen_ip_info",
+]
+
+DEVICE_ID: Final = "ge.exec.deviceId"
+GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
+SYNC_TIMEOUT: Final = "llm.SyncKvCacheWaitTime"
+LISTEN: Final = "llm.listenIpInfo"
+CACHE_MANAGER: Final = "llm.EnableCacheManager"
+REMOTE_ACCESSIBLE: Final = "llm.EnableRemoteCacheAccessible"
+MEM_POOL: Final = "llm.MemPoolConfig"
+HOST_MEM_POOL: Final = "llm.HostMemPoolConfig"
+LOCAL_COMM_RES: Final = "llm.LocalCommRes"
+TRANSFER_BACKEND: Final = "llm.TransferBackend"
+GLOBAL_RESOURCE: Final = "llm.GlobalResourceConfig"
+LINK_TOTAL_TIME: Final = "llm.LinkTotalTime"
+LINK_RETRY_COUNT: Final = "llm.LinkRetryCount"
+SWITCH_ROLE: Final = "llm.EnableSwitchRole"
+MEM_UTILIZATION: Final = "llm.MemoryUtilization"
+BUF_POOL: Final = "llm.BufPoolCfg"
+TRANSPORT: Final = "llm.Transport"
+SHM_SOCKET_DIR: Final = "llm.ShmSocketDir"
+POOL_PREFAULT: Final = "llm.PoolPrefault"
+COPY_THREADS: Final = "llm.CopyThreads"
+PEER_TIMEOUT: Final = "llm.PeerTimeout"
+CHECKSUM: Final = "llm.Checksum"
+
+NO_EFFECT: Final = frozenset(
+    {
+        "llm.ClusterInfo",
+        "llm.EnableSetRole",
+        "llm.ListenIp",
+        "llm.ListenPort",
+        "llm.OutputMaxSize",
+        "llm.RdmaServiceLevel",
+        "llm.RdmaTrafficClass",
+        "llm.Role",
+        "llm.deployResPath",
+    }
+)
+"""Options of the interface that are accepted and have no effect here; so is every ``llm.RefInput*``."""
+
+TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
+"""The values of ``llm.Transport``."""
+
+_UNBUILT: Final = ("llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa")
+# The C++ interface spells two keys in its own way.
+_CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
+
+_INT32_MAX: Final = 2**31 - 1
+_UINT32_MAX: Final = 2**32 - 1
+_MAX_COPY_THREADS: Final = 1024
+_DEFAULT_LINK_SECONDS: Final = 120
+
+
+def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
+    """Split "ip:port" into its two parts.
+
+    Raises:
+        ParamError: not exactly two parts, no ip, a port that is no number or outside 0..65535 (0: pick a free one).
+        TypeError: no str.
+
+    Source: API §2.
+    """
+    parts = check_type("listen_ip_info", listen_ip_info, str).split(":")
+    if len(parts) != 2 or not parts[0]:
+        raise ParamError(f"listen_ip_info: {listen_ip_info!r} is not of the form ip:port")
+    ip, port = parts
+    if not is_digits(port) or int(port) > 65535:
+        raise ParamError(f"listen_ip_info: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
+    return ip, int(port)
+
+
+class _Reader:
+    """The option dict, with one method per kind of value; remembers which keys were asked for."""
+
+    def __init__(self, options: object) -> None:
+        for key, value in check_dict("options", options, str, object).items():
+            check_type(f"options[{key!r}]", value, str)
+        self._options = check_dict("options", options, str, str).copy()
+        for spelling, key in _CPP_NAMES.items():
+            if spelling in self._options:
+                self._options.setdefault(key, self._options.pop(spelling))
+        self._asked: set[str] = set()
+
+    def text(self, key: str) -> str | None:
+        self._asked.add(key)
+        return self._options.get(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.text(key)
+        check_rule(value in (None, "0", "1"), f"{key}: {value!r} is neither '0' nor '1'")
+        return default if value is None else value == "1"
+
+    def integer(self, key: str, low: int, high: int) -> int | None:
+        value = self.text(key)
+        if value is None:
+            return None
+        if not is_digits(value) or not low <= int(value) <= high:
+            raise ParamError(f"{key}: {value!r} is no whole number in [{low}, {high}]")
+        return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        value = self.text(key)
+        if value is None:
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        check_rule(math.isfinite(number), f"{key}: {value!r} is no number")
+        return number
+
+    def warn_unknown(self) -> None:
+        unknown = sorted(key for key in self._options.keys() - self._asked - NO_EFFECT if key.startswith("llm."))
+        unknown = [key for key in unknown if not key.startswith("llm.RefInput")]
+        if unknown:
+            logger.warning("options unknown to this version are ignored: %s", ", ".join(unknown))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What ``init`` was asked for. Made by :meth:`parse`.
+
+    Attributes:
+        role: PROMPT, DECODER or MIX.
+        device_id: The one device served.
+        listen: (ip, port) to listen on, or None.
+        sync_kv_timeout_ms: Budget of each operation in milliseconds.
+        cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
+        remote_accessible: True: peers may read and write caches without this process taking part (RCA). Never in v1
+            mode, whatever the option says.
+        mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (R12).
+        host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
+        local_comm_res: The text given, or None; only whether it is there, and empty, matters.
+        transfer_backend: "hixl" or None.
+        enable_switch_role: What v1 mode needs before ``switch_role``.
+        link_total_time: Seconds that ``link()`` may take in all.
+        link_retry_count: Connection attempts among which that time is divided.
+        transport: "auto", or the transport that every link must use.
+        shm_socket_dir: Folder for the same-host socket files; None: an abstract socket.
+        pool_prefault: Touch every page of the pools at init.
+        copy_threads: Threads that copy; None: as many as there are usable CPUs.
+        peer_timeout: Seconds until a silent peer counts as dead.
+        checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+    """
+
+    role: LLMRole
+    device_id: int
+    listen: tuple[str, int] | None = None
+    sync_kv_timeout_ms: int = 1000
+    cache_manager: bool = False
+    remote_accessible: bool = False
+    mem_pool: PoolOptions | None = None
+    host_mem_pool: PoolOptions | None = None
+    local_comm_res: str | None = None
+    transfer_backend: str | None = None
+    enable_switch_role: bool = False
+    link_total_time: int = _DEFAULT_LINK_SECONDS
+    link_retry_count: int = 1
+    transport: str = "auto"
+    shm_socket_dir: str | None = None
+    pool_prefault: bool = False
+    copy_threads: int | None = None
+    peer_timeout: float = 10.0
+    checksum: bool = False
+
+    @classmethod
+    def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
+        """Parse and check the option dict; it is not changed.
+
+        Raises:
+            TypeError: no dict, a key or value that is no str, no LLMRole (NoneArgument for None).
+            ParamError: a value that breaks a rule, or an option this version does not have; the text names the key.
+        """
+        check_type("role", role, LLMRole)
+        reader = _Reader(options)
+        graph_memory = _graph_memory(reader)
+        _refuse_unbuilt(reader)
+        cache_manager, remote_accessible = _modes(reader)
+        _check_ignored_json(reader)
+        host_pool = _pool(reader, HOST_MEM_POOL, HOST_POOL_LIMIT)
+        if not cache_manager and (remote_accessible or host_pool is not None):
+            logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
+            remote_accessible, host_pool = False, None
+        parsed = cls(
+            role=role,
+            device_id=_device_id(reader),
+            listen=_listen(reader, role, cache_manager),
+            sync_kv_timeout_ms=reader.integer(SYNC_TIMEOUT, 1, _INT32_MAX) or 1000,
+            cache_manager=cache_manager,
+            remote_accessible=remote_accessible,
+            mem_pool=_device_pool(reader, None if cache_manager else graph_memory),
+            host_mem_pool=host_pool,
+            local_comm_res=reader.text(LOCAL_COMM_RES),
+            transfer_backend=reader.text(TRANSFER_BACKEND),
+            enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
+            link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or _default_link_seconds(),
+            link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
+            transport=_transport(reader),
+            shm_socket_dir=_socket_dir(reader),
+            pool_prefault=reader.flag(POOL_PREFAULT, default=False),
+            copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
+            peer_timeout=_peer_timeout(reader),
+            checksum=reader.flag(CHECKSUM, default=False),
+        )
+        reader.warn_unknown()
+        return parsed
+
+
+def _graph_memory(reader: _Reader) -> int | None:
+    """Return ``ge.flowGraphMemMaxSize``, which has its own rules in both modes (API §3.1 item 4)."""
+    text = reader.text(GRAPH_MEMORY)
+    if text is None:
+        return None
+    check_rule("," not in text, f"{GRAPH_MEMORY}: {text!r} lists several pools, only one is supported")
+    check_rule(is_digits(text), f"{GRAPH_MEMORY}: {text!r} is no whole number of bytes")
+    return int(text)
+
+
+def _refuse_unbuilt(reader: _Reader) -> None:
+    """Refuse options that would protect data and are not built: ignoring them would be silently wrong."""
+    for key in _UNBUILT:
+        check_rule(
+            reader.text(key) is None, f"{key}: {reader.text(key)!r}: this version does not have {key}, leave it out"
+        )
+
+
+def _modes(reader: _Reader) -> tuple[bool, bool]:
+    """Return (CacheManager mode, remote cache accessible) after the rules of API §3.1 items 5 and 6."""
+    local = reader.text(LOCAL_COMM_RES) is not None
+    backend = reader.text(TRANSFER_BACKEND)
+    cache_manager = reader.flag(CACHE_MANAGER, default=local)
+    if local:
+        check_rule(cache_manager, f"{CACHE_MANAGER}: '0', but {LOCAL_COMM_RES} is given, which needs '1'")
+    if backend is None:
+        return cache_manager, reader.flag(REMOTE_ACCESSIBLE, default=local)
+    check_rule(cache_manager, f"{TRANSFER_BACKEND}: {backend!r} needs {CACHE_MANAGER}='1'")
+    accessible = reader.flag(REMOTE_ACCESSIBLE, default=True)
+    check_rule(accessible, f"{TRANSFER_BACKEND}: {backend!r} needs {REMOTE_ACCESSIBLE}='1', got '0'")
+    check_rule(reader.text(LISTEN) is not None, f"{TRANSFER_BACKEND}: {backend!r} needs {LISTEN}, which is missing")
+    check_rule(backend == "hixl", f"{TRANSFER_BACKEND}: {backend!r} is unknown, known: 'hixl'")
+    return cache_manager, accessible
+
+
+def _check_ignored_json(reader: _Reader) -> None:
+    """Check the two JSON options that have no effect here: a typing error in them is still worth telling."""
+    if text := reader.text(GLOBAL_RESOURCE):
+        parse_json(GLOBAL_RESOURCE, text)
+    if text := reader.text(BUF_POOL):
+        check_buf_pool(BUF_POOL, text)
+
+
+def _device_id(reader: _Reader) -> int:
+    text = reader.text(DEVICE_ID)
+    check_rule(text is not None, f"{DEVICE_ID} is missing: set LLMConfig.device_id, 0 where there is only the host")
+    check_rule(";" not in (text or ""), f"{DEVICE_ID}: {text!r} lists several devices, one instance serves one device")
+    return reader.integer(DEVICE_ID, 0, _INT32_MAX) or 0
+
+
+def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, int] | None:
+    text = reader.text(LISTEN)
+    if text is not None:
+        parts = text.split(";")
+        check_rule(
+            cache_manager or len(parts) == 1,
+            f"{LISTEN}: {text!r} lists {len(parts)} addresses: one per device is needed, and there is one device",
+        )
+        return parse_listen_ip_info(text)
+    check_rule(
+        cache_manager or role is not LLMRole.PROMPT,
+        f"{LISTEN} is missing: {role} needs it unless {CACHE_MANAGER} is '1'",
+    )
+    return None
+
+
+def _pool(reader: _Reader, key: str, limit: int | None = None) -> PoolOptions | None:
+    text = reader.text(key)
+    return None if text is None else PoolOptions.parse(key, text, limit)
+
+
+def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | None:
+    """Return the device pool; without one of its own, v1 takes a share of the graph memory (R12)."""
+    share = reader.number(MEM_UTILIZATION, default=0.95)
+    check_rule(0.0 <= share <= 1.0, f"{MEM_UTILIZATION}: {share} is outside [0.0, 1.0]")
+    pool = _pool(reader, MEM_POOL)
+    if pool is not None or not graph_memory or not share:
+        return pool
+    pool = PoolOptions(int(graph_memory * share))
+    pool.check(f"{GRAPH_MEMORY} x {MEM_UTILIZATION}")
+    return pool
+
+
+def _default_link_seconds() -> int:
+    text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
+    seconds = int(text) if is_digits(text) else 0
+    return seconds or _DEFAULT_LINK_SECONDS
+
+
+def _transport(reader: _Reader) -> str:
+    name = reader.text(TRANSPORT) or "auto"
+    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
+    return name
+
+
+def _socket_dir(reader: _Reader) -> str | None:
+    path = reader.text(SHM_SOCKET_DIR)
+    check_rule(path != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
+    return path
+
+
+def _peer_timeout(reader: _Reader) -> float:
+    seconds = reader.number(PEER_TIMEOUT, default=10.0)
+    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
+    return seconds
+
+
+HOST_POOL_LIMIT: Final = 20 * 2**30
+"""Bytes a host pool may have at most."""
+
+_DEFAULT_PAGE_SHIFT: Final = 16
+_MIN_PAGE_SHIFT: Final = 10
+_PAGE_SHIFT_END: Final = 31
+_PAGES_END: Final = 2**32 - 1
+
+_MIB2: Final = 2 * 2**20
+
+
+def parse_json(name: str, text: str) -> object:
+    """Return the value of the JSON ``text``. Raises ParamError naming ``name`` and where it is malformed."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ParamError(f"{name}: {text[:200]!r} is no JSON ({error})") from None
+    return value
+
+
+def _integer(name: str, fields: dict[str, Any], field: str, default: int | None = None) -> int:
+    """Return a field that must be a JSON integer; ``true`` and ``1.0`` are none."""
+    if field not in fields and default is None:
+        raise ParamError(f"{name}: {field} is missing")
+    value = fields.get(field, default)
+    if type(value) is not int:
+        raise ParamError(f"{name}: {field} is {value!r}, an integer is needed")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How large a memory pool is and what it rounds allocations up to.
+
+    Attributes:
+        memory_size: Bytes.
+        page_shift: A page is ``1 << page_shift`` bytes.
+    """
+
+    memory_size: int
+    page_shift: int = _DEFAULT_PAGE_SHIFT
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return 1 << self.page_shift
+
+    @classmethod
+    def parse(cls, name: str, text: str, limit: int | None = None) -> PoolOptions:
+        """Parse the JSON object ``text`` of option ``name``; fields it does not know give one warning.
+
+        Args:
+            name: The option, for messages.
+            text: ``{"memory_size": bytes, "page_shift": 10..30 (optional, 16)}``.
+            limit: Most bytes allowed, if there is a limit.
+
+        Raises:
+            ParamError: naming the field that breaks a rule.
+            TypeError: ``text`` is no str.
+        """
+        fields = parse_json(name, check_type(name, text, str))
+        if not isinstance(fields, dict):
+            raise ParamError(f"{name}: {text[:200]!r} is no JSON object")
+        pool = cls(
+            _integer(name, fields, "memory_size"), _integer(name, fields, "page_shift", default=_DEFAULT_PAGE_SHIFT)
+        )
+        pool.check(name, limit)
+        unknown = sorted(set(fields) - {"memory_size", "page_shift"})
+        if unknown:
+            logger.warning("%s: unknown fields ignored: %s", name, ", ".join(unknown))
+        return pool
+
+    def check(self, name: str, limit: int | None = None) -> None:
+        """Raise ParamError, naming option ``name`` and the field, if the sizes break a rule."""
+        size, shift = self.memory_size, self.page_shift
+        check_rule(size > 0, f"{name}: memory_size is {size}, it must be above 0")
+        check_rule(
+            _MIN_PAGE_SHIFT <= shift < _PAGE_SHIFT_END,
+            f"{name}: page_shift is {shift}, outside [{_MIN_PAGE_SHIFT}, {_PAGE_SHIFT_END})",
+        )
+        check_rule(
+            self.page_bytes <= size,
+            f"{name}: memory_size is {size}, below one page of {self.page_bytes} bytes (page_shift {shift})",
+        )
+        check_rule(
+            size >> shift < _PAGES_END,
+            f"{name}: memory_size is {size}, {size >> shift} pages; below {_PAGES_END} are possible, raise page_shift",
+        )
+        if limit is not None:
+            check_rule(size <= limit, f"{name}: memory_size is {size}, above the limit of {limit} bytes")
+
+
+def check_buf_pool(name: str, text: str) -> None:
+    """Check the size classes of the older pool (API §7.3); they have no effect here.
+
+    Raises ParamError naming the field that breaks a rule.
+    """
+    fields = parse_json(name, text)
+    classes = fields.get("buf_cfg") if isinstance(fields, dict) else None
+    if not isinstance(classes, list) or not all(isinstance(entry, dict) for entry in classes):
+        raise ParamError(f"{name}: {text[:200]!r} has no list of objects named buf_cfg")
+    previous = 0
+    for i, entry in enumerate(classes):
+        previous = _check_buf_class(f"{name}: buf_cfg[{i}]", entry, previous)
+
+
+def _check_buf_class(name: str, entry: dict[str, Any], previous: int) -> int:
+    """Check one size class; return its max_buf_size, which the next one must exceed."""
+    total, block, largest = (_integer(name, entry, field) for field in ("total_size", "blk_size", "max_buf_size"))
+    check_rule(
+        0 < block <= _MIB2 and block & (block - 1) == 0,
+        f"{name}: blk_size is {block}, no power of two in (0, {_MIB2}]",
+    )
+    check_rule(
+        0 < total <= 0xFFFFFFFF and total % _MIB2 == 0 and total % block == 0,
+        f"{name}: total_size is {total}, no multiple of {_MIB2} and of blk_size {block} up to {0xFFFFFFFF}",
+    )
+    check_rule(
+        block <= largest < total, f"{name}: max_buf_size is {largest}, outside [blk_size {block}, total_size {total})"
+    )
+    check_rule(largest > previous, f"{name}: max_buf_size is {largest}, not above the previous one, {previous}")
+    return largest
+
 
 V = TypeVar("V")
 
@@ -170,28 +620,28 @@ class LLMConfig:
     """
 
     device_id: _Setting[int | Sequence[int] | None] = _Setting(
-        keys.DEVICE_ID,
+        DEVICE_ID,
         None,
         _device_ids,
         _joined,
         doc="Device served: an int, or a list or tuple of ints, of which ``init`` accepts exactly one. Required.",
     )
     sync_kv_timeout: _Setting[int | str | None] = _Setting(
-        keys.SYNC_TIMEOUT,
+        SYNC_TIMEOUT,
         None,
         _timeout_ms,
         none_resets=False,
         doc="Budget of each operation in milliseconds, an int or digits, above 0; 1000 when not set.",
     )
-    listen_ip_info = _Setting(keys.LISTEN, "", _text, _if_any, doc='"ip:port" to listen on; port 0 picks a free one.')
+    listen_ip_info = _Setting(LISTEN, "", _text, _if_any, doc='"ip:port" to listen on; port 0 picks a free one.')
     enable_cache_manager = _Setting(
-        keys.CACHE_MANAGER, False, _flag, _bit, doc="True: CacheManager mode; False: KvCacheManager mode."
+        CACHE_MANAGER, False, _flag, _bit, doc="True: CacheManager mode; False: KvCacheManager mode."
     )
     enable_remote_cache_accessible = _Setting(
-        keys.REMOTE_ACCESSIBLE, False, _flag, _bit, doc="True: peers read and write caches one-sidedly (RCA)."
+        REMOTE_ACCESSIBLE, False, _flag, _bit, doc="True: peers read and write caches one-sidedly (RCA)."
     )
     mem_pool_cfg = _Setting(
-        keys.MEM_POOL,
+        MEM_POOL,
         "",
         _text,
         _if_any,
@@ -200,7 +650,7 @@ class LLMConfig:
         "Source: [seed:deprecated], API §7.1.",
     )
     host_mem_pool_cfg = _Setting(
-        keys.HOST_MEM_POOL,
+        HOST_MEM_POOL,
         "",
         _text,
         _if_any,
@@ -209,26 +659,26 @@ class LLMConfig:
         "Source: [seed:deprecated], API §7.1.",
     )
     local_comm_res = _Setting(
-        keys.LOCAL_COMM_RES,
+        LOCAL_COMM_RES,
         "",
         _text,
         doc="Any text, the empty one too: turns CacheManager mode and RCA on by default. The content has no effect.",
     )
     transfer_backend = _Setting(
-        keys.TRANSFER_BACKEND, "", _text, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
+        TRANSFER_BACKEND, "", _text, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
     )
     global_resource_config = _Setting(
-        keys.GLOBAL_RESOURCE, "", _text, doc="JSON, checked by ``init``. No effect here: Ascend only."
+        GLOBAL_RESOURCE, "", _text, doc="JSON, checked by ``init``. No effect here: Ascend only."
     )
     link_total_time = _Setting(
-        keys.LINK_TOTAL_TIME,
+        LINK_TOTAL_TIME,
         0,
         check_uint32,
         none_resets=False,
         doc="Seconds that ``link()`` may take in all, uint32; 0: HCCL_CONNECT_TIMEOUT, or else 120.",
     )
     link_retry_count = _Setting(
-        keys.LINK_RETRY_COUNT,
+        LINK_RETRY_COUNT,
         1,
         _retries,
         none_resets=False,
@@ -241,17 +691,17 @@ class LLMConfig:
         "llm.RdmaServiceLevel", None, check_uint32, none_resets=False, doc="uint32. No effect here: Ascend only."
     )
     enable_switch_role = _Setting(
-        keys.SWITCH_ROLE, False, _flag, _if_true, doc="KvCacheManager mode: allow ``switch_role``."
+        SWITCH_ROLE, False, _flag, _if_true, doc="KvCacheManager mode: allow ``switch_role``."
     )
     mem_utilization = _Setting(
-        keys.MEM_UTILIZATION,
+        MEM_UTILIZATION,
         0.95,
         _share,
         always=True,
         doc="KvCacheManager mode: share of ``ge.flowGraphMemMaxSize`` that is the pool, a float in [0.0, 1.0].",
     )
     buf_pool_cfg = _Setting(
-        keys.BUF_POOL, "", _text, _if_any, doc="Size classes of the older pool, JSON, checked by ``init``. No effect."
+        BUF_POOL, "", _text, _if_any, doc="Size classes of the older pool, JSON, checked by ``init``. No effect."
     )
     deploy_res_path = _Setting("llm.deployResPath", "", _text, _if_any, doc="No effect here: Ascend only.")
     cluster_info = _Setting(
@@ -288,7 +738,7 @@ class LLMConfig:
             text = setting.text(self)
             if text is not None:
                 self._options[setting.key] = text
-        device = self._options.get(keys.DEVICE_ID)
+        device = self._options.get(DEVICE_ID)
         if device is not None and self.device_id is not None:
             self._options["ge.session_device_id"] = device.partition(";")[0]
         return self._options

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import math
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from llm_datadist.checks import check_rule, check_type
-from llm_datadist.descriptors import Cache, CacheDesc
+import numpy as np
+
+from llm_datadist._checks import check_int, check_int64, check_rule, check_type
+from llm_datadist._memory.segment import ExternalSegment
+from llm_datadist.data_type import DataType, canonical_type, np_dtype_to_dtype
+from llm_datadist.errors import ParamError
+from llm_datadist.types.descriptors import Cache, CacheDesc
+from llm_datadist.views import numpy_type
 
 if TYPE_CHECKING:
     from collections import deque
 
-__all__ = ["KvCache"]
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+__all__ = ["KvCache", "Tensor", "TensorDesc"]
 
 
 class KvCache:
@@ -88,3 +99,140 @@ class KvCache:
 
     def __repr__(self) -> str:
         return f"<Kv{repr(self._cache)[1:]}"
+
+
+_ADDRESS_END: Final = 2**64
+
+
+class TensorDesc:
+    """Element type and shape of a tensor.
+
+    Args:
+        dtype: Element type.
+        shape: List or tuple of int64, none negative.
+
+    Raises:
+        TypeError: Wrong types (``NoneArgument`` for None).
+        ParamError: A negative dimension, or one outside int64.
+
+    Source: API §8.
+    """
+
+    __slots__ = ("_dtype", "_shape")
+
+    def __init__(self, dtype: DataType, shape: list[int] | tuple[int, ...]) -> None:
+        self._dtype = check_type("dtype", dtype, DataType)
+        self._shape = [
+            check_int64(f"shape[{i}]", dim) for i, dim in enumerate(check_type("shape", shape, (list, tuple)))
+        ]
+        check_rule(min(self._shape, default=0) >= 0, f"shape: {self._shape} has a negative dimension")
+
+    @property
+    def dtype(self) -> DataType:
+        """Element type."""
+        return self._dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape, a list of its own for each caller."""
+        return list(self._shape)
+
+    def __repr__(self) -> str:
+        return f"TensorDesc({self._dtype}, {self._shape})"
+
+
+class Tensor:
+    """A tensor over memory that it does not own and never copies by itself.
+
+    Args:
+        data: A C-contiguous array of native byte order, text (str or bytes) included; another Tensor; or the address
+            of host memory, which then needs ``tensor_desc`` and must outlive the tensor.
+        tensor_desc: What ``data`` is; None: what the array says. With ``DT_BF16``, for which NumPy has no type, the
+            array is one of bit patterns, ``uint16`` or ``float16``.
+
+    Raises:
+        TypeError: ``data`` or ``tensor_desc`` of a wrong type (``NoneArgument`` for None).
+        ParamError: Also a RuntimeError. An element type that the interface does not have, an array that is not
+            contiguous, a shape or type that is not that of ``tensor_desc``, an address without ``tensor_desc``.
+
+    Source: API §8.
+    """
+
+    __slots__ = ("_array", "_desc")
+
+    def __init__(self, data: Array | Tensor | int, tensor_desc: TensorDesc | None = None) -> None:
+        if tensor_desc is not None:
+            check_type("tensor_desc", tensor_desc, TensorDesc)
+        self._array: Array
+        self._desc: TensorDesc
+        if isinstance(data, Tensor):
+            self._array, self._desc = data._array, data._desc
+        elif isinstance(data, np.ndarray):
+            self._array, self._desc = data, _described(data)
+        elif hasattr(data, "__index__") and not isinstance(data, bool):
+            self._array, self._desc = _at(check_int("data", data), tensor_desc)
+        else:
+            check_type("data", data, (np.ndarray, Tensor, int) if not isinstance(data, bool) else (np.ndarray, Tensor))
+        if tensor_desc is not None:
+            self._desc = _agreed(self._array, self._desc, tensor_desc)
+
+    @property
+    def tensor_desc(self) -> TensorDesc:
+        """Element type and shape."""
+        return self._desc
+
+    def numpy(self, copy: bool = False) -> Array:
+        """Return the tensor as an array: its own memory, or with ``copy`` a copy.
+
+        ``DT_BF16`` comes as float32, in an array of its own in any case; ``DT_FLOAT16`` as float16.
+
+        Raises:
+            TypeError: ``copy`` is no bool.
+            ParamError: Also a RuntimeError: text (``DT_STRING``) without ``copy``.
+
+        Source: API §8.
+        """
+        check_type("copy", copy, bool)
+        if self._desc.dtype is DataType.DT_BF16:
+            # The upper half of a float32, bit by bit.
+            return (self._array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        if self._desc.dtype is DataType.DT_STRING:
+            check_rule(copy, "copy=False: text has no memory that could be shared; use numpy(copy=True)")
+        return self._array.copy() if copy else self._array
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self._desc.dtype.name} {self._desc.shape}>"
+
+
+def _described(array: Array) -> TensorDesc:
+    """Return the descriptor of an array; ParamError where the interface has none for it."""
+    dtype = DataType.DT_STRING if array.dtype.kind in "US" else np_dtype_to_dtype.get(canonical_type(array.dtype))
+    check_rule(dtype is not None and array.dtype.isnative, f"data: element type {array.dtype} is not supported")
+    check_rule(
+        array.flags.c_contiguous,
+        f"data: an array of shape {array.shape} and strides {array.strides} is not contiguous; "
+        "numpy.ascontiguousarray makes one that is",
+    )
+    assert dtype is not None
+    return TensorDesc(dtype, array.shape)
+
+
+def _agreed(array: Array, found: TensorDesc, wanted: TensorDesc) -> TensorDesc:
+    """Return ``wanted``, of which ``array`` must be."""
+    bits = wanted.dtype is DataType.DT_BF16 and array.dtype in (np.uint16, np.float16)
+    check_rule(
+        found.dtype is wanted.dtype or bits, f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}"
+    )
+    check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
+    return wanted
+
+
+def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
+    """Return an array over host memory at ``address``."""
+    if desc is None:
+        raise ParamError(f"data={address}: an address needs tensor_desc, which says what is there")
+    dtype = numpy_type("tensor_desc.dtype", desc.dtype)
+    nbytes = math.prod(desc.shape) * desc.dtype.itemsize
+    check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
+    check_rule(0 < address <= _ADDRESS_END - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
+    return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

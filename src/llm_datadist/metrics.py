@@ -118,7 +118,7 @@ class Statistics:
     """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
 
     Attributes:
-        pools: One :class:`~llm_datadist.memory.pool.PoolStatistics` per configured pool.
+        pools: One :class:`~llm_datadist._memory.pool.PoolStatistics` per configured pool.
         caches: Counts and bytes of caches.
         keys: Every bound key with its age.
         pins: Peers' holds on caches.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist.caches import Storage
-from llm_datadist.checks import check_type
+from llm_datadist._cache.store import Storage
+from llm_datadist._checks import check_type
+from llm_datadist._memory.segment import ExternalSegment, Segment
 from llm_datadist.data_type import dtype_to_np_dtype
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
-from llm_datadist.memory.segment import ExternalSegment, Segment
 from llm_datadist.types import Cache, DataType
 
 if TYPE_CHECKING:

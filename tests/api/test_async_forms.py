@@ -13,8 +13,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
 from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
-from llm_datadist.testing.gates import Gate, shut
-from llm_datadist.testing.stalls import stall
+from tests.faults.gates import Gate, shut
+from tests.faults.stalls import stall
 from tests.support.frozen import frozen
 from tests.support.linking import bytes_move_both_ways
 from tests.support.moves import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from llm_datadist.transport.lanes import LaneGroup
+    from llm_datadist._transport.lanes import LaneGroup
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World

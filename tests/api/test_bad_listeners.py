@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.control.messages import FRAME_LIMIT, PROTOCOL_VERSION, Beat, Linked, Refused, Welcome, frame
+from llm_datadist._links.messages import FRAME_LIMIT, PROTOCOL_VERSION, Beat, Linked, Refused, Welcome, frame
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import picture
 from tests.support.strangers import listener, read_hello, silent_port

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.cache.registry import Namespace
-from llm_datadist.control.messages import (
+from llm_datadist._cache.registry import Namespace
+from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     FRAME_LIMIT,
     Beat,

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.control.link import RemoteFailure
-from llm_datadist.control.messages import MAX_VERIFY_RUNS, Failed, Farewell, Guarded, Verified, Verify
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import RemoteFailure
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Farewell, Guarded, Verified, Verify
+from llm_datadist._native import NO_DEADLINE, Plan
+from llm_datadist._native.plan import digest
+from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, Witness
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
-from llm_datadist.native import NO_DEADLINE, Plan
-from llm_datadist.native.digest import digest
-from llm_datadist.witness import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, Witness
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, questions, unconsumed, verified
 from tests.support.ends import LocalEnd
 from tests.support.gates import begin
@@ -27,8 +27,8 @@ from tests.support.world import World, residue, settled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.control.link import Link
-    from llm_datadist.control.messages import Message
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.messages import Message
     from tests.conftest import Pair
     from tests.support.ends import End
 

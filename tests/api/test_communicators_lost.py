@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMClusterInfo
-from llm_datadist.control.approach import Approaches
-from llm_datadist.control.communicators import Communicators
+from llm_datadist._links.communicators import Communicators
+from llm_datadist._links.retry import Approaches
 from llm_datadist.errors import LinkRefused
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, links

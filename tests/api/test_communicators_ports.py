@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.control.messages import CONTROL_PREAMBLE, Meeting, Refused
-from llm_datadist.control.ranktable import PORTS_VARIABLE, RankTable, ports
+from llm_datadist._links.messages import CONTROL_PREAMBLE, Meeting, Refused
+from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 from llm_datadist.errors import LinkRefused, ParamError
 from tests.support.linking import bytes_move_both_ways, info, link, links
 from tests.support.moves import refused, wait_until

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, DataType, LLMException, LLMStatusCode, Placement
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
 from tests.support.memory import desc, equal, refused, user_memory
 from tests.support.world import World, fill, read

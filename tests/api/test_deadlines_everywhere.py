@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
-from llm_datadist.cache.registry import Namespace
-from llm_datadist.control.messages import Failed, Ping, Pong, Resolve, Resolved, frame
+from llm_datadist._cache.registry import Namespace
+from llm_datadist._links.messages import Failed, Ping, Pong, Resolve, Resolved, frame
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink

@@ -11,7 +11,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, ParamError, StateError, TransferFailed
-from llm_datadist.grant import Grant
+from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.gates import stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until

@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import (
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-)
+from llm_datadist import LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist._memory.device import HostDevice
 from llm_datadist.errors import LLMException, NoneArgument, NotInitialized, OutOfMemory, ParamError, StateError
-from llm_datadist.memory.device import HostDevice
 from tests.support.source import ROOT
 from tests.support.world import make_config, residue, settled
 

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    Placement,
-)
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMException, LLMRole, LLMStatusCode, Placement
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked
 from tests.support.ends import ChildEnd
 from tests.support.frozen import freeze, frozen

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.checks import INVALID_ID
+from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
 from tests.support.memory import desc, pool, refused, settled, state
 from tests.support.world import World, fill, read

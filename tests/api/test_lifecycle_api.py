@@ -23,8 +23,8 @@ from llm_datadist import (
     Memtype,
     Placement,
 )
+from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.control.messages import CONTROL_PREAMBLE
 from llm_datadist.errors import NotInitialized, StateError
 from llm_datadist.views import tensor_views
 from tests.support.linking import SUCCESS, info

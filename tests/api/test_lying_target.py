@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.control.messages import Failed, Farewell, Guarded, Release, Resolve, Resolved
+from llm_datadist._links.messages import Failed, Farewell, Guarded, Release, Resolve, Resolved
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist.control.messages import Message
+    from llm_datadist._links.messages import Message
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMConfig, LLMStatusCode, Placement
-from llm_datadist.cache.entries import Effects
-from llm_datadist.caches import CacheStore
-from llm_datadist.checks import INVALID_ID
-from llm_datadist.deadline import Deadline
+from llm_datadist._cache.registry import Effects
+from llm_datadist._cache.store import CacheStore
+from llm_datadist._checks import INVALID_ID
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.guards import Guard, GuardTable
+from llm_datadist._memory.host import host_memory_limit
+from llm_datadist.config import Options
 from llm_datadist.errors import NoneArgument, OutOfMemory, ParamError
-from llm_datadist.memory.device import HostDevice
-from llm_datadist.memory.guards import Guard, GuardTable
-from llm_datadist.memory.host import host_memory_limit
-from llm_datadist.options import Options
 from llm_datadist.types import LLMRole
 from tests.support.memory import cpu_cache, desc, equal, pool, refused, state
 from tests.support.world import World, fill, make_config, read
@@ -202,7 +202,7 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 
 
 def _geometry() -> Any:
-    from llm_datadist.cache.layout import CacheKind, Geometry
+    from llm_datadist._cache.geometry import CacheKind, Geometry
 
     return Geometry.of(desc(), CacheKind.CACHE)
 

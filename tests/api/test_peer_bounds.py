@@ -7,18 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist.cache.entries import key_of
-from llm_datadist.cache.registry import MAX_PINS_PER_PEER
-from llm_datadist.control.messages import (
-    CONTROL_PREAMBLE,
-    Failed,
-    Message,
-    Release,
-    Resolve,
-    Resolved,
-    Welcome,
-    frame,
-)
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER, key_of
+from llm_datadist._links.messages import CONTROL_PREAMBLE, Failed, Message, Release, Resolve, Resolved, Welcome, frame
 from tests.support.ends import ChildEnd
 from tests.support.linking import bytes_move_both_ways, links
 from tests.support.moves import Spec, make, picture, wait_until

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType
+from llm_datadist._memory.segment import ExternalSegment
 from llm_datadist.errors import CacheNotFound, LLMStatusCode
-from llm_datadist.memory.segment import ExternalSegment
 from tests.conftest import Pair
 
 if TYPE_CHECKING:

@@ -10,14 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType
-from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
-    LLMStatusCode,
-    NoneArgument,
-    NotLinked,
-    ParamError,
-)
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMStatusCode, NoneArgument, NotLinked, ParamError
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, refused, refused_all, same_bytes, show
 
 if TYPE_CHECKING:

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
-from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
-    LLMStatusCode,
-    NoneArgument,
-    NotLinked,
-    ParamError,
-)
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMStatusCode, NoneArgument, NotLinked, ParamError
 from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, refused, refused_all, same_bytes, show
 
 if TYPE_CHECKING:

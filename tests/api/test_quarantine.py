@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support.background import ended, in_background
 from tests.support.ends import LocalEnd

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMStatusCode, Placement
+from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
-from llm_datadist.memory.host import host_memory_limit
 from llm_datadist.testing import StagedDevice
 from tests.support.memory import pool
 from tests.support.moves import Use, call, moved, same_bytes, show, wait_until

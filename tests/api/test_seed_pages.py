@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode, Placement
+from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.errors import CacheNotFound, OutOfMemory, ParamError
-from llm_datadist.memory.host import host_memory_limit
 from llm_datadist.views import tensor_views
 from tests.support.memory import cpu_cache, equal, pool, refused, settled
 from tests.support.world import World, fill, make_config, read

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist._memory.device import HostDevice
 from llm_datadist.errors import OutOfMemory
-from llm_datadist.memory.device import HostDevice
 from llm_datadist.testing import StagedDevice
 from tests.support.memory import state
 from tests.support.moves import Spec, make, moved, same_bytes, show, wait_until
@@ -23,7 +23,7 @@ from tests.support.moves import Spec, make, moved, same_bytes, show, wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist.memory.device import Device
+    from llm_datadist._memory.device import Device
     from tests.support.ends import LocalEnd
     from tests.support.moves import Bytes
     from tests.support.world import World

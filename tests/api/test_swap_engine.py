@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMStatusCode, Placement, native
+from llm_datadist import LLMStatusCode, Placement, _native
+from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist.errors import OutOfMemory
-from llm_datadist.swap import SwapEngine
 from llm_datadist.testing import StagedDevice
 from tests.support.devices import BrokenDevice, GatedDevice, MeetingDevice
 from tests.support.memory import cpu_cache, desc, equal, pool, refused
 from tests.support.world import World, fill, read
 
 if TYPE_CHECKING:
-    from llm_datadist.memory.device import Device
+    from llm_datadist._memory.device import Device
     from tests.support.ends import LocalEnd
 
 BLOCK = 4096
@@ -49,7 +49,7 @@ def swap(world: World, src: str, dst: str, pairs: dict[int, int]) -> None:
 def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
     world = start(end, None)
-    assert world.dd.statistics().swap.workers == min(4, native.usable_cpus())
+    assert world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
 
 
 def test_r10_one_worker_where_one_cpu_is_usable(end: LocalEnd) -> None:

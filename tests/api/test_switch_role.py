@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
-from llm_datadist.control.listener import bind
-from llm_datadist.control.table import LinkTable
-from llm_datadist.errors import (
-    LinkError,
-    LLMException,
-    NoneArgument,
-    NotInitialized,
-    ParamError,
-    StateError,
-)
-from llm_datadist.instance.roles import _check_v1
-from llm_datadist.options import Options
+from llm_datadist._links.handshake import bind
+from llm_datadist._links.table import LinkTable
+from llm_datadist.config import Options
+from llm_datadist.datadist import _check_v1
+from llm_datadist.errors import LinkError, LLMException, NoneArgument, NotInitialized, ParamError, StateError
 from tests.support.linking import (
     SUCCESS,
     alone,
@@ -175,7 +168,7 @@ def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
             thief.append(socket.create_server(("127.0.0.1", port)))
         return bind(address)
 
-    monkeypatch.setattr("llm_datadist.engine.bind", slow_bind)
+    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
     with pytest.raises(LinkError, match="listens no more"):
         end.do(switch, "DECODER", at(port, "0.0.0.0"))
     thief[0].close()
@@ -246,7 +239,7 @@ def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_c
             made.append(decoder.do(link, [info(1, local_pair.prompt.port)]))
         return bind(address)
 
-    monkeypatch.setattr("llm_datadist.engine.bind", slow_bind)
+    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
     if free:
         assert decoder.do(switch, "PROMPT", at(port, "0.0.0.0")) == port
     else:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
-from llm_datadist.cache.cut import cut_row
-from llm_datadist.deadline import Deadline
+from llm_datadist._cache.geometry import cut_row
+from llm_datadist._deadline import Deadline
+from llm_datadist._transfer.initiator import RemoteName
 from llm_datadist.errors import ParamError
-from llm_datadist.transfer import RemoteName
 from tests.conftest import _pair
 from tests.support.layers import (
     FAILED,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, TransferConfig
-from llm_datadist.testing.gates import Gate, shut
+from tests.faults.gates import Gate, shut
 from tests.support.layers import FAILED, OK, addresses, begin, finish, keyed, raw, ready, received, send, wait_asked
 from tests.support.linking import alone
 from tests.support.memory import pool

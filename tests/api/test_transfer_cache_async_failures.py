@@ -14,7 +14,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, ParamError, StateError
-from llm_datadist.testing.gates import Gate, shut
+from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd
 from tests.support.layers import (
     BOUND_MS,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMRole, LLMStatusCode, Placement
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist.errors import (
     CacheNotFound,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.testing import StagedDevice
-from llm_datadist.testing.gates import shut
+from tests.faults.gates import shut
 from tests.support.gates import begin
 from tests.support.linking import info
 from tests.support.moves import picture, same_bytes

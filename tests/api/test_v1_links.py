@@ -16,7 +16,7 @@ from llm_datadist.errors import (
     ParamError,
     StateError,
 )
-from llm_datadist.testing.gates import Gate
+from tests.faults.gates import Gate
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, same_bytes, show, wait_until

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
+from llm_datadist._memory import pool
 from llm_datadist.errors import CacheNotFound, PeerLost, TransferFailed
-from llm_datadist.memory import direct
-from llm_datadist.testing.gates import Gate, shut
+from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, begin_there, info, link, links, result_there
@@ -73,12 +73,12 @@ def test_memory_that_is_read_at_finalize_stays_mapped(
         with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
             local_pair.prompt.stop()
         assert "stay mapped" in caplog.text
-        assert len(direct._kept_mapped) == 1
+        assert len(pool._kept_mapped) == 1
         gate.open()
         assert isinstance(local_pair.decoder.do(result_there, "pull"), PeerLost)
     finally:
         gate.open()
-        direct._kept_mapped.clear()
+        pool._kept_mapped.clear()
 
 
 # --- with a peer in another process that is killed -------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Prompted:
         """Nothing may be left here, whatever became of the child."""
         self.prompt.kill()
         self.decoder.stop()
-        direct._kept_mapped.clear()
+        pool._kept_mapped.clear()
         assert settled(self.before) == self.before
 
     def begin_to_send(self, folder: Path) -> None:
@@ -156,8 +156,8 @@ def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
         prompted.decoder.stop()
     assert "registered memory is still in use by cluster 1" in caplog.text
     assert "stay mapped" in caplog.text
-    assert [view.ctypes.data for view in direct._kept_mapped] == [address]
-    assert np.array_equal(direct._kept_mapped[0][:48], before[0][0])
+    assert [view.ctypes.data for view in pool._kept_mapped] == [address]
+    assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
 
 
 def test_a_pull_from_a_killed_prompt_fails_and_the_memory_of_the_decoder_goes_back(

@@ -9,7 +9,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, LLMException, NotLinked
-from llm_datadist.testing.gates import Gate
+from tests.faults.gates import Gate
 from tests.support.linking import begin_there, result_there
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.v1 import DIRECT, POOL, desc, drop, gated_call_v1, kv_call, kv_id, kv_make, start_v1

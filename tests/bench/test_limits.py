@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from llm_datadist._native import _native
+from llm_datadist.bench.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.errors import ParamError
-from llm_datadist.native import _native
-from llm_datadist.native.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from llm_datadist.bench.errors import SideFailed
+from llm_datadist.bench.limits import streaming_bits
 from llm_datadist.bench.processes import Contestant
 from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.sides.installed import why_not_importable
 from llm_datadist.bench.sides.limits import TcpRaw, useful_threads
 from llm_datadist.bench.workload import Memory, Op, Workload
-from llm_datadist.native.limits import streaming_bits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 
 from llm_datadist.bench.errors import WrongBytes
-from llm_datadist.bench.workload import (
-    POISON,
-    Bytes,
-    Op,
-    Workload,
-    fill,
-    poison,
-    poison_blocks,
-    verify,
-)
+from llm_datadist.bench.workload import POISON, Bytes, Op, Workload, fill, poison, poison_blocks, verify
 
 WORK = Workload(op=Op.PULL, block_bytes=24, blocks=6, tensors=2)
 ODD = Workload(op=Op.PULL, block_bytes=7, blocks=6, tensors=2)

@@ -14,7 +14,7 @@ import pytest
 
 from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
-from llm_datadist.tensor import Tensor, TensorDesc
+from llm_datadist.kv_cache import Tensor, TensorDesc
 from tests.support.moves import picture, wait_until
 from tests.support.world import World
 

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport import PRIVATE
+from llm_datadist._transport.cma import CmaConnection
+from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, ProtocolError, TransferFailed
-from llm_datadist.native import Plan, plan_row
 from llm_datadist.testing import PeerProcess, TransportConformance
 from llm_datadist.testing.scene import beginning_of, tensors_over
-from llm_datadist.transport import PRIVATE
-from llm_datadist.transport.cma import CmaConnection
-from llm_datadist.transport.sharedpeer import SharedPeer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from llm_datadist._transport import Connection, PeerMemory
     from llm_datadist.testing import Peer
-    from llm_datadist.transport import Connection, PeerMemory
 
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 

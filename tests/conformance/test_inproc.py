@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 from llm_datadist.testing import LocalPeer, TransportConformance
-from llm_datadist.transport import inproc
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

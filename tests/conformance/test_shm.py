@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, Tensors, plan_row
+from llm_datadist._transport import ShmConnection
 from llm_datadist.errors import PeerLost
-from llm_datadist.native import Plan, Tensors, plan_row
 from llm_datadist.testing import PeerProcess, TransportConformance
-from llm_datadist.transport import ShmConnection
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

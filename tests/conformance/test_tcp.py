@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport.lanes import dial_lanes
 from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkRefused, PeerLost, TransferAborted, TransferFailed
-from llm_datadist.native import Plan, plan_row
 from llm_datadist.testing import TransportConformance
-from llm_datadist.testing.lanepeer import LanePeerProcess, RegionConnection
 from llm_datadist.testing.peers import REGION_BYTES
 from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
-from llm_datadist.transport.lanedial import dial_lanes
+from tests.faults.lanepeer import LanePeerProcess, RegionConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from llm_datadist._transport import Connection
     from llm_datadist.testing import Peer
-    from llm_datadist.transport import Connection
 
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.testing import Relay
+from tests.faults.relay import Relay
 from tests.faults.relayed import DEADLINE_MS, Relayed
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links

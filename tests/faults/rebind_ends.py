@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
-from llm_datadist.cache.entries import key_of
+from llm_datadist._cache.registry import key_of
+from llm_datadist._memory.segment import AddressRange
 from llm_datadist.errors import LLMException
-from llm_datadist.memory.mapping import AddressRange
 from llm_datadist.views import tensor_views
 from tests.support.moves import wait_until
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist.memory.pool import Allocation
+    from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
 __all__ = ["KINDS", "Binding", "Pull", "begin_binding", "end_binding", "prepare_owner", "prepare_puller", "pull_many"]

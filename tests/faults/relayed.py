@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import CacheKey
-from llm_datadist.testing import Fault, Relay
+from tests.faults.streams import Fault
 from tests.support.linking import bytes_move_both_ways, info, link
 from tests.support.moves import Spec
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import LLMStatusCode
     from tests.conftest import Pair
+    from tests.faults.relay import Relay
     from tests.support.ends import LocalEnd
 
 __all__ = ["BIG", "DEADLINE_MS", "HARM", "KEY", "Relayed"]

@@ -9,13 +9,13 @@ import pytest
 
 from llm_datadist import CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, PeerLost, TransferFailed
-from llm_datadist.testing import Fault
 from tests.faults.relayed import BIG, HARM, Relayed
+from tests.faults.streams import Fault
 from tests.support.linking import SUCCESS, begin_there, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
 
 if TYPE_CHECKING:
-    from llm_datadist.testing.relay import Direction
+    from tests.faults.relay import Direction
 
 
 def pull(relayed: Relayed, source: Any) -> BaseException | None:

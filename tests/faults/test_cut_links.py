@@ -12,13 +12,13 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, LLMException, NotLinked, PeerLost
-from llm_datadist.testing import Fault
 from tests.faults.relayed import BIG, HARM, KEY, Relayed
+from tests.faults.streams import Fault
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from llm_datadist.testing.relay import Direction
+    from tests.faults.relay import Direction
 
 OK = LLMStatusCode.LLM_SUCCESS
 # --- in the handshake -------------------------------------------------------------------------------------------------

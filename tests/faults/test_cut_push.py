@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist.errors import TransferFailed
-from llm_datadist.testing import Fault, Relay
+from tests.faults.relay import Relay
+from tests.faults.streams import Fault
 from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show, wait_until

@@ -1,7 +1,7 @@
 """A million wrong frames (ARCHITECTURE rule 10): typed refusals only, tables whole, memory bounded, neighbours served.
 
 The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work.
-`python -m llm_datadist.testing.fuzz --frames N --seed S` does more of it.
+`python -m tests.faults.fuzz --frames N --seed S` does more of it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import pytest
 
-from llm_datadist.control import messages
-from llm_datadist.control.channel import FrameParser
-from llm_datadist.control.messages import Release, decode
+from llm_datadist._links import messages
+from llm_datadist._links.channel import FrameParser
+from llm_datadist._links.messages import Release, decode
+from llm_datadist._log import logger
+from llm_datadist._transfer.target import Target
 from llm_datadist.errors import ProtocolError
-from llm_datadist.log import logger
-from llm_datadist.target import Target
-from llm_datadist.testing import fuzz, fuzzgen, fuzzlinks
+from tests.faults import fuzz, fuzzgen, fuzzlinks
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def test_a_handler_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "drop_peer", lambda self, link: None)
-    monkeypatch.setattr("llm_datadist.testing.fuzzstage.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("tests.faults.fuzzstage.PATIENCE_SECONDS", 0.2)
     with pytest.raises(fuzz.Finding, match=r"left behind after all strangers went: \d+ pins"):
         fuzzlinks.fuzz_handlers(2_000, 1)
 

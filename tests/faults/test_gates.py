@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
-from llm_datadist.testing.gates import STEPS, Gate, shut
+from tests.faults.gates import STEPS, Gate, shut
 from tests.support.gates import stopped
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, cache_id, call, make, moved, picture, same_bytes, show, wait_until

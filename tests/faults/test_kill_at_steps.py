@@ -11,7 +11,7 @@ import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.errors import LLMException
-from llm_datadist.testing.gates import STEPS, Gate, shut
+from tests.faults.gates import STEPS, Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.gates import gated_call
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, info, link, links, result_there

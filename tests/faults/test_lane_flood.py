@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist.deadline import Deadline
-from llm_datadist.native import Plan
-from llm_datadist.transport.lanerequest import MAX_RUNS, encode_request
-from llm_datadist.transport.lanes import MAX_LANES
-from llm_datadist.transport.tcp import TcpConnection
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan
+from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS, encode_request
+from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, Use, call, make, picture, wait_until

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.control.messages import CONTROL_PREAMBLE
-from llm_datadist.testing.relay import FAULTS, Fault, Relay
-from llm_datadist.testing.streams import Stream
-from llm_datadist.transport.lanedial import LANE_PREAMBLE
+from llm_datadist._links.messages import CONTROL_PREAMBLE
+from llm_datadist._transport.lanes import LANE_PREAMBLE
+from tests.faults.relay import FAULTS, Fault, Relay
+from tests.faults.streams import Stream
 from tests.support.moves import wait_until
 from tests.support.world import residue, settled
 

@@ -9,8 +9,7 @@ import pytest
 
 from llm_datadist import CacheKey
 from llm_datadist.errors import DeadlineExceeded
-from llm_datadist.testing import stall
-from llm_datadist.testing.stalls import STALLS
+from tests.faults.stalls import STALLS, stall
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 

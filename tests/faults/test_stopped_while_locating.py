@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.control.messages import Locate
-from llm_datadist.testing.gates import Gate
+from llm_datadist._links.messages import Locate
+from tests.faults.gates import Gate
 from tests.support.ends import ChildEnd
 from tests.support.layers import OK, addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links

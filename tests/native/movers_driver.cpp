@@ -1,7 +1,7 @@
 // Moves blocks of every alignment by every way of moving that this processor has, whichever of them the library would
 // choose, and looks at every byte in and around the destination.
 //
-//   g++ -std=c++17 -g -O1 -fsanitize=address,undefined -Isrc/llm_datadist/native tests/native/movers_driver.cpp
+//   g++ -std=c++17 -g -O1 -fsanitize=address,undefined -Isrc/llm_datadist/_native tests/native/movers_driver.cpp
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llm_datadist.testing import StagedDevice
 
 if TYPE_CHECKING:
-    from llm_datadist.memory.segment import Segment
+    from llm_datadist._memory.segment import Segment
 
 __all__ = ["BrokenDevice", "GatedDevice", "MeetingDevice"]
 

@@ -1,4 +1,4 @@
-"""Calls that stand at a gate of `llm_datadist.testing.gates`, at an end of either kind, and counts of messages."""
+"""Calls that stand at a gate of `tests.faults.gates`, at an end of either kind, and counts of messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.control.messages import Release, Resolve
-from llm_datadist.testing.gates import STEPS, Gate, shut
+from llm_datadist._links.messages import Release, Resolve
+from tests.faults.gates import STEPS, Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.moves import call
 

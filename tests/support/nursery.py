@@ -36,7 +36,12 @@ _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16
 _ANSWER_SECONDS: Final = 60.0
 #: Among them what the library imports late.
-_FIRST: Final = ("llm_datadist.engine", "llm_datadist.cache_manager", "tests.support.linking", "tests.support.moves")
+_FIRST: Final = (
+    "llm_datadist._transfer.engine",
+    "llm_datadist.cache_manager",
+    "tests.support.linking",
+    "tests.support.moves",
+)
 
 
 class Forked:

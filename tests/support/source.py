@@ -48,7 +48,7 @@ def modules() -> dict[str, Path]:
 
 
 def path_of(module: str) -> str:
-    """Return the path of a module relative to the package's folder: ``cache/layout.py``."""
+    """Return the path of a module relative to the package's folder: ``_cache/geometry.py``."""
     return modules()[module].relative_to(SOURCE).as_posix()
 
 

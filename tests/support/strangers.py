@@ -9,8 +9,9 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from llm_datadist.control.channel import FrameParser
-from llm_datadist.control.messages import (
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.channel import FrameParser
+from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
@@ -22,10 +23,9 @@ from llm_datadist.control.messages import (
     decode,
     frame,
 )
-from llm_datadist.deadline import Deadline
-from llm_datadist.memory import GuardTable
-from llm_datadist.transport import Exports, meet
-from llm_datadist.transport.lanedial import LANE_PREAMBLE
+from llm_datadist._memory import GuardTable
+from llm_datadist._transport import Exports, meet
+from llm_datadist._transport.lanes import LANE_PREAMBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheDesc, DataType, KvCache
-from llm_datadist.testing.gates import shut
+from tests.faults.gates import shut
 from tests.support.moves import Use
 from tests.support.world import fill
 

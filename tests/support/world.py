@@ -21,8 +21,8 @@ from llm_datadist.views import tensor_views
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist._memory.device import Device
     from llm_datadist.cache_manager import CacheManager
-    from llm_datadist.memory.device import Device
 
 __all__ = [
     "World",

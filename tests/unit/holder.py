@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist.native import Tensors
+from llm_datadist._native import Tensors
 
 if TYPE_CHECKING:
     from . import twin

@@ -13,24 +13,14 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import numpy as np
 
-from llm_datadist.native import (
-    LaneEngine,
-    LaneEvent,
-    Outcome,
-    Plan,
-    ReadAsked,
-    Served,
-    Tensors,
-    WriteAsked,
-    plan_row,
-)
+from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Served, Tensors, WriteAsked, plan_row
 
 from . import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.native import LaneLost
+    from llm_datadist._native import LaneLost
 
 BUDGET_S: Final = 20.0
 """For what is expected to happen: only a hang can use it up."""

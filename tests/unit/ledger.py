@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist import BlocksCacheKey, CacheKey
-from llm_datadist.cache.entries import Entry, Key, Pin, key_of
-from llm_datadist.cache.layout import CacheKind, Geometry
-from llm_datadist.cache.registry import Registry
+from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._cache.registry import Entry, Key, Pin, Registry, key_of
 from llm_datadist.errors import CacheNotFound
 
 if TYPE_CHECKING:
-    from llm_datadist.cache.registry import Effects
+    from llm_datadist._cache.registry import Effects
 
 __all__ = ["LATER", "TENSORS", "Ledger", "Owner", "P", "Q", "blocks", "geometry", "req"]
 

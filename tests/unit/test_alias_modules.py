@@ -24,7 +24,7 @@ PATHS: Final = {
         "LLMConfig": "llm_datadist.config",
         "LLMRole": "llm_datadist",
         "LLMClusterInfo": "llm_datadist",
-        "trans_str_ip": "llm_datadist.cluster",
+        "trans_str_ip": "llm_datadist.types.cluster",
     },
     "llm_datadist.status": {
         "LLMException": "llm_datadist",
@@ -38,7 +38,8 @@ PATHS: Final = {
     "llm_datadist.data_type": {"DataType": "llm_datadist"},
     "llm_datadist.utils.utils": {
         **{
-            f"check_{kind}": "llm_datadist.checks" for kind in ("uint64", "uint32", "uint16", "uint8", "int64", "int32")
+            f"check_{kind}": "llm_datadist._checks"
+            for kind in ("uint64", "uint32", "uint16", "uint8", "int64", "int32")
         },
         "check_isinstance": "llm_datadist.compat",
         "check_dict": "llm_datadist.compat",
@@ -50,7 +51,7 @@ PATHS: Final = {
         "RegisterMemStatus": "llm_datadist",
         "Cache": "llm_datadist",
         "TransferWithCacheKeyConfig": "llm_datadist",
-        "PushType": "llm_datadist.enums",
+        "PushType": "llm_datadist.types.enums",
         "check_layer_range": "llm_datadist.compat",
     },
     "llm_datadist.v2.llm_datadist": {
@@ -59,10 +60,10 @@ PATHS: Final = {
     },
     "llm_datadist.v2.llm_utils": {
         "layer_range_to_tensor_indices": "llm_datadist.compat",
-        "parse_listen_ip_info": "llm_datadist.options",
+        "parse_listen_ip_info": "llm_datadist.config",
     },
     "llm_datadist.v2.cache_manager": {"CacheManager": "llm_datadist.cache_manager"},
-    "llm_datadist.v2.config": {"Options": "llm_datadist.options"},
+    "llm_datadist.v2.config": {"Options": "llm_datadist.config"},
     "llm_datadist_v1": dict.fromkeys(("KvCacheManager", "KvCache", "Tensor", "TensorDesc"), "llm_datadist"),
 }
 

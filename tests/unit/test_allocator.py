@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from llm_datadist.memory.allocator import PageAllocator, format_mib
+from llm_datadist._memory.allocator import PageAllocator, format_mib
 
 KIB = 1 << 10
 PAGES = 32

@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
-from llm_datadist.control.approach import Approach
-from llm_datadist.control.communicator import Communicator, Plan
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.communicators import Communicator, Plan
+from llm_datadist._links.retry import Approach
 
 TRIES: Final = 40
 

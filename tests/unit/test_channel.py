@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_datadist.control.channel import Channel, FrameParser, tune
-from llm_datadist.control.loop import ControlLoop
-from llm_datadist.control.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, decode, encode, frame
+from llm_datadist._links.channel import Channel, FrameParser, tune
+from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, decode, encode, frame
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
 from tests.support.moves import wait_until
 

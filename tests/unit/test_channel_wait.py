@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.control.channel import Channel
-from llm_datadist.control.loop import ControlLoop
-from llm_datadist.control.messages import FRAME_HEADER, Beat, Farewell, Message, frame
-from llm_datadist.control.peer import Waiter
-from llm_datadist.deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._links.channel import Channel
+from llm_datadist._links.link import Waiter
+from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.messages import FRAME_HEADER, Beat, Farewell, Message, frame
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:

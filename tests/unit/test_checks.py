@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist import checks
-from llm_datadist.checks import (
+from llm_datadist import _checks as checks
+from llm_datadist._checks import (
     check_dict,
     check_int,
     check_list,

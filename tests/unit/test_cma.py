@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport import PRIVATE, PeerMemory, ShmConnection, cma
+from llm_datadist._transport.cma import CmaConnection, probe
+from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, StateError
-from llm_datadist.native import Plan, plan_row
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.peers import PRIVATE_BYTES
 from llm_datadist.testing.scene import residue, settled, tensors_over
-from llm_datadist.transport import PRIVATE, PeerMemory, ShmConnection, cma
-from llm_datadist.transport.cma import CmaConnection, probe
-from llm_datadist.transport.sharedpeer import SharedPeer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist.transport import Connection
+    from llm_datadist._transport import Connection
 
 SOURCE = Path(__file__).parents[2] / "src"
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llm_datadist.config import LLMConfig, LlmConfig, Options, PoolOptions
-from llm_datadist.enums import LLMRole
 from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.control.loop import ControlLoop
+from llm_datadist._links.loop import ControlLoop
 from llm_datadist.errors import StateError
 from tests.support.moves import wait_until
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist._memory import pool
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.pool import DirectMemory
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
-from llm_datadist.memory import direct
-from llm_datadist.memory.device import HostDevice
-from llm_datadist.memory.direct import DirectMemory
 from llm_datadist.testing import StagedDevice
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from llm_datadist.memory.pool import Allocation
+    from llm_datadist._memory.pool import Allocation
 
 PAGE = 4096
 
@@ -115,10 +115,10 @@ def test_what_is_in_use_at_the_end_stays_mapped_and_is_told(caplog: pytest.LogCa
             memory.close()
         assert caplog.text.count("stay mapped") == 1
         taken.free()  # late, as the end of a quarantine is: nothing is unmapped
-        (kept,) = direct._kept_mapped
+        (kept,) = pool._kept_mapped
         assert (kept.ctypes.data, kept.nbytes) == (address, PAGE)
         kept[:] = 1
         with pytest.raises(StateError, match="closed"):
             memory.allocate_many(1, PAGE)
     finally:
-        direct._kept_mapped.clear()
+        pool._kept_mapped.clear()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
-from llm_datadist.cache.layout import CacheKind, Geometry, decode_geometry
+from llm_datadist._cache.geometry import CacheKind, Geometry, decode_geometry
 from llm_datadist.errors import ParamError, ProtocolError
 
 HONEST = Geometry(CacheKind.CACHE, 4, 8, 12, 96, (8, 12), 4, 1)

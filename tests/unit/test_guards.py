@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist._memory import SLOT_BYTES, ExternalSegment, GuardTable, SharedSegment, read_cookie, slot_address
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE
+from llm_datadist._native import Promises, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
-from llm_datadist.memory import SLOT_BYTES, ExternalSegment, GuardTable, SharedSegment, read_cookie, slot_address
-from llm_datadist.memory.segment import F_SEAL_FUTURE_WRITE
-from llm_datadist.native import Promises, advance_generation, load_generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,7 +195,7 @@ def test_generations_change_only_under_the_lock(table: GuardTable, monkeypatch: 
         locked.append(table._lock.locked())
         return advance_generation(address)
 
-    monkeypatch.setattr("llm_datadist.memory.guards.advance_generation", watched)
+    monkeypatch.setattr("llm_datadist._memory.guards.advance_generation", watched)
     guard = table.allocate()
     table.advance(guard.slot)
     table.release(guard.slot)

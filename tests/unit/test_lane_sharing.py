@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
-from llm_datadist.native import Plan, plan_row
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport import PRIVATE
+from llm_datadist._transport.lanes import LaneGroup, Lanes, decode_request
+from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.testing.scene import residue, settled
-from llm_datadist.transport import PRIVATE
-from llm_datadist.transport.lanerequest import decode_request
-from llm_datadist.transport.lanes import LaneGroup, Lanes
-from llm_datadist.transport.tcp import TcpConnection
 
 from . import twin
 from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire
@@ -25,7 +24,7 @@ from .test_lanes import Handler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist.transport.base import RemoteTensors
+    from llm_datadist._transport.connection import RemoteTensors
 
 MIB = 1 << 20
 LARGE = 40 * MIB

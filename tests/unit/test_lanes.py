@@ -15,8 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist.control.messages import CONTROL_PREAMBLE
-from llm_datadist.deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._links.messages import CONTROL_PREAMBLE
+from llm_datadist._native import Plan, Tensors, plan_row
+from llm_datadist._transport import PRIVATE
+from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    MAX_RUNS,
+    LaneGrant,
+    LaneGroup,
+    Lanes,
+    decode_request,
+    dial_lanes,
+    encode_request,
+)
+from llm_datadist._transport.tcp import TcpConnection, cut_plan
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -26,22 +40,14 @@ from llm_datadist.errors import (
     ProtocolError,
     TransferFailed,
 )
-from llm_datadist.native import Plan, Tensors, plan_row
 from llm_datadist.testing.scene import residue, settled
-from llm_datadist.transport import PRIVATE
-from llm_datadist.transport.lanedial import LANE_PREAMBLE, dial_lanes
-from llm_datadist.transport.lanerequest import MAX_RUNS, decode_request, encode_request
-from llm_datadist.transport.lanes import LaneGrant, LaneGroup, Lanes
-from llm_datadist.transport.plancut import cut_plan
-from llm_datadist.transport.tcp import TcpConnection
-from llm_datadist.transport.values import MemoryChanged
 
 from . import twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist.transport.lanerequest import LaneRequest
+    from llm_datadist._transport.lanes import LaneRequest
 
 ROW = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 

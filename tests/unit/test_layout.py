@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.cache import layout
-from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection
+from llm_datadist._cache import geometry as layout
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError
 from tests.unit import twin
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist.native import Plan
+    from llm_datadist._native import Plan
 
 ALL = LayerSelection(None, None, 2)
 

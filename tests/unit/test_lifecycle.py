@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from llm_datadist.cache.lifecycle import TRANSITIONS, Event, Lifecycle, State
+from llm_datadist._cache.registry import TRANSITIONS, Event, Lifecycle, State
 from llm_datadist.errors import LLMStatusCode, StateError
 
 #: What is left of (owner, keys, pins) says the state.

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from llm_datadist.control.machine import TRANSITIONS, USABLE, LinkEvent, LinkMachine, LinkState
+from llm_datadist._links.link import TRANSITIONS, USABLE, LinkEvent, LinkMachine, LinkState
 from llm_datadist.errors import LLMStatusCode, StateError
 
 #: State: what each event leads to. What is not here is illegal.

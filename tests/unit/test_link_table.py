@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist.control.link import Link, Peer
-from llm_datadist.control.table import LinkTable
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import Link, Peer
+from llm_datadist._links.table import LinkTable
+from llm_datadist._transport import Choice
+from llm_datadist._transport.connection import Capabilities, Connection, Window
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode
-from llm_datadist.transport import Choice
-from llm_datadist.transport.base import Capabilities, Connection, Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

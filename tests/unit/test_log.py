@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from llm_datadist.log import LEVEL_VARIABLE, apply_environment, logger
+from llm_datadist._log import LEVEL_VARIABLE, apply_environment, logger
 
 
 def _fresh(program: str, level: str | None) -> str:
@@ -28,7 +28,7 @@ def test_r30_logger_has_the_documented_name() -> None:
 
 def test_r30_import_installs_no_handler_and_leaves_the_level_alone() -> None:
     program = (
-        "import logging; from llm_datadist.log import logger; "
+        "import logging; from llm_datadist._log import logger; "
         "print(logger.handlers, logging.getLogger().handlers, logger.level, logger.propagate)"
     )
     assert _fresh(program, None) == "[] [] 0 True"
@@ -46,7 +46,7 @@ def test_r30_level_from_the_environment(value: str, level: int, monkeypatch: pyt
 
 
 def test_r30_the_import_reads_the_environment() -> None:
-    assert _fresh("from llm_datadist.log import logger; print(logger.level)", "0") == str(logging.DEBUG)
+    assert _fresh("from llm_datadist._log import logger; print(logger.level)", "0") == str(logging.DEBUG)
 
 
 @pytest.mark.parametrize("environ", [{}, {LEVEL_VARIABLE: ""}])
@@ -69,7 +69,7 @@ def test_r30_unknown_level_is_one_warning_and_changes_nothing(value: str, caplog
 
 def test_layer_0_imports_nothing_heavy_and_nothing_optional() -> None:
     program = (
-        "import sys; import llm_datadist.checks, llm_datadist.config, llm_datadist.log, llm_datadist.types; "
+        "import sys; import llm_datadist._checks, llm_datadist.config, llm_datadist._log, llm_datadist.types; "
         "print(sorted({'asyncio', 'rich', 'torch', 'typer'} & set(sys.modules)))"
     )
     assert _fresh(program, None) == "[]"

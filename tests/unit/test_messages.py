@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist.control import messages
-from llm_datadist.control.messages import (
+from llm_datadist._links import messages
+from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     FRAME_HEADER,
     FRAME_LIMIT,
@@ -27,8 +27,8 @@ from llm_datadist.control.messages import (
     encode,
     frame,
 )
+from llm_datadist._transport import RegionDescriptor
 from llm_datadist.errors import ProtocolError
-from llm_datadist.transport import RegionDescriptor
 
 #: Everything that may be a frame: Guarded only travels inside a Resolved, Meeting inside a Hello.
 KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded, Meeting}, key=lambda kind: kind.__name__)

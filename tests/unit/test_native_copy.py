@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist.errors import ParamError
-from llm_datadist.native import (
+from llm_datadist._native import (
     NO_DEADLINE,
     CopyPool,
     Plan,
@@ -29,6 +28,7 @@ from llm_datadist.native import (
     plan_blocks,
     plan_row,
 )
+from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads, residue, settled
 
 from . import twin

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.native import usable_cpus
-from llm_datadist.native.cpus import cpu_quota
+from llm_datadist._native import usable_cpus
+from llm_datadist._native.cpus import cpu_quota
 
 if TYPE_CHECKING:
     from pathlib import Path

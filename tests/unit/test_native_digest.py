@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
 from llm_datadist.errors import ParamError
-from llm_datadist.native import NO_DEADLINE, CopyPool, Plan, Tensors
-from llm_datadist.native.digest import DIGEST_BYTES, NONCE_BYTES, digest, standing
 
 from . import digest_twin, twin
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.errors import ParamError
-from llm_datadist.native import (
+from llm_datadist._native import (
     NO_DEADLINE,
     Ending,
     LaneEngine,
@@ -26,7 +25,8 @@ from llm_datadist.native import (
     check_plan,
     plan_row,
 )
-from llm_datadist.native.lanes import LOST
+from llm_datadist._native.lanes import LOST
+from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads
 
 from . import twin

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.native import Ending, LaneEngine, Plan, Served, Tensors, WriteAsked, plan_blocks
-from llm_datadist.native.lanes import TORN
+from llm_datadist._native import Ending, LaneEngine, Plan, Served, Tensors, WriteAsked, plan_blocks
+from llm_datadist._native.lanes import TORN
 
 from . import twin
 from .lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joined, next_event, one_row, wait_for

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.memory import GuardTable
-from llm_datadist.native import Ending, LaneEngine, LaneLost, ReadAsked, Served, WriteAsked
-from llm_datadist.native.lanes import ABORTED, CHANGED, LOST, MISFIT, TORN
+from llm_datadist._memory import GuardTable
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, Served, WriteAsked
+from llm_datadist._native.lanes import ABORTED, CHANGED, LOST, MISFIT, TORN
 
 from .lane_ends import (
     BIG,
@@ -33,7 +33,7 @@ from .lane_ends import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist.native import LaneEvent
+    from llm_datadist._native import LaneEvent
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from llm_datadist.native import Ending, LaneEngine, LaneLost
+from llm_datadist._native import Ending, LaneEngine, LaneLost
 
 from . import twin
 from .lane_ends import (

@@ -15,7 +15,7 @@ COMPILER = shutil.which("c++")
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here, and the library has been built elsewhere")
 def test_every_mover_moves_every_byte_and_no_other(tmp_path: Path) -> None:
     driver = tmp_path / "movers"
-    native = ROOT / "src/llm_datadist/native"
+    native = ROOT / "src/llm_datadist/_native"
     command = [str(COMPILER), "-std=c++17", "-O1", f"-I{native}", str(ROOT / "tests/native/movers_driver.cpp")]
     subprocess.run([*command, "-o", str(driver)], check=True, timeout=300)
     result = subprocess.run([str(driver)], check=False, timeout=300, capture_output=True, text=True)

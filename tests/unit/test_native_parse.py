@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_datadist._native import parse_indices, parse_pairs
 from llm_datadist.errors import NoneArgument, ParamError
-from llm_datadist.native import parse_indices, parse_pairs
 
 MAX = 2**63 - 1
 INDICES = st.lists(st.integers(0, MAX), max_size=50)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.native import NO_DEADLINE, CopyPool, execute, plan_row
+from llm_datadist._native import NO_DEADLINE, CopyPool, execute, plan_row
 
 from . import twin
 

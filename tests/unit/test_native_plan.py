@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llm_datadist._native import parse_blocks, parse_indices, plan_blocks, plan_pieces, plan_row
 from llm_datadist.errors import ParamError
-from llm_datadist.native import parse_blocks, parse_indices, plan_blocks, plan_pieces, plan_row
 
 from . import twin
 

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_datadist.errors import ParamError
-from llm_datadist.native import (
+from llm_datadist._native import (
     NO_DEADLINE,
     CopyPool,
     Plan,
@@ -30,6 +29,7 @@ from llm_datadist.native import (
     plan_blocks,
     plan_row,
 )
+from llm_datadist.errors import ParamError
 
 from . import twin
 from .holder import Holder

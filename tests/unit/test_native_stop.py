@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, execute, plan_row
 from llm_datadist.errors import ParamError
-from llm_datadist.native import NO_DEADLINE, CopyPool, Plan, execute, plan_row
 from llm_datadist.testing.midcopy import PageTrap, trap_denied
 
 from . import twin

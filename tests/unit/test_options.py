@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist.config import LLMConfig, Options, parse_listen_ip_info
-from llm_datadist.enums import LLMRole
 from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist._memory import HostDevice, MemoryPool, PoolStatistics, SharedSegment, create_pool
 from llm_datadist.errors import LLMStatusCode, OutOfMemory, ParamError, StateError
-from llm_datadist.memory import HostDevice, MemoryPool, PoolStatistics, SharedSegment, create_pool
 from llm_datadist.testing.staged_device import StagedDevice
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.control.ranktable import PORTS_VARIABLE, RankTable, ports
+from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist.control.link import Link, Peer
-from llm_datadist.control.redial import Redial, Redialler
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import Link, Peer
+from llm_datadist._links.retry import Redial, Redialler
+from llm_datadist._transport import Choice
 from llm_datadist.errors import LinkRefused, LLMStatusCode
-from llm_datadist.transport import Choice
 from tests.support.moves import wait_until
 from tests.unit.test_link_table import Nowhere
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.cache.layout import CacheKind
-from llm_datadist.cache.lifecycle import State
+from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.registry import State
 from llm_datadist.errors import CacheNotFound
 from tests.unit.ledger import LATER, Owner, P, Q, blocks, req
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist.cache.entries import key_of
-from llm_datadist.cache.layout import CacheKind
-from llm_datadist.cache.registry import MAX_PINS_PER_PEER
+from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER, key_of
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError
 from tests.unit.ledger import LATER, TENSORS, Owner, P, Q, blocks, geometry, req
 

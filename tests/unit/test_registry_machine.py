@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_datadist.cache.entries import Namespace
-from llm_datadist.cache.layout import CacheKind
-from llm_datadist.cache.registry import Entry, Registry
+from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.registry import Entry, Namespace, Registry
 from llm_datadist.errors import CacheNotFound, KeyInUse
 from tests.unit import registry_model as model
 from tests.unit.ledger import Ledger, geometry

@@ -22,19 +22,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import RegionDescriptor
+from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, meet, peer_memory, samehost
+from llm_datadist._transport.samehost import VERSION, Hello, Offer, Refusal, decode, receive_packet, send_packet
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, LLMException, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
-from llm_datadist.transport import Choice, PeerMemory, SameHostListener, choose, meet, peermemory, samehost
-from llm_datadist.transport.exports import RegionDescriptor
-from llm_datadist.transport.fdwire import VERSION, Hello, Refusal, decode, receive_packet, send_packet
-from llm_datadist.transport.offer import Offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.transport import Exports
+    from llm_datadist._transport import Exports
 
 TOKEN = b"0123456789abcdef"
 
@@ -180,7 +179,7 @@ def test_socket_files_of_killed_processes_are_removed_and_nothing_else(socket_fo
     code = (
         "import os, sys\n"
         "from llm_datadist.testing.peers import new_exports\n"
-        "from llm_datadist.transport import SameHostListener\n"
+        "from llm_datadist._transport import SameHostListener\n"
         "listener = SameHostListener(new_exports(writable=False), sys.argv[1])\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -590,7 +589,7 @@ def test_a_passed_deadline(stage: Stage) -> None:
 
 def test_pidfd_without_so_peerpidfd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels before 6.5 do not know the option: the pid is opened then."""
-    monkeypatch.setattr(peermemory, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(peer_memory, "_SO_PEERPIDFD", 9999)
     stage.listener.expect(TOKEN, stage.results.put)
     with stage.dial() as got, expect_peer(stage) as given:
         assert got.alive()
@@ -600,9 +599,9 @@ def test_pidfd_without_so_peerpidfd(stage: Stage, monkeypatch: pytest.MonkeyPatc
 def test_an_ended_peer_is_not_alive(stage: Stage) -> None:
     code = (
         "import sys\n"
-        "from llm_datadist.deadline import Deadline\n"
+        "from llm_datadist._deadline import Deadline\n"
         "from llm_datadist.testing.peers import close_exports, new_exports\n"
-        "from llm_datadist.transport import meet\n"
+        "from llm_datadist._transport import meet\n"
         "exports = new_exports(writable=False)\n"
         "peer = meet(sys.argv[1], bytes.fromhex(sys.argv[2]), exports, Deadline(10_000))\n"
         "sys.stdin.read()\n"

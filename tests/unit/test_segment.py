@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist._memory import ExternalSegment, HostDevice, SharedSegment, host_memory_limit
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
-from llm_datadist.memory import ExternalSegment, HostDevice, SharedSegment, host_memory_limit
-from llm_datadist.memory.segment import F_SEAL_FUTURE_WRITE
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist.memory import Device, Segment
+    from llm_datadist._memory import Device, Segment
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MIB = 1 << 20

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LayerSynchronizer, LLMStatusCode
+from llm_datadist._transfer.layerwise import CacheTask, Tasks, TransferJob
 from llm_datadist.errors import DeadlineExceeded, StateError
-from llm_datadist.tasks import CacheTask, Tasks, TransferJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

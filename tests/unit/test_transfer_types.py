@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist.cluster import trans_int_ip, trans_str_ip
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -20,6 +19,7 @@ from llm_datadist.types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
 
 if TYPE_CHECKING:
     from collections.abc import Callable

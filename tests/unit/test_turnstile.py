@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from llm_datadist.native import Meter, Timer, Turnstile
+from llm_datadist._native import Meter, Timer, Turnstile
 
 
 def test_an_open_one_lets_everybody_in_and_out() -> None:

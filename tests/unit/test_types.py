@@ -11,16 +11,7 @@ import pytest
 
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
 from llm_datadist.errors import NoneArgument, ParamError
-from llm_datadist.types import (
-    Cache,
-    CacheDesc,
-    DataType,
-    LLMRole,
-    Memtype,
-    Placement,
-    PushType,
-    RegisterMemStatus,
-)
+from llm_datadist.types import Cache, CacheDesc, DataType, LLMRole, Memtype, Placement, PushType, RegisterMemStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable

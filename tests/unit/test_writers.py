@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist import native
-from llm_datadist.deadline import Deadline
+from llm_datadist import _native
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory import MemoryPool, SharedSegment
+from llm_datadist._memory.quarantine import Quarantine, writers_named
+from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, Announcer, WriterPage, Writers
+from llm_datadist._native import WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
-from llm_datadist.memory import MemoryPool, SharedSegment
-from llm_datadist.memory.quarantine import Quarantine, writers_named
-from llm_datadist.memory.writers import WRITER_PAGE_BYTES, Announcer, WriterPage, Writers
-from llm_datadist.native import WRITER_SLOTS
 from tests.support.world import residue
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def test_a_peer_can_say_what_it_likes_and_harms_itself_only(writers: Writers) ->
     page.segment.view()[:] = 0xFF
     found = writers.busy(GUARD)
     assert found == ()
-    assert len(native.find_writers(np.array([page.address], np.uint64), [], True)) == WRITER_SLOTS
+    assert len(_native.find_writers(np.array([page.address], np.uint64), [], True)) == WRITER_SLOTS
     page.retire()
     assert writers.lost == 0
 
@@ -275,12 +275,12 @@ def test_a_peer_can_say_what_it_likes_and_harms_itself_only(writers: Writers) ->
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: native.announce_writer(0, 1, 1),
-        lambda: native.announce_writer(4096 + 8, 1, 1),
-        lambda: native.retract_writer(4096, 0),
-        lambda: native.writer_sequence(4096, WRITER_SLOTS + 1),
-        lambda: native.close_writers(1),
-        lambda: native.find_writers(np.array([3], np.uint64), [1], False),
+        lambda: _native.announce_writer(0, 1, 1),
+        lambda: _native.announce_writer(4096 + 8, 1, 1),
+        lambda: _native.retract_writer(4096, 0),
+        lambda: _native.writer_sequence(4096, WRITER_SLOTS + 1),
+        lambda: _native.close_writers(1),
+        lambda: _native.find_writers(np.array([3], np.uint64), [1], False),
     ],
 )
 def test_native_calls_refuse_what_is_no_page_or_slot(call: Callable[[], object]) -> None:

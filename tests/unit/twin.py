@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist.native import Plan, Tensors
+from llm_datadist._native import Plan, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from llm_datadist._native import usable_cpus
 from llm_datadist.bench.errors import BenchError
 from llm_datadist.bench.sides import LIMITS, PEERS
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Memory, Op, Workload
-from llm_datadist.native import usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

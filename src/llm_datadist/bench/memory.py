@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from llm_datadist.memory.host import host_memory_limit
+from llm_datadist._memory.host import host_memory_limit
 
 __all__ = ["available_memory"]
 

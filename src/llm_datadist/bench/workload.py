@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
+from llm_datadist._native import usable_cpus
 from llm_datadist.bench.errors import WrongBytes
-from llm_datadist.native import usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist import types
-from llm_datadist.cache.layout import CacheKind, Geometry, LayerSelection
-from llm_datadist.checks import (
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
+from llm_datadist._checks import (
     check_dict,
     check_int32,
     check_int64,
@@ -25,7 +25,11 @@ from llm_datadist.checks import (
     check_uint64_list,
     is_digits,
 )
-from llm_datadist.cluster import trans_str_ip
+from llm_datadist._native import BlockList, parse_blocks, parse_indices
+from llm_datadist._transfer.arguments import equal_lengths
+from llm_datadist._transfer.initiator import RemoteName
+from llm_datadist._transfer.local_copy import Operand
+from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api.structs import (
     DT_UNDEFINED,
     OPTION_DEVICE_ID,
@@ -41,11 +45,7 @@ from llm_datadist.cpp_api.structs import (
     Undefined,
 )
 from llm_datadist.errors import ParamError
-from llm_datadist.local import Operand
-from llm_datadist.managers.arguments import equal_lengths
-from llm_datadist.native import BlockList, parse_blocks, parse_indices
-from llm_datadist.options import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
-from llm_datadist.transfer import RemoteName
+from llm_datadist.types.cluster import trans_str_ip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

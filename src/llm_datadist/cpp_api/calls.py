@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, NotInitialized
-from llm_datadist.log import logger
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from llm_datadist._transfer.engine import Engine
     from llm_datadist.datadist import LLMDataDist
-    from llm_datadist.engine import Engine
 
 __all__ = ["Call", "StatusCalls", "deadline_of"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist.checks import check_rule, check_uint32, check_uint64
+from llm_datadist._checks import check_rule, check_uint32, check_uint64
+from llm_datadist._transfer.arguments import byte_count
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
-from llm_datadist.managers.arguments import byte_count
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from llm_datadist.checks import check_dict, check_int, check_type
+from llm_datadist._checks import check_dict, check_int, check_type
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call
 from llm_datadist.cpp_api.copies import CopyCalls
@@ -16,8 +16,8 @@ from llm_datadist.cpp_api.transfers import TransferCalls
 from llm_datadist.datadist import LLMDataDist
 
 if TYPE_CHECKING:
+    from llm_datadist._memory.device import Device
     from llm_datadist.errors import LLMStatusCode
-    from llm_datadist.memory.device import Device
 
 __all__ = ["LlmDataDist"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.checks import check_int32, check_rule, check_type
+from llm_datadist._checks import check_int32, check_rule, check_type
+from llm_datadist._deadline import Deadline
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls
-from llm_datadist.deadline import Deadline
+from llm_datadist.datadist import log_failure
 from llm_datadist.errors import LinkError, LLMStatusCode
-from llm_datadist.instance.clusters import log_failure
 
 if TYPE_CHECKING:
     from llm_datadist.cpp_api.structs import ClusterInfo, LlmRole

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.checks import check_int64, check_type
+from llm_datadist._checks import check_int64, check_type
+from llm_datadist._transfer.arguments import addresses, check_addresses
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
 from llm_datadist.cpp_api.structs import Cache, CacheDesc, RegisterCfg, _Mapped
-from llm_datadist.managers.arguments import addresses, check_addresses
 
 if TYPE_CHECKING:
     from llm_datadist.errors import LLMStatusCode

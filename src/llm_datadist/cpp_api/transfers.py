@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.checks import check_rule, check_uint32
+from llm_datadist._checks import check_rule, check_uint32
+from llm_datadist._transfer import calls
+from llm_datadist._transfer.arguments import byte_count
+from llm_datadist._transfer.calls import Move
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
 from llm_datadist.cpp_api.structs import Cache, CacheIndex, KvCacheExtParam
-from llm_datadist.managers import moves
-from llm_datadist.managers.arguments import byte_count
-from llm_datadist.managers.moves import Move
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TransferCalls(StatusCalls):
             row, nbytes = check_uint32("batch_index", batch_index), byte_count(size)
             layers = arguments.layers(ext_param)
             move = Move(engine, "PullKvCache", "dst_cache", cache_id, name, layers, deadline_of(engine))
-            moves.pull_row(move, row, nbytes)
+            calls.pull_row(move, row, nbytes)
         return call.status
 
     def PullKvBlocks(
@@ -101,7 +101,7 @@ class TransferCalls(StatusCalls):
             sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
             layers = arguments.layers(ext_param)
             move = Move(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers, deadline_of(engine))
-            moves.pull_blocks(move, sources, targets)
+            calls.pull_blocks(move, sources, targets)
         return call.status
 
     def PushKvCache(
@@ -140,7 +140,7 @@ class TransferCalls(StatusCalls):
             placement = engine.store.registry.lookup(cache_id, "PushKvCache: src_cache").geometry.placement
             check_rule(placement == Placement.DEVICE, "src_cache: it is on kHost; only rows on kDevice can be pushed")
             move = Move(engine, "PushKvCache", "src_cache", cache_id, name, layers, deadline_of(engine))
-            moves.push_row(move, row)
+            calls.push_row(move, row)
         return call.status
 
     def PushKvBlocks(
@@ -175,5 +175,5 @@ class TransferCalls(StatusCalls):
             sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
             layers = arguments.layers(ext_param)
             move = Move(engine, "PushKvBlocks", "src_cache", cache_id, name, layers, deadline_of(engine))
-            moves.push_blocks(move, sources, targets)
+            calls.push_blocks(move, sources, targets)
         return call.status

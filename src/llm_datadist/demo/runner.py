@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist.demo.children import Child, Exited, Inbox
 from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.report import Reporter, make_reporter

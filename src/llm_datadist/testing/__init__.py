@@ -9,15 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from tests.faults.gates import Gate, shut
+    from tests.faults.relay import Relay
+    from tests.faults.stalls import stall
+    from tests.faults.streams import Fault
+
     from llm_datadist.testing.conformance import TransportConformance
-    from llm_datadist.testing.gates import Gate, shut
     from llm_datadist.testing.loopback import Loopback, loopback_links
     from llm_datadist.testing.midcopy import PageTrap
     from llm_datadist.testing.peers import LocalPeer, Peer, PeerProcess
-    from llm_datadist.testing.relay import Relay
     from llm_datadist.testing.staged_device import StagedDevice
-    from llm_datadist.testing.stalls import stall
-    from llm_datadist.testing.streams import Fault
 
 __all__ = [
     "Fault",

@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist.deadline import Deadline
-from llm_datadist.errors import (
-    DeadlineExceeded,
-    LinkError,
-    LLMException,
-    ParamError,
-    ProtocolError,
-    TransferAborted,
-)
-from llm_datadist.native import CopyPool, Plan, plan_row
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import CopyPool, Plan, plan_row
+from llm_datadist._transport import PRIVATE, Connection
+from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, ParamError, ProtocolError, TransferAborted
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer
 from llm_datadist.testing.scene import (
     BUDGET_MS,
@@ -40,7 +34,6 @@ from llm_datadist.testing.scene import (
     stopped_before_the_move,
     tensors_over,
 )
-from llm_datadist.transport import PRIVATE, Connection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

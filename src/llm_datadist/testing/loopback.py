@@ -17,15 +17,13 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.datadist import LLMDataDist
-from llm_datadist.deadline import Deadline
-from llm_datadist.enums import LLMRole, RegisterMemStatus
-from llm_datadist.instance.communicators import stand_ins
+from llm_datadist._deadline import Deadline
+from llm_datadist.datadist import LLMDataDist, stand_ins
+from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from llm_datadist.instance.communicators import CommunicatorLinks
 
 __all__ = ["Loopback", "loopback_links"]
 
@@ -70,8 +68,8 @@ class Loopback:
         """Return one member. Raises KeyError where no ``link()`` has named it yet."""
         return self.members[cluster_id]
 
-    def table(self, caller: CommunicatorLinks, comm_name: str, ranks: dict[int, int]) -> str | None:
-        """See ``instance/communicators.py:StandIns``."""
+    def table(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int]) -> str | None:
+        """See ``datadist.py:StandIns``."""
         if caller in self.members.values():
             return None
         for cluster_id in ranks:
@@ -79,13 +77,13 @@ class Loopback:
                 self.members[cluster_id] = self._make(cluster_id, caller)
         return _table(ranks)
 
-    def linked(self, caller: CommunicatorLinks, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """See ``instance/communicators.py:StandIns``."""
+    def linked(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
+        """See ``datadist.py:StandIns``."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
         if len(made) + 1 < len(ranks):
             return
-        ends: list[tuple[CommunicatorLinks, int]] = [(caller, comm_id), *ids]
+        ends: list[tuple[LLMDataDist, int]] = [(caller, comm_id), *ids]
         preparing = RegisterMemStatus.PREPARING
         Deadline(_JOIN_MS).poll(
             lambda: all(end.query_register_mem_status(number) is not preparing for end, number in ends)
@@ -96,7 +94,7 @@ class Loopback:
         for member in self.members.values():
             member.finalize()
 
-    def _make(self, cluster_id: int, caller: CommunicatorLinks) -> LLMDataDist:
+    def _make(self, cluster_id: int, caller: LLMDataDist) -> LLMDataDist:
         theirs = caller._require_engine("link").options
         latest = LLMDataDist.llm_engine_instance
         member = LLMDataDist(LLMRole.MIX, cluster_id)

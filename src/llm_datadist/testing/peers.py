@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 import msgspec
 import numpy as np
 
-from llm_datadist.deadline import Deadline
-from llm_datadist.memory import GuardTable, SharedSegment
-from llm_datadist.transport import PRIVATE, Connection, Exports, PeerMemory, SameHostListener, inproc, meet
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory import GuardTable, SharedSegment
+from llm_datadist._transport import PRIVATE, Connection, Exports, PeerMemory, SameHostListener, inproc, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

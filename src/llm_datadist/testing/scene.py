@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from llm_datadist.deadline import Deadline
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import CopyPool, Plan, Tensors, plan_blocks, plan_row
 from llm_datadist.errors import StateError
-from llm_datadist.native import CopyPool, Plan, Tensors, plan_blocks, plan_row
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist.transport import Connection, RemoteTensors, Transfer
+    from llm_datadist._transport import Connection, RemoteTensors, Transfer
 
 __all__ = [
     "BLOCKS",

@@ -7,11 +7,11 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from llm_datadist._memory.device import HostDevice
 from llm_datadist.errors import OutOfMemory
-from llm_datadist.memory.device import HostDevice
 
 if TYPE_CHECKING:
-    from llm_datadist.memory.segment import Segment
+    from llm_datadist._memory.segment import Segment
 
 __all__ = ["CopyCount", "Direction", "StagedDevice"]
 

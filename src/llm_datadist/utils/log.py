@@ -2,7 +2,7 @@
 
 from logging import Logger
 
-from llm_datadist.log import logger
+from llm_datadist._log import logger
 
 __all__ = ["debug", "error", "get_logger", "info", "warn", "warning"]
 

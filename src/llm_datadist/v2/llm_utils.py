@@ -1,6 +1,6 @@
 """Another path of small helpers (R23)."""
 
 from llm_datadist.compat import layer_range_to_tensor_indices
-from llm_datadist.options import parse_listen_ip_info
+from llm_datadist.config import parse_listen_ip_info
 
 __all__ = ["layer_range_to_tensor_indices", "parse_listen_ip_info"]

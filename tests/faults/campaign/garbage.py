@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from llm_datadist.control.messages import CONTROL_PREAMBLE, FRAME_HEADER
-from llm_datadist.testing.fuzzgen import HANDSHAKE, LINK, Forge
-from llm_datadist.transport.lanedial import LANE_PREAMBLE
+from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
+from llm_datadist._transport.lanes import LANE_PREAMBLE
+from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge
 
 __all__ = ["Rubbish"]
 

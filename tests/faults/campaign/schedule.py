@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.testing import Fault
-from llm_datadist.testing.gates import STEPS
-from llm_datadist.testing.stalls import STALLS
 from tests.faults.campaign.epochs import WORKERS
+from tests.faults.gates import STEPS
+from tests.faults.stalls import STALLS
+from tests.faults.streams import Fault
 
 if TYPE_CHECKING:
     from tests.faults.campaign.epochs import Epoch

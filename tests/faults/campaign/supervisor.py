@@ -10,7 +10,6 @@ from contextlib import ExitStack, suppress
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.testing import Relay
 from tests.faults.campaign import worker as work
 from tests.faults.campaign.directory import Directory
 from tests.faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
@@ -18,6 +17,7 @@ from tests.faults.campaign.garbage import Rubbish
 from tests.faults.campaign.hands import Hand, Lost
 from tests.faults.campaign.report import Report
 from tests.faults.campaign.schedule import schedule
+from tests.faults.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable

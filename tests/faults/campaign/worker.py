@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException
-from llm_datadist.testing import shut, stall
 from tests.faults.campaign.contents import Stamp, whole
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
@@ -26,6 +25,8 @@ from tests.faults.campaign.memory import Destination
 from tests.faults.campaign.mover import Mover
 from tests.faults.campaign.producer import Allocated, Producer, blocks_key
 from tests.faults.campaign.scene import Scene
+from tests.faults.gates import shut
+from tests.faults.stalls import stall
 from tests.support.linking import info
 from tests.support.world import make_config, residue, settled
 
@@ -136,7 +137,7 @@ def exhaust(world: World) -> None:
 
 
 def stop_for(world: World, what: str, seconds: float) -> None:
-    """Stall a part of this end, see llm_datadist.testing.stalls. Returns at once."""
+    """Stall a part of this end, see tests.faults.stalls. Returns at once."""
     life: _Life = world.memory["life"]
 
     def run() -> None:
@@ -149,7 +150,7 @@ def stop_for(world: World, what: str, seconds: float) -> None:
 
 
 def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
-    """Let whoever comes next to a step of walk 1 stand there, see llm_datadist.testing.gates. Returns at once."""
+    """Let whoever comes next to a step of walk 1 stand there, see tests.faults.gates. Returns at once."""
     life: _Life = world.memory["life"]
     folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
 

@@ -1,4 +1,4 @@
-"""What the machine can do: the raw limits of ``llm_datadist.native.limits`` as sides.
+"""What the machine can do: the raw limits of ``llm_datadist.bench.limits`` as sides.
 
 They have memory like the side they are compared with and move the same blocks, but by plain loops of their own.
 """
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 
 from llm_datadist.bench import workload as work
+from llm_datadist.bench.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.bench.sides.base import Facts, Role, Side
 from llm_datadist.bench.sides.pages import private_tensors, tensors_like
 from llm_datadist.bench.workload import Op, Workload
-from llm_datadist.native.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 
 if TYPE_CHECKING:
     from llm_datadist.bench.workload import Bytes

@@ -1,0 +1,394 @@
+"""One framed control connection: read by the control thread or by one waiting caller, written by whoever has to say.
+
+The caller encodes its frame and sends it by itself under the channel's lock, so a request costs no thread hop. What
+the kernel does not take at once waits in a bounded backlog that the control thread drains. There is no asyncio
+transport in between: one non-blocking socket, one reader and, while there is a backlog, one writer on the loop, so
+nothing is ever half made and closing is one step. After half a frame, or a bad one, the channel ends.
+
+Nor does an answer cost a hop: the first caller that waits for one takes the *reading* (there is one, whoever has it is
+alone with the socket's input and the parser) and hands answers to those who wait for them. The first frame that is no
+answer goes to the control thread together with the reading, so that frames are handled once and in order.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, decode, frame
+from llm_datadist._log import logger
+from llm_datadist.errors import NotLinked, ProtocolError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._links.link import Waiter
+    from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.messages import Message
+
+__all__ = ["Channel", "FrameParser", "tune"]
+
+#: Above this much unsent, the peer is not read from any more: it must take its answers first (ARCHITECTURE rule 10).
+_PAUSE_BYTES: Final = 1 << 20
+#: Above this the peer is given up: our own callers still send while it does not read.
+_ABORT_BYTES: Final = 16 << 20
+#: Read at once from one peer: the others wait that long.
+_READ_BYTES: Final = 1 << 16
+#: A plain number: to combine the flags anew costs more than to encode a message.
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+#: One poll of a caller that waits; the system call takes no more than some weeks.
+_POLL_SECONDS: Final = 3600.0
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what every control socket has: no Nagle delay, keepalive after 1 s, 10 s for an acknowledgement."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+
+
+class FrameParser:
+    """Cuts a byte stream into frames. No I/O.
+
+    >>> parser = FrameParser()
+    >>> parser.feed(bytes([0, 0, 0, 2, 65, 66, 0, 0]))
+    >>> parser.take(), parser.take(), parser.rest()
+    (b'AB', None, b'\\x00\\x00')
+    """
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes."""
+        self._buffer += data
+
+    def take(self) -> bytes | None:
+        """Return the next payload, or None until it is complete.
+
+        Raises:
+            ProtocolError: Its header announces more than a frame may have.
+        """
+        buffer = self._buffer
+        if len(buffer) < FRAME_HEADER.size:
+            return None
+        (length,) = FRAME_HEADER.unpack_from(buffer)
+        if length > self._limit:
+            raise ProtocolError(f"peer announced a frame of {length} bytes: at most {self._limit} are allowed")
+        end = FRAME_HEADER.size + length
+        if end > len(buffer):
+            return None
+        payload = bytes(buffer[FRAME_HEADER.size : end])
+        del buffer[:end]
+        return payload
+
+    def rest(self) -> bytes:
+        """Return the bytes that have not been taken."""
+        return bytes(self._buffer)
+
+
+class Channel:
+    """One connection of one link. Owns its socket.
+
+    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare` to :meth:`forgo` and :meth:`close` from any; all else runs on
+    the control thread, the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who
+    waits has it now.
+    ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out before
+    whatever anybody sends, but not before :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        control: ControlLoop,
+        sock: socket.socket,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+        first: Message | None = None,
+        on_answer: Callable[[Message], bool] = lambda message: False,
+    ) -> None:
+        sock.setblocking(False)
+        self._control = control
+        self._socket = sock
+        self._on_message = on_message
+        self._on_answer = on_answer
+        self._on_lost = on_lost
+        # What only who has the reading touches: bytes, a frame that is the control thread's, a poll for one descriptor.
+        self._parser = FrameParser()
+        self._put_back: bytes | None = None
+        self._whole = True  # nothing is received and not yet handed over
+        self._handed = False  # what comes next is for the control thread
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        # The loop watches this in the socket's place: a caller takes the socket out, in its own thread, while it reads.
+        self._watch = select.epoll()
+        self._watch.register(sock, select.EPOLLIN)
+        # Guards the fields below and every write to the socket.
+        self._lock = threading.Lock()
+        self._open = True
+        self._reading = True  # somebody has the reading; at first, and while the peer is not read from, it is nobody's
+        self._parked = True
+        self._leader: Waiter | None = None
+        self._watched = True
+        self._released = False
+        self._backlog = bytearray() if first is None else bytearray(frame(first))
+        self._flushing = first is not None
+        self._paused = False
+        self.reason = ""
+
+    def begin(self, leftover: bytes = b"") -> None:
+        """Read, and write what waits, from now on; ``leftover`` came already."""
+        self._inside(self._begin, leftover)
+
+    # --- writing: any thread ---------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send one message without blocking.
+
+        Raises:
+            NotLinked: The channel is closed.
+            ProtocolError: The message is larger than a frame may be; nothing was sent.
+        """
+        data = frame(message)
+        with self._lock:
+            if not self._open:
+                raise NotLinked(f"the control connection is closed: {self.reason}")
+            sent = 0 if self._backlog else self._write(data)
+            if sent == len(data):
+                return
+            self._backlog += data[sent:]
+            unsent = len(self._backlog)
+            start_flush, self._flushing = not self._flushing, True
+        if start_flush:
+            self._inside(self._begin_flush)
+        if unsent > _ABORT_BYTES:
+            self.close(f"the peer left {unsent} bytes of control messages unread")
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """Under the lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
+        try:
+            return self._socket.send(data, _SEND_FLAGS)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            return len(data)
+
+    def _begin_flush(self) -> None:
+        if self._open:
+            self._control.loop.add_writer(self._socket, self._flush)
+
+    def _flush(self) -> None:
+        """The socket takes data again."""
+        with self._lock:
+            sent = self._write(self._backlog)
+            del self._backlog[:sent]
+            self._flushing = bool(self._backlog)
+        if not self._flushing:
+            self._control.loop.remove_writer(self._socket)
+        if self._paused and len(self._backlog) <= _PAUSE_BYTES:
+            self._paused = False
+            self._read_on()
+
+    # --- reading: the control thread -------------------------------------------------------------------------------
+
+    def _begin(self, leftover: bytes) -> None:
+        if not self._open:
+            return
+        if self._flushing:
+            self._begin_flush()
+        self._parser.feed(leftover)
+        self._control.serve(self._watch, self._readable)
+        self._read_on()
+
+    def _readable(self) -> None:
+        if not self._take_reading():
+            return  # a caller was faster
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._finish(f"the connection broke: {error.strerror or error}")
+        else:
+            self._parser.feed(data)
+            if not data:
+                self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """With the reading: hand over what is there and give it back; nobody has it while the peer takes no answers."""
+        self._parked = False
+        if self._deliver():
+            self._give_back_reading()
+            return
+        self._parked = self._paused = True
+        with self._lock:
+            self._unwatch()
+
+    def _deliver(self) -> bool:
+        """Hand over the frames that are complete; False when the peer must take its answers first."""
+        try:
+            while self._open:
+                if len(self._backlog) > _PAUSE_BYTES:
+                    return False
+                payload, self._put_back = self._put_back, None
+                if payload is None and (payload := self._parser.take()) is None:
+                    return True
+                self._on_message(decode(payload))
+        except ProtocolError as error:
+            self._finish(str(error))
+        except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop that serves them all)
+            logger.error("unexpected error in a handler of control messages", exc_info=error)
+            self._finish(f"internal error: {error!r}")
+        return True
+
+    # --- reading: a caller that waits ------------------------------------------------------------------------------
+
+    def prepare(self, waiter: Waiter) -> None:
+        """Read from now on, unless somebody else does, though nothing is asked yet; :meth:`forgo` must follow.
+
+        An answer may be there before the one who asked gets to wait for it: it would wake the control thread, which
+        finds nothing to do and keeps the interpreter from who has.
+        """
+        self._take_reading(waiter)
+
+    def wait(self, waiter: Waiter, deadline: Deadline) -> None:
+        """Return when ``waiter`` is woken, or when the time is over; reads meanwhile, unless somebody else does."""
+        try:
+            if self._leader is waiter or (waiter.waiting and self._take_reading(waiter)):
+                self._lead(waiter, deadline)
+        finally:
+            self.forgo(waiter)
+        waiter.wait(deadline)
+
+    def forgo(self, waiter: Waiter) -> None:
+        """Let others read, if it is ``waiter`` that does."""
+        if self._leader is waiter:
+            self._stop_leading()
+
+    def _lead(self, waiter: Waiter, deadline: Deadline) -> None:
+        """With the reading: answers to those who wait, until ours has come or something else has."""
+        while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
+            if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
+                self._whole = False
+                answers = self._receive_answers()
+                self._whole = True
+                if not answers:
+                    self._handed = True
+                    return
+
+    def _receive_answers(self) -> bool:
+        """Receive once, hand over answers; False: the rest is for the control thread, a frame, an end or an error."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError as error:
+            self.close(f"the connection broke: {error.strerror or error}")
+            return False
+        self._parser.feed(data)
+        try:
+            while (payload := self._parser.take()) is not None:
+                self._put_back = payload
+                if not self._on_answer(decode(payload)):
+                    return False
+                self._put_back = None
+        except ProtocolError:
+            return False
+        return bool(data)
+
+    def _stop_leading(self) -> None:
+        self._leader = None
+        handed, self._handed = self._handed, False
+        if not self._whole:
+            # By the handler of a signal: what was received may be lost, so nobody may believe, or read, what follows.
+            self._parked = True
+            self.close("a caller was interrupted while it read an answer")
+            if self._released:
+                self._close_files()
+        elif not handed or not self._post(self._read_on):
+            self._give_back_reading()
+
+    # --- the reading: any thread -----------------------------------------------------------------------------------
+
+    def _take_reading(self, leader: Waiter | None = None) -> bool:
+        with self._lock:
+            if self._reading or not self._open:
+                return False
+            self._reading = True
+            if leader is not None:
+                self._leader = leader
+                self._unwatch()
+            return True
+
+    def _unwatch(self) -> None:
+        """Under the lock: let the loop sleep through what comes."""
+        if self._watched and not self._released:
+            self._watched = False
+            self._watch.unregister(self._socket)
+
+    def _give_back_reading(self) -> None:
+        with self._lock:
+            self._reading = False
+            if self._open and not self._watched:
+                self._watched = True
+                self._watch.register(self._socket, select.EPOLLIN)
+            ended = self._released
+        if ended:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._watch.close()
+        self._socket.close()
+
+    # --- ending: any thread ----------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """End the connection at once; what is in the backlog is dropped. Idempotent, the first reason counts."""
+        self.reason = self.reason or reason
+        self._inside(self._finish, reason)
+
+    def abandon(self) -> None:
+        """In a forked child: close the child's copies of what is open, and say nothing to the peer or the loop."""
+        self._close_files()
+
+    def _finish(self, reason: str) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self.reason = self.reason or reason
+            self._backlog.clear()
+        self._control.dismiss(self._watch)
+        self._control.loop.remove_writer(self._socket)
+        # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._released = True
+            unused = self._parked or not self._reading
+        if unused:  # otherwise by who has the reading
+            self._close_files()
+        self._on_lost(self.reason)
+
+    def _inside(self, function: Callable[..., None], *args: object) -> None:
+        """Run on the control thread. Once that has stopped nothing can be served any more: the channel ends."""
+        if self._control.inside():
+            function(*args)
+        else:
+            self._post(function, *args)
+
+    def _post(self, function: Callable[..., None], *args: object) -> bool:
+        try:
+            self._control.post(function, *args)
+        except StateError as error:
+            self._finish(str(error))
+            return False
+        return True

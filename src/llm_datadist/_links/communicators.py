@@ -1,0 +1,601 @@
+"""Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (API §3.5, BEHAVIOUR §2.3).
+
+Nothing here speaks a protocol of its own. Of two members the one with the lower cluster id opens a listener for as
+long as the preparation takes, the other one dials it; both use the handshake of every link, in which the ``Hello``
+names the communicator. What results is an ordinary link.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.handshake import listening_socket
+from llm_datadist._links.messages import Meeting
+from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
+from llm_datadist._links.retry import Approach, Approaches
+from llm_datadist._log import logger
+from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMException, LLMStatusCode, NotLinked, StateError
+from llm_datadist.metrics import CommunicatorStatistics
+from llm_datadist.types.enums import RegisterMemStatus
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+    from collections.abc import Callable
+
+    from llm_datadist._links.handshake import Listener
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.manager import LinkManager
+    from llm_datadist._links.messages import Hello
+
+__all__ = ["Communicator", "CommunicatorDoor", "Communicators", "Plan"]
+
+#: Who accepts and says nothing (a stranger at a port of ours, a stopped process) costs one attempt so long.
+_LONGEST_ATTEMPT_MS: Final = 5000
+_SHORTEST_ATTEMPT_MS: Final = 100
+_INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
+
+
+class Communicators:
+    """All communicators of one LLMDataDist.
+
+    Callers' threads open and close them, the threads of :class:`Approaches` dial, the control thread accepts, and ends
+    what took too long. The lock guards the table and every communicator; nothing blocks under it.
+
+    Attributes:
+        called: True once a ``link()`` succeeded (API §6.6).
+    """
+
+    def __init__(self, links: LinkManager, control: ControlLoop, own: int) -> None:
+        self.called = False
+        self._links = links
+        self._control = control
+        self._own = own
+        self._lock = threading.Lock()
+        self._all: dict[int, Communicator] = {}
+        self._last_id = 0
+        self._stopped = False
+        self._approaches = Approaches(self._attempt)
+
+    # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
+
+    def open(self, plan: Plan) -> int:
+        """Begin to prepare a communicator; return its id at once.
+
+        Raises:
+            ParamError: The environment names no range of ports.
+            LinkRefused: None of its ports is free here, the system refuses a thread, or this end is being finalised.
+        """
+        deadline = Deadline(plan.seconds * 1000)
+        candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
+        sock = self._bind(plan) if any(peer > self._own for peer in plan.ranks) else None
+        communicator = self._enter(plan, deadline, sock)
+        communicator.ports = candidates
+        try:
+            self._control.call(self._start, communicator)
+            for peer in candidates:
+                self._approaches.add(Approach(communicator, peer))
+        except LLMException:
+            self._forget(communicator)
+            raise
+        self.called = True
+        logger.info("%s is being prepared: %s", communicator, plan.ranks)
+        return communicator.comm_id
+
+    def _bind(self, plan: Plan) -> socket.socket:
+        """Listen at the first port that is free, at the table's address if it is one of this host."""
+        host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
+        reasons = []
+        for port in candidates:
+            try:
+                return _listen(host, port)
+            except OSError as error:
+                reasons.append(f"{port}: {error.strerror or error}")
+        raise LinkRefused(
+            f"link {plan.name!r}: cannot listen at {host} on any of its ports ({', '.join(reasons)}); "
+            f"{PORTS_VARIABLE} moves them, for all members"
+        )
+
+    def _enter(self, plan: Plan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
+        with self._lock:
+            if not self._stopped:
+                self._last_id += 1
+                # A client may compare what link() returns with a status (CLIENTS §1).
+                while self._last_id in LLMStatusCode.__members__.values():
+                    self._last_id += 1
+                communicator = Communicator(self._last_id, self._own, plan, deadline)
+                communicator.sock = sock
+                self._all[communicator.comm_id] = communicator
+                return communicator
+        if sock is not None:
+            sock.close()
+        raise LinkRefused(f"link {plan.name!r}: this end is being finalised")
+
+    def _forget(self, communicator: Communicator) -> None:
+        """It could not be begun: leave nothing of it."""
+        with self._lock:
+            self._all.pop(communicator.comm_id, None)
+            communicator.fail("not begun")
+        self._approaches.cancel(communicator)
+        with suppress(StateError):  # the control thread has stopped, and has taken nothing
+            self._control.call(self._shut, communicator)
+        if communicator.sock is not None:
+            communicator.sock.close()
+
+    def _get(self, comm_id: int) -> Communicator:
+        """Under the lock."""
+        communicator = self._all.get(comm_id)
+        if communicator is None:
+            raise NotLinked(f"communicator {comm_id} does not exist: it was unlinked, or link() never returned that id")
+        return communicator
+
+    def status(self, comm_id: int) -> RegisterMemStatus:
+        """Return how far a communicator has come. Raises NotLinked for an unknown id."""
+        with self._lock:
+            return self._get(comm_id).status
+
+    def explain(self, comm_id: int) -> CommunicatorStatistics:
+        """Return everything that is known about a communicator. Raises NotLinked for an unknown id."""
+        with self._lock:
+            return self._get(comm_id).statistics()
+
+    def close(self, comm_id: int, deadline: Deadline) -> None:
+        """Give a communicator up, also while it is being prepared, and every link that was made for it alone.
+
+        Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
+
+        Raises:
+            NotLinked: There is none with that id.
+        """
+        with self._lock:
+            communicator = self._get(comm_id)
+            del self._all[comm_id]
+            communicator.fail("unlinked")
+            for peer in communicator.others:
+                self._open_link(peer)  # no more, if only communicators hold it that are not ready
+        self._approaches.cancel(communicator)
+        self._control.call(self._shut, communicator)
+        self._approaches.wait(communicator, deadline)
+        for peer in communicator.others:
+            if self._spare(peer) is not None:
+                self._links.unlink(peer, deadline, force=True)
+        logger.info("%s unlinked", communicator)
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> tuple[CommunicatorStatistics, ...]:
+        """Return one value per communicator."""
+        with self._lock:
+            return tuple(each.statistics() for each in self._all.values())
+
+    def preparing(self) -> list[str]:
+        """Return the communicators that are not decided yet."""
+        with self._lock:
+            return [str(each) for each in self._all.values() if each.preparing]
+
+    def story(self, cluster_id: int) -> str:
+        """Return what is known about a cluster that cannot be used, as the end of an error text."""
+        with self._lock:
+            about = [each for each in self._all.values() if cluster_id in each.others]
+            if not about:
+                return ""
+            newest = about[-1]
+            reason = f": {newest.reason}" if newest.reason else ""
+            return f"; {newest} is {newest.status.name}{reason}"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a communicator contradicts itself."""
+        with self._lock:
+            for each in self._all.values():
+                if (not each.waiting) != (each.status is RegisterMemStatus.OK):
+                    raise AssertionError(f"{each!r}")
+
+    # --- members are met: any thread -------------------------------------------------------------------------------
+
+    def met(self, communicator: Communicator, cluster_id: int, meeting: Meeting | None = None) -> bool:
+        """A member is linked; by its greeting, where it dialled. False: nobody wants it, or the link is gone again."""
+        with self._lock:
+            if not (communicator.preparing and self._is_there(cluster_id)):
+                return False
+            communicator.meet(cluster_id, meeting)
+            done = not communicator.preparing
+            for peer in communicator.others:
+                self._open_link(peer)
+        if done:
+            self._control.post(self._shut, communicator)
+            logger.info("%s is ready after %.0f ms", communicator, communicator.deadline.elapsed_ms())
+        return True
+
+    def lost(self, peer: int) -> None:
+        """A link has ended: whoever is not ready yet, and had met that member, has to meet it again. Any thread."""
+        with self._lock:
+            if self._is_there(peer):
+                return  # another one has taken its place
+            again = [each for each in self._all.values() if each.preparing and each.part(peer)]
+        for communicator in again:
+            if peer in communicator.dialled:
+                try:
+                    self._approaches.add(Approach(communicator, peer, again=True))
+                except LinkRefused as error:
+                    self.note(communicator, str(error))
+
+    def _is_there(self, peer: int) -> bool:
+        link = self._links.peek(peer)
+        return link is not None and not link.ended
+
+    def _open_link(self, peer: int) -> None:
+        """Under the lock: may operations use the link to this member by now?"""
+        link = self._links.peek(peer)
+        if link is not None and link.by_table and not link.asked_for:
+            link.open = any(not each.preparing and each.names(peer) for each in self._all.values())
+
+    def _spare(self, peer: int) -> Link | None:
+        """Return the link to this member if it was made for communicators, and none holds it any more."""
+        with self._lock:
+            if any(each.names(peer) for each in self._all.values()):
+                return None
+        link = self._links.peek(peer)
+        return link if link is not None and link.by_table and not link.asked_for else None
+
+    def _drop_spare(self, peer: int, reason: str) -> None:
+        link = self._spare(peer)
+        if link is not None:
+            self._links.drop(link, reason)
+
+    def _fail(self, communicator: Communicator, reason: str) -> None:
+        """It is not to be: FAILED for good, and the links made for it end. Any thread; the first outcome counts."""
+        with self._lock:
+            if not communicator.preparing:
+                return
+            communicator.fail(reason)
+        logger.warning("%s FAILED: %s", communicator, reason)
+        self._approaches.cancel(communicator)
+        self._control.call(self._shut, communicator)
+        for peer in communicator.others:
+            self._drop_spare(peer, f"{communicator} failed: {reason}")
+
+    def note(self, communicator: Communicator, reason: str, phase: str | None = None) -> None:
+        """Keep what was heard last: it is told if nothing comes of it. That somebody hung up says less than words."""
+        with self._lock:
+            if communicator.preparing and not (phase == "handshake" and communicator.reason):
+                communicator.reason = reason
+
+    # --- the control thread ----------------------------------------------------------------------------------------
+
+    def _start(self, communicator: Communicator) -> None:
+        if not communicator.preparing:  # finalize, or an unlink by somebody who guessed the id
+            raise LinkRefused(f"{communicator}: {communicator.reason} before it had begun")
+        communicator.timer = self._control.loop.call_later(
+            communicator.deadline.remaining(), self._expire, communicator
+        )
+        if communicator.sock is not None:
+            door = CommunicatorDoor(communicator, self._lock, self.note, self._fail)
+            communicator.listener = self._links.listener_for(door, communicator.sock)
+            communicator.sock = None
+
+    def _shut(self, communicator: Communicator) -> None:
+        """Nobody is expected any more."""
+        timer, communicator.timer = communicator.timer, None
+        listener, communicator.listener = communicator.listener, None
+        if timer is not None:
+            timer.cancel()
+        if listener is not None:
+            listener.close()
+
+    def _expire(self, communicator: Communicator) -> None:
+        with self._lock:
+            missing = ", ".join(f"cluster {peer}" for peer in sorted(communicator.waiting))
+            heard = f"; heard last: {communicator.reason}" if communicator.reason else ""
+        self._fail(
+            communicator,
+            f"{missing} did not join within {communicator.plan.seconds} s (llm.LinkTotalTime); every member has to "
+            f"call link() with the same name, ranks and table{heard}",
+        )
+
+    def joined(self, hello: Hello) -> None:
+        """A member that dialled is linked, or is to use the link that there is.
+
+        Raises:
+            LinkRefused: No communicator waits for it any more.
+        """
+        meeting = hello.meeting
+        if meeting is None:
+            return
+        with self._lock:
+            alike = [each for each in self._all.values() if each.is_for(meeting, hello.cluster_id)]
+            if any(each.has_met(meeting, hello.cluster_id) for each in alike):
+                return  # it came twice: over a link, and over the one that took its place
+            waiting = [each for each in alike if each.preparing and each.admits(meeting, hello.cluster_id)]
+        # Two communicators of the same name, members and table are alike: the one that was not met yet is meant.
+        for communicator in sorted(waiting, key=lambda each: hello.cluster_id not in each.waiting):
+            if self.met(communicator, hello.cluster_id, meeting):
+                return
+        raise LinkRefused(
+            f"the communicator was given up at cluster {self._own} meanwhile",
+            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+        )
+
+    # --- dialling: the threads of Approaches -----------------------------------------------------------------------
+
+    def _attempt(self, approach: Approach) -> bool:
+        """Try every port once; return True when it has to be tried again."""
+        communicator = approach.communicator
+        for _ in approach.ports:
+            if not communicator.preparing:
+                return False  # decided, maybe before this end began to dial
+            if approach.cancelled or communicator.deadline.expired():
+                break
+            try:
+                self._links.meet(approach, self._attempt_deadline(communicator))
+            except DeadlineExceeded as error:
+                self.note(communicator, str(error))
+                approach.next_port()
+                break  # it has taken its time: others wait for this thread
+            except LLMException as error:
+                if self._is_final(communicator, error):
+                    return False
+                approach.next_port()
+            else:
+                return self._arrived(communicator, approach.cluster_id)
+        return True
+
+    def _attempt_deadline(self, communicator: Communicator) -> Deadline:
+        share = communicator.plan.seconds * 1000 // communicator.plan.attempts
+        longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
+        return Deadline(min(longest, communicator.deadline.remaining_ms()))
+
+    def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
+        """Deal with an attempt that came to nothing; return True when another one would too."""
+        if error.status_code is _INVALID:
+            self._fail(communicator, str(error))
+            return True
+        # That nobody listens at a port, or somebody else does, is what looking for a member is like.
+        if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+            self.note(communicator, str(error), error.phase)
+        return False
+
+    def _arrived(self, communicator: Communicator, peer: int) -> bool:
+        """Return True when the link is gone again, and has to be made once more."""
+        if self.met(communicator, peer):
+            return False
+        self._drop_spare(peer, f"{communicator} was given up meanwhile")
+        return communicator.preparing
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Prepare nothing any more; join the threads and close the listeners. Not from one of those threads."""
+        with self._lock:
+            self._stopped = True
+            dropped = list(self._all.values())
+            self._all.clear()
+            for communicator in dropped:
+                communicator.fail("finalized")
+        self._approaches.stop()
+        for communicator in dropped:
+            self._control.call(self._shut, communicator)
+
+    def abandon(self) -> None:
+        """In a forked child, without any lock: close the child's copies of the sockets."""
+        self._approaches.abandon()
+        for communicator in list(self._all.values()):
+            if communicator.listener is not None:
+                communicator.listener.abandon()
+            elif communicator.sock is not None:
+                communicator.sock.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listening_socket((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    # The table names an address that other hosts know this one by, behind translation: any will do.
+    return listening_socket(("0.0.0.0", port))
+
+
+_TOKEN_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What ``link()`` was asked for, checked.
+
+    Attributes:
+        name: The communicator's.
+        ranks: Cluster id -> rank, this end's own among them.
+        addresses: Cluster id -> IPv4 address, from the rank table.
+        table: Digest of the rank table.
+        seconds: ``link_total_time``: all that the preparation may take.
+        attempts: ``link_retry_count``: no single attempt may take more than that part of it.
+    """
+
+    name: str
+    ranks: dict[int, int]
+    addresses: dict[int, str]
+    table: bytes
+    seconds: int
+    attempts: int
+
+
+class Communicator:
+    """A communicator of this end. Its fields change under the lock of :class:`Communicators`, but for the last three.
+
+    Of two members the one with the lower cluster id listens and the other one dials, as often as it takes; so nobody
+    has to be first.
+
+    Attributes:
+        comm_id: Its id here.
+        plan: What was asked for.
+        status: PREPARING until every other member is met; then OK or FAILED for good.
+        reason: Why it failed, or what was heard last while it is preparing.
+        waiting: Members that are not met yet.
+        meeting: What this end says in its greetings.
+        ports: Member that this end dials -> the ports where it may listen. Set once.
+        sock: The listening socket until the listener has it; None where this end only dials.
+        listener: While members are expected that dial. The control thread's.
+        timer: Ends the preparation. The control thread's.
+    """
+
+    def __init__(self, comm_id: int, own: int, plan: Plan, deadline: Deadline) -> None:
+        self.comm_id = comm_id
+        self.plan = plan
+        self.deadline = deadline
+        self.status = RegisterMemStatus.PREPARING
+        self.reason = ""
+        self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
+        self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
+        self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
+        self.waiting = set(self.others)
+        self.meeting = Meeting(plan.name, sorted(plan.ranks.items()), plan.table, secrets.token_bytes(_TOKEN_BYTES))
+        self.ports: dict[int, list[int]] = {}
+        self.sock: socket.socket | None = None
+        self.listener: Listener | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._own = own
+        #: Cluster id -> token of the greeting that it was met by.
+        self._tokens: dict[int, bytes] = {}
+
+    @property
+    def preparing(self) -> bool:
+        """True until it is decided."""
+        return self.status is RegisterMemStatus.PREPARING
+
+    def names(self, cluster_id: int) -> bool:
+        """Return True when it holds that member: it has not failed, and is not unlinked."""
+        return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
+
+    def is_for(self, meeting: Meeting, cluster_id: int) -> bool:
+        """Return True when that greeting of that member may be for this communicator."""
+        return meeting.name == self.plan.name and cluster_id in self.expected
+
+    def taken(self, meeting: Meeting, cluster_id: int) -> bool:
+        """Return True when that member was met by another one of its communicators."""
+        return self._tokens.get(cluster_id, meeting.token) != meeting.token
+
+    def has_met(self, meeting: Meeting, cluster_id: int) -> bool:
+        """Return True when that member has joined by that greeting."""
+        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == meeting.token
+
+    def admits(self, meeting: Meeting, cluster_id: int) -> bool:
+        """Return True when that greeting may count for this communicator."""
+        return not self.taken(meeting, cluster_id) and self.difference(meeting, cluster_id) is None
+
+    def meet(self, cluster_id: int, meeting: Meeting | None) -> None:
+        """That member is met; by its greeting, where it dialled. Changes the status when it was the last one."""
+        self.waiting.discard(cluster_id)
+        if meeting is not None:
+            self._tokens[cluster_id] = meeting.token
+        if not self.waiting:
+            self.status, self.reason = RegisterMemStatus.OK, ""
+
+    def part(self, cluster_id: int) -> bool:
+        """That member's link has ended: wait for it again. False when it was not met."""
+        if cluster_id not in self.others or cluster_id in self.waiting:
+            return False
+        self.waiting.add(cluster_id)
+        self._tokens.pop(cluster_id, None)
+        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
+        return True
+
+    def fail(self, reason: str) -> None:
+        """It is not to be."""
+        self.status, self.reason = RegisterMemStatus.FAILED, reason
+
+    def difference(self, meeting: Meeting, cluster_id: int) -> str | None:
+        """Return in what a member of the same communicator differs; None where it does not."""
+        mine, theirs = self.meeting, meeting
+        if theirs.members != mine.members:
+            return (
+                f"cluster_rank_info differs: {dict(theirs.members)} at cluster {cluster_id}, "
+                f"{dict(mine.members)} at cluster {self._own}"
+            )
+        if theirs.table != mine.table:
+            return (
+                f"rank_table differs: digest {theirs.table.hex()[:8]} at cluster {cluster_id}, "
+                f"{mine.table.hex()[:8]} at cluster {self._own}; all members have to give the same table"
+            )
+        return None
+
+    def statistics(self) -> CommunicatorStatistics:
+        """Return what is known about it."""
+        return CommunicatorStatistics(
+            comm_id=self.comm_id,
+            name=self.plan.name,
+            status=self.status.name,
+            reason=self.reason,
+            members=tuple(self.plan.ranks),
+            waiting_for=tuple(sorted(self.waiting)),
+        )
+
+    def __str__(self) -> str:
+        name = "".join(c if c.isprintable() else "?" for c in self.plan.name)
+        return f"communicator {self.comm_id} {name!r}"
+
+    def __repr__(self) -> str:
+        return f"<Communicator {self.comm_id} {self.plan.name!r}: {self.status.name}, waits for {sorted(self.waiting)}>"
+
+
+class CommunicatorDoor:
+    """See ``listener.py:Door``. All on the control thread.
+
+    Args:
+        lock: Guards the communicator.
+        note: Keeps the reason why a member did not become a link.
+        fail: Ends a preparation that cannot succeed.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        lock: threading.Lock,
+        note: Callable[[Communicator, str, str | None], None],
+        fail: Callable[[Communicator, str], None],
+    ) -> None:
+        self._communicator = communicator
+        self._lock = lock
+        self._note = note
+        self._fail = fail
+
+    def check(self, hello: Hello) -> None:
+        """Let in who is expected.
+
+        Raises:
+            LinkRefused: ``LLM_NOT_YET_LINK``: somebody else, or a member that was met; try another port.
+                ``LLM_PARAM_INVALID``: a member with another idea of who is in it. ``LLM_LINK_FAILED``: no ``link()``.
+        """
+        meeting = hello.meeting
+        if meeting is None:
+            raise LinkRefused(
+                f"this port is for the members of {self._communicator} only; link_clusters needs a listen_ip_info"
+            )
+        with self._lock:
+            communicator = self._communicator
+            expected = communicator.preparing and communicator.is_for(meeting, hello.cluster_id)
+            taken = communicator.taken(meeting, hello.cluster_id)
+            difference = communicator.difference(meeting, hello.cluster_id)
+        if not expected or taken:
+            raise LinkRefused(
+                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        if difference is not None:
+            raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+    def refused(self, hello: Hello, error: LLMException) -> None:
+        """A member did not become a link: what cannot come right ends the preparation, all else is kept."""
+        communicator = self._communicator
+        if hello.meeting is None or not communicator.is_for(hello.meeting, hello.cluster_id):
+            return
+        text = f"cluster {hello.cluster_id} was refused here: {error}"
+        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
+            self._fail(communicator, text)
+        elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+            self._note(communicator, text, error.phase)

@@ -1,0 +1,180 @@
+"""Beats: telling every peer that this process lives, and finding out which peers do not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.messages import Beat
+from llm_datadist._log import logger
+from llm_datadist.errors import AlreadyLinked, LLMException
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist._links.link import Link, Peer
+    from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.table import LinkTable
+
+__all__ = ["Beats", "Rivals", "survives"]
+
+_BEAT_SECONDS: Final = 1.0
+_SUSPECT_SECONDS: Final = 3.0
+#: With a small ``llm.PeerTimeout`` this end beats, looks and asks more often, whatever the peer's own setting is.
+_BEATS_PER_TIMEOUT: Final = 4
+#: A peer whose data connection broke is given so long to show that the link is not at its end.
+_SURVIVAL_MS: Final = 1000
+_SURVIVAL_POLL_SECONDS: Final = 0.002
+
+
+class End(Protocol):
+    """Ends a link."""
+
+    def __call__(self, link: Link, reason: str, *, lost: bool) -> None: ...
+
+
+class Beats:
+    """The heart of one LLMDataDist: one timer for all links. Made anywhere, used on the control thread.
+
+    Args:
+        links: Returns every link.
+        end: Ends one.
+        on_tick: Called every beat with the monotonic time.
+        peer_timeout: Seconds of silence after which a peer counts as dead.
+    """
+
+    def __init__(
+        self,
+        control: ControlLoop,
+        links: Callable[[], list[Link]],
+        end: End,
+        on_tick: Callable[[float], None],
+        peer_timeout: float,
+    ) -> None:
+        self._control = control
+        self._links = links
+        self._end = end
+        self._on_tick = on_tick
+        self._peer_timeout = peer_timeout
+        self._period = min(_BEAT_SECONDS, peer_timeout / _BEATS_PER_TIMEOUT)
+        self._count = 0
+        self._last_tick = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._last_tick = time.monotonic()
+        self._timer = self._control.loop.call_later(self._period, self._tick)
+
+    def stop(self) -> None:
+        """Beat no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        # First of all, so that nothing that goes wrong below stops the heart.
+        self._timer = self._control.loop.call_later(self._period, self._tick)
+        now = time.monotonic()
+        # If this process itself was stopped or deaf, the silence was ours: every bound moves by as much.
+        overslept = max(0.0, now - self._last_tick - 2 * self._period)
+        self._last_tick = now
+        self._count += 1
+        for link in self._links():
+            link.last_heard += overslept
+            try:
+                self._beat(link, now - link.last_heard)
+            except LLMException as error:
+                logger.info("no beat to %s: %s", link.peer, error)  # the end of the channel is on its way
+        self._on_tick(now)
+
+    def _beat(self, link: Link, silence: float) -> None:
+        if link.connection.peer_ended():
+            self._end(link, "its process has ended", lost=True)
+        elif silence > self._peer_timeout:
+            self._end(link, f"silent for {silence:.1f} s", lost=True)
+        else:
+            if silence > _SUSPECT_SECONDS and link.silent():
+                logger.warning("%s has been silent for %.1f s", link.peer, silence)
+            link.send(Beat(self._count))
+            if silence > 2 * self._period:
+                link.ping()  # it may beat at its own, slower pace
+
+
+def survives(link: Link, deadline: Deadline) -> bool:
+    """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first.
+
+    Waits in a caller's thread.
+    """
+    number = link.ping()
+    give_up = Deadline(min(_SURVIVAL_MS, deadline.remaining_ms()))
+    while link.last_pong < number:
+        if link.ended or give_up.expired():
+            return False
+        time.sleep(_SURVIVAL_POLL_SECONDS)
+    return not link.ended
+
+
+#: A link has so long to show that its peer lives.
+_ANSWER_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.01
+
+
+class Rivals:
+    """Asks the peers of links that are in the way, and ends the links of those who do not answer.
+
+    Args:
+        table: Where the links are; touched whenever one has answered.
+        end: Ends one.
+    """
+
+    def __init__(self, table: LinkTable, end: End) -> None:
+        self._table = table
+        self._end = end
+
+    # --- callers' threads ------------------------------------------------------------------------------------------
+
+    def answers(self, link: Link, deadline: Deadline) -> bool:
+        """Return True when the peer shows in time that it lives and knows this link."""
+        ping = link.ping()
+        seconds = min(_ANSWER_SECONDS, deadline.remaining())
+        self._table.wait(lambda: link.last_pong >= ping or not link.usable, seconds)
+        return link.usable and link.last_pong >= ping
+
+    def replace(self, peer: Peer, deadline: Deadline) -> None:
+        """``peer`` has answered a dial: end the link to an earlier process of its cluster, unless that one answers."""
+        old = self._table.rival(peer)
+        if old is not None and not self.answers(old, deadline):
+            self.lose(old, f"silent while {peer} took its place", deadline)
+
+    def lose(self, link: Link, reason: str, deadline: Deadline) -> None:
+        """End a link whose peer did not answer, unless somebody else is doing that.
+
+        Raises:
+            DeadlineExceeded: It had less time to answer than it may take.
+        """
+        deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
+        if link.usable:
+            self._end(link, reason, lost=True)
+
+    # --- the control thread ----------------------------------------------------------------------------------------
+
+    async def give_way(self, peer: Peer) -> None:
+        """``peer`` dials this end: return once no link to another process of its cluster is in the way.
+
+        Raises:
+            AlreadyLinked: That process lives.
+        """
+        old = self._table.rival(peer)
+        if old is None:
+            return
+        ping = old.ping()
+        give_up = time.monotonic() + _ANSWER_SECONDS
+        # A restarted peer may dial before the end of its old connection has been read.
+        while self._table.rival(peer) is old and time.monotonic() < give_up:
+            if old.last_pong >= ping:
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._table.rival(peer) is old:
+            self._end(old, f"silent while {peer} took its place", lost=True)

@@ -1,0 +1,182 @@
+"""The control thread: one asyncio loop per LLMDataDist, for sockets and timers and nothing that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import selectors
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from llm_datadist._log import logger
+from llm_datadist.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+    from typing import Any
+
+__all__ = ["ControlLoop"]
+
+T = TypeVar("T")
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class _Selector(selectors.BaseSelector):
+    """What asyncio asks for events, which serves some descriptors by itself before it answers.
+
+    From an event by way of asyncio's keys and handles to a callback it is some thirty calls, and after a sleep each of
+    them finds nothing of itself in the processor's caches. Whoever is served here is called with the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._inner = selectors.EpollSelector()
+        self._epoll = select.epoll()
+        self._epoll.register(self._inner.fileno(), select.EPOLLIN)
+        self._served: dict[int, Callable[[], None]] = {}
+
+    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever there is something to read."""
+        self._served[file.fileno()] = callback
+        self._epoll.register(file, select.EPOLLIN)
+
+    def dismiss(self, file: select.epoll) -> None:
+        """Call nobody any more; a file that is not served is ignored."""
+        if self._served.pop(file.fileno(), None) is not None:
+            with suppress(ValueError):  # closed meanwhile, with the loop
+                self._epoll.unregister(file)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait, serve, and return what is left to asyncio."""
+        asked = False
+        for descriptor, _ in self._epoll.poll(None if timeout is None else max(timeout, 0)):
+            callback = self._served.get(descriptor)
+            if callback is not None:
+                try:
+                    callback()
+                except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
+                    logger.error("unexpected error on the control thread: %r", error, exc_info=error)
+            asked |= descriptor == self._inner.fileno()
+        # Last of all: a callback may have removed, and closed, what would have been found before it.
+        return self._inner.select(0) if asked else []
+
+    def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
+        """As every selector, and so are all below."""
+        return self._inner.register(fileobj, events, data)
+
+    def unregister(self, fileobj: int | _HasFileno) -> selectors.SelectorKey:
+        return self._inner.unregister(fileobj)
+
+    def modify(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
+        return self._inner.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[int | _HasFileno, selectors.SelectorKey]:
+        return self._inner.get_map()
+
+    def close(self) -> None:
+        self._served.clear()
+        self._inner.close()
+        self._epoll.close()
+
+
+class ControlLoop:
+    """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize.
+
+    Whatever goes wrong in a callback or a coroutine is logged and ends that callback only, never the loop.
+    """
+
+    def __init__(self) -> None:
+        self._selector = _Selector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self.loop.set_exception_handler(_report)
+        self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def inside(self) -> bool:
+        """Return True on the control thread itself."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
+        """Run ``function`` on the control thread and return its result; for short work only.
+
+        Raises:
+            StateError: The loop has stopped.
+        """
+        if self.inside():
+            return function(*args)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 (carried to the caller, whatever it is)
+                done.set_exception(error)
+
+        self.post(run)
+        return done.result()
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
+        """Run ``function`` on the control thread soon; what is accepted here runs, also when a stop follows.
+
+        Raises:
+            StateError: The loop has stopped.
+        """
+        with self._lock:
+            if self._stopped:
+                raise StateError("the control thread has stopped")
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the control thread whenever ``file`` can be read, by the shortest way. Called there."""
+        self._selector.serve(file, callback)
+
+    def dismiss(self, file: select.epoll) -> None:
+        """End :meth:`serve`, before ``file`` is closed; called on the control thread, or once that has ended."""
+        self._selector.dismiss(file)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the control thread, which must be the caller's. Unfinished ones end with the loop."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def stop(self) -> None:
+        """Run what was posted, cancel what still runs, stop the loop, join the thread. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+        self.loop.close()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("unexpected error on the control thread: %r", error, exc_info=error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        # One more turn, so that every coroutine has begun: one that is cancelled before gives nothing back.
+        self.loop.run_until_complete(asyncio.sleep(0))
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    logger.error("unexpected error on the control thread: %s: %r", context.get("message"), error, exc_info=error)

@@ -1,0 +1,156 @@
+"""Rank tables: where the members of a communicator are (API §3.5), and the ports at which they meet.
+
+Pure but for one environment variable. A rank table names addresses and no ports; both ends derive the ports from what
+they share, the communicator's name and the cluster id of the member that listens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from llm_datadist._checks import check_rule, is_digits
+from llm_datadist.errors import ParamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PORTS_VARIABLE", "RankTable", "is_ip", "ports"]
+
+#: "low-high", both included; every member must have the same. Below the range that Linux gives to outgoing connections.
+PORTS_VARIABLE: Final = "LLM_DATADIST_LINK_PORTS"
+_DEFAULT_PORTS: Final = (27000, 31999)
+#: A port that somebody else has taken costs only the next one.
+_CANDIDATES: Final = 8
+_DIGEST_BYTES: Final = 16
+_MAX_PORT: Final = 65535
+_MAX_RANK: Final = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """A rank table that was read and found well formed.
+
+    Attributes:
+        addresses: Rank -> IPv4 address of its host; None where the table has none.
+        digest: 16 bytes that are equal where two tables say the same, whatever their spaces and the order of fields.
+    """
+
+    addresses: dict[int, str | None]
+    digest: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> RankTable:
+        """Read the JSON text of a rank table.
+
+        The address of a rank is its server's ``host_ip``, else the ``server_id`` if that is one, else its own
+        ``device_ip``. Other fields are not looked at, but belong to the digest.
+
+        Raises:
+            ParamError: No JSON, or a field of another shape; the text names it.
+        """
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ParamError(f"rank_table: no JSON: {' '.join(str(error).split())}") from None
+        check_rule(isinstance(table, dict), f"rank_table: {_kind(table)}, a JSON object is needed")
+        addresses: dict[int, str | None] = {}
+        for where, server in _entries("rank_table.server_list", table.get("server_list")):
+            for at, device in _entries(f"{where}.device", server.get("device")):
+                rank = _rank(at, device.get("rank_id"))
+                check_rule(rank not in addresses, f"{at}.rank_id: rank {rank} is there twice")
+                addresses[rank] = _address(where, server, at, device)
+        canonical = json.dumps(table, sort_keys=True, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return cls(addresses, hashlib.sha256(canonical).digest()[:_DIGEST_BYTES])
+
+    def address(self, rank: int, cluster_id: int) -> str:
+        """Return where the cluster with that rank is.
+
+        Raises:
+            ParamError: The table does not say.
+        """
+        check_rule(
+            rank in self.addresses,
+            f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}",
+        )
+        address = self.addresses[rank]
+        if address is None:
+            raise ParamError(
+                f"rank_table.server_list: no IPv4 address for rank {rank} (cluster {cluster_id}): its server needs a "
+                "host_ip or a server_id that is one, or its device a device_ip"
+            )
+        return address
+
+
+def ports(name: str, listener: int) -> list[int]:
+    """Return the ports at which cluster ``listener`` may wait for the members of communicator ``name``, in order.
+
+    Raises:
+        ParamError: The environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
+    """
+    low, high = _port_range(os.environ.get(PORTS_VARIABLE, ""))
+    count = high - low + 1
+    seed = f"{listener}:{name}".encode("utf-8", "surrogatepass")
+    first = int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
+    # A stride without a common factor visits every port of the range, and is not the same for every name.
+    stride = 1 + (first >> 32) % count
+    while _common(stride, count) != 1:
+        stride = 1 + stride % count
+    return [low + (first + i * stride) % count for i in range(min(_CANDIDATES, count))]
+
+
+def _common(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    if not text.strip():
+        return _DEFAULT_PORTS
+    low, dash, high = (part.strip() for part in text.partition("-"))
+    good = dash and is_digits(low) and is_digits(high) and 0 < int(low) <= int(high) <= _MAX_PORT
+    check_rule(good, f"{PORTS_VARIABLE}={text!r}: a range of ports such as 27000-31999 is needed")
+    return int(low), int(high)
+
+
+def _entries(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, object) for each element of a JSON array of objects, which must have some."""
+    check_rule(isinstance(value, list) and value, f"{name}: {_kind(value)}, a JSON array with entries is needed")
+    for i, entry in enumerate(value if isinstance(value, list) else ()):
+        check_rule(isinstance(entry, dict), f"{name}[{i}]: {_kind(entry)}, a JSON object is needed")
+        yield f"{name}[{i}]", entry
+
+
+def _rank(where: str, value: object) -> int:
+    number = int(value) if isinstance(value, str) and is_digits(value) else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MAX_RANK:
+        raise ParamError(f'{where}.rank_id: {_kind(value)}, a rank such as "0" is needed')
+    return number
+
+
+def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]) -> str | None:
+    given = ((f"{where}.host_ip", server.get("host_ip")), (f"{at}.device_ip", device.get("device_ip")))
+    for name, value in given:
+        check_rule(
+            value in (None, "") or is_ip(value), f"{name}: {_kind(value)}, an IPv4 address such as 10.0.0.1 is needed"
+        )
+    candidates = (server.get("host_ip"), server.get("server_id"), device.get("device_ip"))
+    return next((value for value in candidates if is_ip(value)), None)
+
+
+def is_ip(value: object) -> bool:
+    """Return True for the text of an IPv4 address."""
+    try:
+        return isinstance(value, str) and bool(socket.inet_pton(socket.AF_INET, value))
+    except (OSError, ValueError):
+        return False
+
+
+def _kind(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,77 @@
+"""Where caches live: what a device must offer, and the host as the simplest one."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Protocol
+
+from llm_datadist._memory.segment import SharedSegment
+
+if TYPE_CHECKING:
+    from llm_datadist._memory.segment import Segment
+
+__all__ = ["Device", "HostDevice"]
+
+
+class Device(Protocol):
+    """Memory with a name and ways to copy into, out of and inside it. Every method may be called from any thread.
+
+    Addresses are those of this process; the caller keeps both ranges allocated during a copy, and a copy is complete
+    when its method returns.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages and statistics."""
+        ...
+
+    @property
+    def needs_staging(self) -> bool:
+        """True when host memory reaches single blocks only through staging buffers on the device (R10)."""
+        ...
+
+    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+        """Return a new segment of ``nbytes`` bytes, owned by the caller.
+
+        Raises:
+            OutOfMemory: The device cannot provide it.
+        """
+        ...
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes from host address ``src`` to device address ``dst``."""
+        ...
+
+    def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes from device address ``src`` to host address ``dst``."""
+        ...
+
+    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes from device address ``src`` to device address ``dst``; they may overlap."""
+        ...
+
+
+class HostDevice:
+    """Host memory as the device: shared segments, plain copies, nothing to stage. Has no state: any thread."""
+
+    name = "host"
+    needs_staging = False
+
+    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+        """Return a new shared segment of zero bytes, owned by the caller; see :meth:`SharedSegment.create`."""
+        return SharedSegment.create(name, nbytes, peers_may_write=peers_may_write, prefault=prefault)
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes; the GIL is released."""
+        ctypes.memmove(dst, src, nbytes)
+
+    def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes; the GIL is released."""
+        ctypes.memmove(dst, src, nbytes)
+
+    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes, which may overlap; the GIL is released."""
+        ctypes.memmove(dst, src, nbytes)
+
+    def __repr__(self) -> str:
+        return "<HostDevice>"

@@ -1,0 +1,235 @@
+"""Guards: generations in a shared page, by which a foreign reader sees that what it read has changed meanwhile."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._native import advance_generation, load_generation
+from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llm_datadist._memory.segment import Segment
+
+__all__ = ["COOKIE_BYTES", "SLOT_BYTES", "Guard", "GuardTable", "read_cookie", "slot_address"]
+
+SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
+COOKIE_BYTES: Final = 16
+_DEFAULT_SLOTS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A promise that holds for as long as slot ``slot`` still shows ``generation`` (never 0)."""
+
+    slot: int
+    generation: int
+
+
+def slot_address(base: int, slot: int, nbytes: int) -> int:
+    """Return the address of a slot in a guard table of ``nbytes`` bytes mapped at ``base``.
+
+    Raises:
+        ProtocolError: No such guard slot; slot 0 is the header and none either.
+    """
+    if not 1 <= slot < nbytes // SLOT_BYTES:
+        raise ProtocolError(f"guard slot {slot} must be in [1, {nbytes // SLOT_BYTES}) of a table of {nbytes} bytes")
+    return base + slot * SLOT_BYTES
+
+
+def read_cookie(segment: Segment) -> bytes:
+    """Return the cookie in the header of a guard table, ours or a peer's mapped here.
+
+    Raises:
+        ProtocolError: The segment is too small to have a header.
+    """
+    if segment.nbytes < SLOT_BYTES:
+        raise ProtocolError(f"guard table of {segment.nbytes} bytes has no room for its header of {SLOT_BYTES}")
+    return segment.view(0, COOKIE_BYTES).tobytes()
+
+
+class GuardTable:
+    """Our generations, which peers map and cannot write.
+
+    Layout: slots of 64 bytes. Slot 0 is the header, its first 16 bytes a random cookie by which a peer knows that it
+    mapped this very table. Every other slot begins with a generation, an unsigned 64-bit count that only ever grows,
+    through release and reuse too: a reader's old (slot, generation) never becomes valid again.
+
+    Touched by callers and by the control thread, which allocate, advance and release under one lock; :meth:`load`
+    takes none. Owns its segment; its memory is sparse, 64 bytes a guard ever used at one time.
+
+    Args:
+        slots: Size of the table, the header included.
+
+    Raises:
+        ParamError: ``slots`` leaves no room for a guard.
+    """
+
+    def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
+        if slots < 2:
+            raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
+        self.cookie = secrets.token_bytes(COOKIE_BYTES)
+        self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
+        # Also keeps the memory mapped under a load() that a close() overtakes.
+        self._memory: NDArray[np.uint8] | None = self.segment.view()
+        self._memory[:COOKIE_BYTES] = bytearray(self.cookie)
+        self._base = self.segment.address
+        self._lock = threading.Lock()  # guards the three below, and every change of a generation
+        self._live: dict[int, int] = {}  # slot -> its generation
+        self._reusable: list[int] = []
+        self._next_fresh = 1
+
+    @property
+    def capacity(self) -> int:
+        """How many guards the table has room for."""
+        return self.segment.nbytes // SLOT_BYTES - 1
+
+    @property
+    def live(self) -> int:
+        """Number of guards allocated and not released."""
+        return len(self._live)
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._memory is None
+
+    def allocate(self) -> Guard:
+        """Return a guard with a generation that its slot has never shown before.
+
+        Raises:
+            OutOfMemory: Every slot is taken.
+            StateError: The table is closed.
+        """
+        with self._lock:
+            self._check_open()
+            slot = self._take_slot()
+            if slot is not None:
+                generation = self._live[slot] = advance_generation(self.address_of(slot))
+        if slot is None:
+            raise OutOfMemory(
+                f"guard table is full: all {self.capacity} guards are live; unbind keys or free caches",
+                pool=self.segment.name,
+                requested=SLOT_BYTES,
+            )
+        return Guard(slot, generation)
+
+    def advance(self, slot: int) -> int:
+        """Make what was promised under this slot void, visibly to peers before this returns.
+
+        Returns:
+            The new generation.
+
+        Raises:
+            ValueError: The slot is not allocated.
+            StateError: The table is closed.
+        """
+        with self._lock:
+            self._check_live(slot)
+            generation = self._live[slot] = advance_generation(self.address_of(slot))
+        return generation
+
+    def void(self, guard: Guard) -> None:
+        """Make a promise void, unless it is so already: advanced, released, or its slot promised anew meanwhile.
+
+        Raises:
+            StateError: The table is closed.
+        """
+        with self._lock:
+            self._check_open()
+            if self._live.get(guard.slot) == guard.generation:
+                self._live[guard.slot] = advance_generation(self.address_of(guard.slot))
+
+    def release(self, slot: int) -> None:
+        """Advance the slot, then let it be reused.
+
+        Raises:
+            ValueError: The slot is not allocated (released twice, or unknown).
+            StateError: The table is closed.
+        """
+        with self._lock:
+            if slot not in self._live:
+                self._check_live(slot)  # says why not
+            advance_generation(self._base + slot * SLOT_BYTES)
+            del self._live[slot]
+            self._reusable.append(slot)
+
+    def address_of(self, slot: int) -> int:
+        """Return the address of a slot's generation in this process, allocated or not; valid until closed.
+
+        Raises:
+            ProtocolError: There is no such slot.
+        """
+        return slot_address(self._base, slot, self.segment.nbytes)
+
+    def load(self, slot: int) -> int:
+        """Return the slot's present generation, read with acquire order. Takes no lock.
+
+        Raises:
+            ProtocolError: There is no such slot.
+            StateError: The table is closed.
+        """
+        keep = self._memory
+        if keep is None:
+            raise StateError("guard table is closed")
+        return load_generation(self.address_of(slot))
+
+    def check_integrity(self) -> None:
+        """Check that each slot is live, reusable or fresh, that memory shows every live generation, and the cookie.
+
+        Raises:
+            AssertionError: One of them does not hold; the text names it.
+            StateError: The table is closed.
+        """
+        with self._lock:
+            self._check_open()
+            known = sorted([*self._live, *self._reusable])
+            if known != list(range(1, self._next_fresh)):
+                raise AssertionError(
+                    f"slots in use or reusable are {known}, should be 1 to {self._next_fresh - 1} once each"
+                )
+            for slot, generation in self._live.items():
+                shown = load_generation(self.address_of(slot))
+                if shown != generation:
+                    raise AssertionError(f"guard slot {slot} shows generation {shown}, last set was {generation}")
+            if read_cookie(self.segment) != self.cookie:
+                raise AssertionError("the cookie in the header was overwritten")
+
+    def close(self) -> None:
+        """Void every live guard, so that peers who still map the table see it, then close. Idempotent."""
+        with self._lock:
+            if self._memory is None:
+                return
+            for slot in self._live:
+                advance_generation(self.address_of(slot))
+            self._live.clear()
+            self._memory = None
+        self.segment.close()
+
+    def _take_slot(self) -> int | None:
+        if self._reusable:
+            return self._reusable.pop()
+        slot = self._next_fresh
+        if slot > self.capacity:
+            return None
+        self._next_fresh += 1
+        return slot
+
+    def _check_open(self) -> None:
+        if self._memory is None:
+            raise StateError("guard table is closed")
+
+    def _check_live(self, slot: int) -> None:
+        self._check_open()
+        if slot not in self._live:
+            raise ValueError(f"guard slot {slot} is not allocated: unknown or released twice")
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<GuardTable {self.capacity} guards: {self.live} live{state}>"

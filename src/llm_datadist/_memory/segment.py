@@ -1,0 +1,323 @@
+"""Segments: contiguous bytes at an address of this process, shared with peers or owned by the user."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import sys
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+import numpy as np
+
+from llm_datadist._memory.host import host_memory_limit
+from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "F_SEAL_FUTURE_WRITE",
+    "AddressRange",
+    "ExternalSegment",
+    "Mapping",
+    "Segment",
+    "SharedSegment",
+    "host_memory_limit",
+]
+
+F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
+_ADDRESS_END: Final = 1 << 64
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# What the kernel answers when it is short of memory, address space or descriptors.
+_EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+
+
+class Segment(ABC):
+    """Bytes at an address of this process.
+
+    Whoever creates it owns it and closes it, once, from any thread, when nobody uses the *address* any more. Arrays
+    from :meth:`view` are safe beyond that: they keep the memory themselves. Everything else may be called from any
+    thread at any time.
+
+    Attributes:
+        name: For messages.
+        nbytes: Size in bytes.
+        writable: False when this process may only read.
+    """
+
+    def __init__(self, name: str, memory: AddressRange) -> None:
+        self.name = name
+        self.nbytes = memory.nbytes
+        self.writable = memory.writable
+        self._memory: AddressRange | None = memory
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte.
+
+        Raises:
+            StateError: The segment is closed.
+        """
+        return self._open_memory().address
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._memory is None
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """Return bytes ``[offset, offset + nbytes)``, by default all after ``offset``, as an array without a copy.
+
+        The array has shape (nbytes,), is read-only where the segment is, and stays valid after :meth:`close`.
+
+        Raises:
+            ParamError: The range is not inside the segment.
+            StateError: The segment is closed.
+        """
+        count = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or count < 0 or offset + count > self.nbytes:
+            raise ParamError(
+                f"view of segment {self.name!r}: offset {offset} with nbytes {count} is not inside {self.nbytes} bytes"
+            )
+        return self._open_memory().array()[offset : offset + count]
+
+    def close(self) -> None:
+        """Give up the memory: it is returned when the last array over it is gone. Idempotent."""
+        if self._memory is not None:
+            self._memory = None
+            self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Return what the segment holds besides its address range; called once."""
+
+    def _open_memory(self) -> AddressRange:
+        memory = self._memory
+        if memory is None:
+            raise StateError(f"segment {self.name!r} is closed")
+        return memory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        memory = self._memory
+        place = "closed" if memory is None else f"at {memory.address:#x}"
+        return f"<{type(self).__name__} {self.name!r} {self.nbytes} bytes {place}>"
+
+
+class SharedSegment(Segment):
+    """A memfd mapped here, which peers map through its descriptor. No name in any file system, so no residue.
+
+    The owner's (:meth:`create`) holds the one descriptor until :meth:`close` or :meth:`close_descriptor`; a peer's
+    (:meth:`attach`) holds none. Sealed against resizing: a mapped reader dies of SIGBUS when the owner shrinks it.
+    """
+
+    def __init__(self, name: str, mapping: Mapping, fd: int | None) -> None:
+        super().__init__(name, mapping)
+        self._fd = fd
+
+    @classmethod
+    def create(cls, name: str, nbytes: int, *, peers_may_write: bool, prefault: bool = False) -> Self:
+        """Create ``nbytes`` zero bytes that others can map.
+
+        Args:
+            name: Shown by the kernel in /proc, and in messages.
+            nbytes: Size in bytes, positive; pages take memory when they are first used.
+            peers_may_write: False seals it so that nobody but this mapping can ever write.
+            prefault: Take all the memory now.
+
+        Raises:
+            ParamError: ``nbytes`` is not positive, or beyond what the system can count.
+            OutOfMemory: The kernel has no memory, address space or descriptor left.
+            LLMException: The kernel refuses for another reason (``LLM_FAILED``).
+        """
+        if not 0 < nbytes <= sys.maxsize:
+            raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                mapping = _fill_memfd(fd, nbytes, peers_may_write=peers_may_write, prefault=prefault)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise _creation_error(name, nbytes, error) from error
+        return cls(name, mapping, fd)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
+        """Map a peer's segment; takes ``fd`` over and closes it, also when it raises.
+
+        Args:
+            fd: Descriptor that the peer sent.
+            nbytes: Size in bytes that the peer announced.
+            writable: Map for reading and writing, else for reading.
+
+        Raises:
+            ProtocolError: The descriptor is not a memfd of exactly that size, sealed against resizing, or refuses
+                this kind of mapping. Nothing has been mapped.
+            OutOfMemory: No address space is left.
+        """
+        try:
+            _check_attachable(fd, nbytes)
+            mapping = Mapping(fd, nbytes, writable=writable)
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                raise _creation_error(f"fd {fd} of a peer", nbytes, error) from error
+            raise ProtocolError(f"segment of a peer (fd {fd}, {nbytes} bytes, writable={writable}): {error}") from error
+        finally:
+            os.close(fd)
+        return cls("peer", mapping, None)
+
+    @property
+    def fd(self) -> int:
+        """The owner's descriptor, to be sent to peers.
+
+        Raises:
+            StateError: Closed, or attached: an attached segment keeps no descriptor.
+        """
+        if self._fd is None:
+            raise StateError(f"segment {self.name!r} holds no descriptor: it is closed, or attached from a peer")
+        return self._fd
+
+    def fileno(self) -> int:
+        """Return :attr:`fd`."""
+        return self.fd
+
+    def close_descriptor(self) -> None:
+        """Keep the mapping only: the last peer has been given the descriptor. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _release(self) -> None:
+        self.close_descriptor()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            try:
+                warnings.warn(f"unclosed segment {self!r}", ResourceWarning, stacklevel=2, source=self)
+            finally:
+                self.close()
+
+
+class ExternalSegment(Segment):
+    """Memory of the user, who keeps it allocated for as long as this object or a view of it is used.
+
+    Constructing and closing it never touch the bytes; it may be dropped without closing.
+
+    Args:
+        address: Of the first byte, positive.
+        nbytes: Size in bytes, positive.
+
+    Raises:
+        ParamError: Either is not positive, or the range passes the end of the address space.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        if address <= 0 or nbytes <= 0 or address + nbytes > _ADDRESS_END:
+            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
+        super().__init__("external", AddressRange(address, nbytes, writable=True))
+
+    def _release(self) -> None:
+        pass
+
+
+def _fill_memfd(fd: int, nbytes: int, *, peers_may_write: bool, prefault: bool) -> Mapping:
+    os.ftruncate(fd, nbytes)
+    if prefault:
+        # Reserve first: running out is an error here and would be a SIGBUS in the loop below.
+        os.posix_fallocate(fd, 0, nbytes)
+    mapping = Mapping(fd, nbytes, writable=True)
+    if prefault:
+        mapping.array()[:: mmap.PAGESIZE] = 0
+    # After our own mapping: the last seal refuses every later writable one.
+    seals = _SIZE_SEALS | fcntl.F_SEAL_SEAL | (0 if peers_may_write else F_SEAL_FUTURE_WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return mapping
+
+
+def _check_attachable(fd: int, nbytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != nbytes or nbytes <= 0:
+        raise ProtocolError(f"segment of a peer: announced as {nbytes} bytes, its descriptor has {size}")
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise ProtocolError(
+            f"segment of a peer ({nbytes} bytes): seals {seals:#x} lack shrink and grow ({_SIZE_SEALS:#x})"
+        )
+
+
+def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
+    text = f"segment {name!r} of {nbytes} bytes cannot be created: {error}"
+    if error.errno in _EXHAUSTED:
+        return OutOfMemory(text, pool=name, requested=nbytes)
+    return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
+
+
+# CDLL releases the GIL during the call: unmapping many gigabytes of touched pages takes a second.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munmap.restype = ctypes.c_int
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class AddressRange:
+    """Bytes at an address of this process. Owns nothing; never changes, so any thread may use it.
+
+    Attributes:
+        address: Of the first byte.
+        nbytes: How many bytes.
+        writable: False makes every array over it read-only.
+    """
+
+    __slots__ = ("__weakref__", "address", "nbytes", "writable")
+
+    def __init__(self, address: int, nbytes: int, *, writable: bool) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.writable = writable
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """What NumPy needs to lay an array over the range; such an array keeps the range object alive."""
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, not self.writable)}
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the whole range as an array, shape (nbytes,), no copy; it keeps this object alive."""
+        # NumPy's ArrayLike does not list __array_interface__.
+        return np.asarray(cast("Any", self))
+
+
+class Mapping(AddressRange):
+    """A shared mapping of a descriptor, unmapped when the last reference to it dies: its segment's or an array's.
+
+    It does not need the descriptor any more once it exists. Whichever thread drops the last reference unmaps.
+
+    Raises:
+        OSError: mmap refused; errno says why (EPERM: sealed against this kind of mapping).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        super().__init__(address, nbytes, writable=writable)
+        # At exit the kernel unmaps; doing it earlier would pull memory from under other exit handlers.
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False

@@ -1,0 +1,218 @@
+"""Native code behind a checking wrapper: parse block lists, plan copies, execute them, read and advance generations.
+
+Everything here works on numbers, offsets and addresses; what they mean is known above.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist._native import _native
+from llm_datadist._native._native import (
+    WRITER_PAGE_BYTES,
+    WRITER_SLOTS,
+    BlockPlanner,
+    CopyPool,
+    Meter,
+    Promises,
+    Timer,
+    Turnstile,
+    advance_generation,
+    announce_writer,
+    close_writers,
+    find_writers,
+    load_generation,
+    parse_pairs,
+    peek_process,
+    plan_blocks,
+    plan_pieces,
+    plan_row,
+    readable,
+    retract_writer,
+    writer_sequence,
+)
+from llm_datadist._native.cpus import usable_cpus
+from llm_datadist._native.lanes import (
+    Ending,
+    LaneEngine,
+    LaneEvent,
+    LaneLost,
+    Outcome,
+    ReadAsked,
+    Served,
+    WriteAsked,
+    check_plan,
+)
+from llm_datadist._native.plan import BlockList, Plan, Tensors
+from llm_datadist.errors import NoneArgument, ParamError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "NO_DEADLINE",
+    "WRITER_PAGE_BYTES",
+    "WRITER_SLOTS",
+    "BlockList",
+    "BlockPlanner",
+    "CopyPool",
+    "Ending",
+    "LaneEngine",
+    "LaneEvent",
+    "LaneLost",
+    "Meter",
+    "Outcome",
+    "Plan",
+    "Promises",
+    "ReadAsked",
+    "Served",
+    "Tensors",
+    "Timer",
+    "Turnstile",
+    "WriteAsked",
+    "advance_generation",
+    "announce_writer",
+    "check_plan",
+    "close_writers",
+    "execute",
+    "execute_process",
+    "find_writers",
+    "load_generation",
+    "parse_blocks",
+    "parse_indices",
+    "parse_pairs",
+    "peek_process",
+    "plan_blocks",
+    "plan_pieces",
+    "plan_row",
+    "readable",
+    "retract_writer",
+    "usable_cpus",
+    "writer_sequence",
+]
+
+NO_DEADLINE: Final = 2**63 - 1
+"""A ``deadline_ns`` that never passes."""
+
+
+def parse_blocks(name: str, values: object) -> BlockList:
+    """Return a caller's list of block numbers, as the planner takes it.
+
+    Args:
+        name: What the caller calls the list; errors begin with it.
+        values: A list or tuple of ints (anything with ``__index__``), or a 1-D integer array.
+
+    Raises:
+        NoneArgument: ``values`` is None.
+        TypeError: It is another container, or an element is no integer.
+        ParamError: An element is negative or does not fit int64.
+    """
+    try:
+        parsed = _native.parse_blocks(name, values)
+    except TypeError:
+        _refuse_none(name, values)
+        raise
+    if parsed is not None:
+        return parsed
+    if isinstance(values, np.ndarray):
+        return BlockList(_parse_array(name, values))
+    if values is None:
+        raise NoneArgument(f"{name} is None: must be a list of block numbers")
+    raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+
+
+def parse_indices(name: str, values: object) -> NDArray[np.int64]:
+    """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
+    return parse_blocks(name, values).array
+
+
+def _refuse_none(name: str, values: object) -> None:
+    for i, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+        if value is None:
+            raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
+
+
+def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
+    parsed = values.astype(np.int64)  # uint64 beyond int64 turns negative here
+    if parsed.size and parsed.min() < 0:
+        at = int(np.argmax(parsed < 0))
+        raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
+    return parsed
+
+
+def execute(
+    plan: Plan,
+    dst: Tensors,
+    src: Tensors,
+    pool: CopyPool | None,
+    deadline_ns: int,
+    cancelled: bytearray | None = None,
+    *,
+    pid: int | None = None,
+    write: bool = False,
+) -> int:
+    """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
+
+    The interpreter lock is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered.
+    A run whose two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
+
+    Args:
+        plan: What to move.
+        dst: Memory of the destination.
+        src: Memory of the source.
+        pool: Threads to help, or None.
+        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+        cancelled: One byte: the copy stops once it is not zero. None: only the deadline stops it.
+        pid: See :func:`execute_process`; None: both ends are in this process.
+        write: See there.
+
+    Returns:
+        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
+
+    Raises:
+        ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
+            nothing is written.
+    """
+    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled, pid, write)
+
+
+def execute_process(
+    plan: Plan,
+    local: Tensors,
+    remote: Tensors,
+    pid: int,
+    pool: CopyPool | None,
+    deadline_ns: int,
+    cancelled: bytearray | None = None,
+    *,
+    write: bool,
+) -> int:
+    """Move the bytes of ``plan`` between this process and another one of the same host, by the kernel's hand.
+
+    As :func:`execute`, but the two ends must not overlap in any memory that the processes share. Nothing says that
+    process ``pid`` is still the one that was meant: the caller asks its pidfd after the copy.
+
+    Args:
+        plan: What to move; the destination is ``remote`` when writing, else ``local``.
+        local: Memory of this process.
+        remote: Memory of process ``pid``, by its addresses there.
+        pid: The other process.
+        pool: Threads to help, or None.
+        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
+        cancelled: As :func:`execute`.
+        write: True to move from ``local`` to ``remote``.
+
+    Returns:
+        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
+
+    Raises:
+        OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
+            any more; ``PermissionError``: it may not be touched; ``errno.EFAULT``: an end is not mapped that way.
+        ParamError: As :func:`execute`; nothing is written.
+    """
+    dst, src = (remote, local) if write else (local, remote)
+    return execute(plan, dst, src, pool, deadline_ns, cancelled, pid=pid, write=write)

@@ -1,0 +1,299 @@
+"""The engine of the data lanes: native threads that move the bytes of many jobs over many stream sockets.
+
+An *initiator* starts jobs and waits for them; a *target* is told of them by events and grants or refuses each. One
+engine is both at once, over the same lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from llm_datadist._native import _native
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist._native.plan import Plan, Tensors
+
+__all__ = [
+    "ABORTED",
+    "CHANGED",
+    "LOST",
+    "MISFIT",
+    "TORN",
+    "Ending",
+    "LaneEngine",
+    "LaneEvent",
+    "LaneLost",
+    "Outcome",
+    "ReadAsked",
+    "Served",
+    "WriteAsked",
+    "check_plan",
+]
+
+CHANGED: Final = 1
+"""Status of a job whose target's guard had changed: what was read is not to be used, of a write nothing is there."""
+ABORTED: Final = 2
+"""Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
+
+LOST: Final = 3
+"""Status of a granted job whose lane ended."""
+MISFIT: Final = 4
+"""Status of a write whose payload is not of the size of what was granted."""
+TORN: Final = 5
+"""Status of a write whose guard changed, or whose memory was taken back, after it was granted: part may be there."""
+
+_NEVER: Final = 2**63 - 1
+
+
+class Ending(IntEnum):
+    """How a job ended for its initiator."""
+
+    GOOD = 0
+    REFUSED = 1  # by the target; the outcome has its code and text
+    LOST = 2  # with its lane
+    TIMEOUT = 3  # or given up
+    TRAILER = 4  # the bytes came, but the target says that they are not to be used; the outcome has its status
+
+
+class Outcome(NamedTuple):
+    """The end of a job, after which the engine does not touch its local memory any more.
+
+    Attributes:
+        ending: How it ended.
+        code: What the target said, where it did: its own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`.
+            :data:`LOST` where giving the job up cost its lane. Else 0.
+        nbytes: Bytes that moved at this end.
+        text: Why, in one line.
+    """
+
+    ending: Ending
+    code: int
+    nbytes: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAsked:
+    """The peer asks for bytes: to be answered by :meth:`LaneEngine.serve_read` or :meth:`LaneEngine.refuse`."""
+
+    lane: int
+    id: int
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAsked:
+    """The peer brings ``nbytes`` bytes: to be answered by :meth:`LaneEngine.accept_write` or ``refuse``.
+
+    Until then nothing more is read from that lane.
+    """
+
+    lane: int
+    id: int
+    meta: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLost:
+    """A lane ended that this end did not drop."""
+
+    lane: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A granted request has ended; each grant is followed by exactly one of these.
+
+    Attributes:
+        status: 0 for good, else :data:`CHANGED`, :data:`ABORTED`, :data:`LOST`, :data:`MISFIT` or :data:`TORN`.
+        nbytes: Bytes that moved for it, 0 unless good.
+    """
+
+    lane: int
+    id: int
+    status: int
+    nbytes: int
+
+
+LaneEvent = ReadAsked | WriteAsked | LaneLost | Served
+
+_EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost, "done": Served}
+
+
+def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
+    """Check a plan against both ends without moving anything, as ``execute`` does before its first byte.
+
+    Raises:
+        ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``.
+    """
+    _native.check_plan(
+        dst.bases,
+        dst.extent,
+        plan.dst_first,
+        src.bases,
+        src.extent,
+        plan.src_first,
+        plan.count,
+        plan.runs,
+        plan.nbytes,
+    )
+
+
+class LaneEngine:
+    """Native threads and the lanes they serve; owns both until :meth:`close`.
+
+    Any thread may call. A lane is one stream socket; jobs on it go one after the other in each direction, and lanes
+    take turns, so that a slow peer holds up nobody but itself. What a peer sends is checked before it is used: a
+    breach costs the lane. In a forked child everything but :meth:`close` raises.
+
+    Args:
+        threads: Threads that move bytes, named ``lldd-data-<n>``, 1 to 64.
+        drain_ms: Milliseconds a payload may take that nobody wants any more, before its lane is dropped.
+    """
+
+    def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
+        self._native = _native.LaneEngine(threads, drain_ms)
+
+    @property
+    def threads(self) -> int:
+        """Threads that move bytes."""
+        return self._native.threads
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._native.closed
+
+    def close(self) -> None:
+        """Lose every lane and join the threads; no memory is touched any more. Idempotent."""
+        self._native.close()
+
+    # Lanes
+
+    def add_lane(self, fd: int) -> int:
+        """Take over a connected stream socket, also when this raises, and return the number of its lane.
+
+        Raises:
+            ParamError: No socket, or too many lanes (4096).
+        """
+        return self._native.add_lane(fd)
+
+    def reserve_lane(self) -> int:
+        """Return the number of a lane to come, for those who must know it before its first event."""
+        return self._native.reserve_lane()
+
+    def attach_lane(self, lane: int, fd: int) -> None:
+        """Like :meth:`add_lane`, as the reserved ``lane``."""
+        self._native.attach_lane(lane, fd)
+
+    def drop_lane(self, lane: int) -> None:
+        """Close a lane: its jobs end as lost, and no memory is touched for it any more. Unknown ones are ignored."""
+        self._native.drop_lane(lane)
+
+    def event_fd(self) -> int:
+        """Return a descriptor that is readable while :meth:`poll_events` has something; owned by the engine."""
+        return self._native.event_fd()
+
+    def poll_events(self) -> list[LaneEvent]:
+        """Return what has happened since the last call, in order for each lane."""
+        return [_EVENTS[name](*fields) for name, *fields in self._native.poll_events()]
+
+    # Initiator
+
+    def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
+        """Ask the target for the bytes of ``plan`` and return the job's number, to be waited for or given up once.
+
+        The target must send exactly ``plan.nbytes`` bytes, in the plan's order.
+
+        Args:
+            lane: Which lane; when it is gone the job ends as lost.
+            meta: What the target needs to know, at most 1 MiB.
+            plan: What to move; only its destination side is looked at here.
+            dst: Where to, in memory that stays valid until the job has ended.
+
+        Raises:
+            ParamError: The plan leaves ``dst``, or ``meta`` is too long.
+        """
+        runs, nbytes = plan.runs, plan.nbytes
+        return self._native.start(
+            lane, False, meta, dst.bases, dst.extent, plan.dst_first, plan.count, runs, nbytes, dst.mapped
+        )
+
+    def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
+        """Bring the bytes of ``plan`` to the target and return the job's number; otherwise as :meth:`start_read`."""
+        runs, nbytes = plan.runs, plan.nbytes
+        return self._native.start(
+            lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, runs, nbytes, src.mapped
+        )
+
+    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
+        """Return how a job ended; at the deadline (``time.monotonic_ns()``) it is given up. Signals are handled.
+
+        Within 50 ms it is given up as well once ``cancelled``, one byte, is not zero.
+
+        Raises:
+            ParamError: The job's end was told before.
+        """
+        return _outcome(self._native.wait(job, min(deadline_ns, _NEVER), cancelled))
+
+    def give_up(self, job: int) -> Outcome:
+        """End a job if it has not ended yet, and return how it did.
+
+        What still arrives of a read is dropped. A write that is half sent costs its lane.
+        """
+        return _outcome(self._native.give_up(job))
+
+    # Target
+
+    def serve_read(
+        self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
+    ) -> None:
+        """Send the bytes of ``plan`` from ``src`` as the answer to a :class:`ReadAsked`.
+
+        Args:
+            lane: As in the event.
+            id: As in the event.
+            plan: What to send; only its source side is looked at.
+            src: Where from, valid until :class:`Served` comes or :meth:`quiesce` returns.
+            guards: (address, generation) of what must still be true before the first byte and after the last.
+            tag: What :meth:`quiesce` will call this memory.
+
+        Raises:
+            ParamError: The plan leaves ``src``: the request is still to be answered.
+        """
+        at, runs, nbytes = plan.src_first, plan.runs, plan.nbytes
+        self._native.grant(
+            lane, id, False, src.bases, src.extent, at, plan.count, runs, nbytes, guards, tag, src.mapped
+        )
+
+    def accept_write(
+        self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
+    ) -> None:
+        """Receive a :class:`WriteAsked` into ``dst``; ``plan.nbytes`` must be its size. As :meth:`serve_read`."""
+        at, runs, nbytes = plan.dst_first, plan.runs, plan.nbytes
+        self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
+
+    def refuse(self, lane: int, id: int, code: int, text: str) -> None:
+        """Answer a request with a reason instead; ``code`` is unsigned, not 0, ``text`` cut at 4000 bytes."""
+        self._native.refuse(lane, id, code, text)
+
+    def quiesce(self, tag: int) -> None:
+        """Stop using memory that was granted under ``tag``; when this returns none of it is touched any more.
+
+        Its jobs end as :data:`ABORTED`. Advance its guards before: what is granted later is stopped by those.
+        """
+        self._native.quiesce(tag)
+
+    def __repr__(self) -> str:
+        return f"<LaneEngine {self.threads} threads{', closed' if self.closed else ''}>"
+
+
+def _outcome(native: tuple[int, int, int, str]) -> Outcome:
+    ending, code, nbytes, text = native
+    return Outcome(Ending(ending), code, nbytes, text)

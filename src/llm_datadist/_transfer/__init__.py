@@ -1,0 +1,1 @@
+"""The verbs: pull, push, copy, swap, layer by layer; at the initiator and at the target."""

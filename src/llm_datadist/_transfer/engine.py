@@ -1,0 +1,288 @@
+"""Engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
+
+``LLMDataDist`` is the composition root and makes one of these per ``init``; a manager keeps the engine it was made
+for, so a manager of an earlier ``init`` is recognised as stale (R21).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist import _native
+from llm_datadist._cache.registry import census
+from llm_datadist._cache.store import CacheStore
+from llm_datadist._links.communicators import Plan
+from llm_datadist._links.handshake import Identity, bind
+from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.manager import LinkManager
+from llm_datadist._links.ranktable import RankTable
+from llm_datadist._log import logger
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._transfer.addresses import AddressBook, Locator
+from llm_datadist._transfer.checksum import Verifier, Witness
+from llm_datadist._transfer.grants import Grants
+from llm_datadist._transfer.initiator import Initiator
+from llm_datadist._transfer.layerwise import Tasks
+from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
+from llm_datadist._transfer.meters import Meters
+from llm_datadist._transfer.target import LaneMender, LaneTarget, Target
+from llm_datadist._transfer.workers import Workers
+from llm_datadist._transport import inproc
+from llm_datadist._transport.lanes import Lanes
+from llm_datadist.errors import LinkError, StateError
+from llm_datadist.metrics import Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist._links.link import Link
+    from llm_datadist._memory.device import Device
+    from llm_datadist.config import Options
+    from llm_datadist.types import LLMRole
+
+__all__ = ["Engine"]
+
+#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
+_MAX_LANE_THREADS: Final = 4
+
+
+class Engine:
+    """Everything between ``init`` and ``finalize``.
+
+    Attributes:
+        options: What init was given, parsed.
+        store: Caches and their memory.
+        links: Peers.
+        initiator: Pulls and pushes.
+        locator: Finds out what lies at addresses of peers.
+        tasks: Layer-wise transfers that run.
+        workers: Threads of the calls that are awaited.
+        local: Copies inside the process.
+        grants: What peers were allowed for a time.
+        meters: Counts.
+        alive: False once finalised.
+    """
+
+    def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
+        self.cluster_id = cluster_id
+        self.options = options
+        self.meters = Meters()
+        self.alive = True
+        # The port first: a busy one must cost nothing else.
+        listening = bind(options.listen) if options.listen is not None else None
+        try:
+            self._build(device or HostDevice(), listening)
+        except BaseException:
+            if listening is not None:
+                listening.close()
+            raise
+
+    def _build(self, device: Device, listening: socket.socket | None) -> None:
+        """Make the parts one after the other; each puts its end on the stack that :meth:`close` unwinds."""
+        options = self.options
+        incarnation = secrets.token_bytes(16)
+        with ExitStack() as undo:
+            self.store = CacheStore(options, device, HostDevice(), incarnation)
+            undo.callback(self.store.close)
+            threads = options.copy_threads or _native.usable_cpus()
+            self._copy_pool = _native.CopyPool(threads) if threads > 1 else None
+            if self._copy_pool is not None:
+                undo.callback(self._copy_pool.close)
+            self._swap = SwapEngine(device)
+            undo.callback(self._swap.close)
+            self.local = LocalCopies(self.store, self._swap, self._copy_pool)
+            self._control = ControlLoop()
+            undo.callback(self._control.stop)
+            self.grants = Grants(self.cluster_id, self.store, self._call_at)
+            undo.callback(self.grants.close)
+            self._target = Target(self.store)
+            self._witness = Witness(self.store, self._copy_pool)
+            undo.callback(self._witness.close)
+            mender = LaneMender()
+            undo.callback(mender.close)
+            self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
+            self.store.quiesce = self._lanes.quiesce
+            undo.callback(self._lanes.close)
+            # Joined once the links are gone, which ends what they wait for.
+            self.workers = Workers()
+            undo.callback(self.workers.close)
+            self.tasks = Tasks(options.sync_kv_timeout_ms)
+            undo.callback(self.tasks.join)
+            self.links = self._make_links(incarnation)
+            undo.callback(self.links.stop, "finalized")
+            verifier = Verifier(self._copy_pool) if options.checksum else None
+            self.initiator = Initiator(self.links, self._copy_pool, verifier)
+            self.locator = Locator(self.links)
+            undo.callback(self.tasks.stop)
+            undo.callback(self.workers.stop)
+            inproc.register(self.store.exports)
+            undo.callback(inproc.unregister, incarnation)
+            self._control.start()
+            self._control.call(self._lanes.start, self._control.loop)
+            undo.callback(self._control.call, self._lanes.stop)
+            self.links.start(listening)
+            self._undo = undo.pop_all()
+        _warn_if_open(self.links.listen_address)
+
+    def _call_at(self, when: float, function: Callable[[], None]) -> None:
+        with suppress(StateError):  # the control thread has stopped: what had to be ended ends with the engine
+            self._control.post(self._control.loop.call_at, when, function)
+
+    def _make_links(self, incarnation: bytes) -> LinkManager:
+        options = self.options
+        identity = Identity(
+            cluster_id=self.cluster_id,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            remote_accessible=options.remote_accessible,
+            transport=None if options.transport == "auto" else options.transport,
+        )
+        return LinkManager(
+            self._control,
+            identity,
+            self.store.exports,
+            self._lanes,
+            socket_dir=options.shm_socket_dir,
+            peer_timeout=options.peer_timeout,
+            handlers={
+                **self._target.handlers(),
+                **self._witness.handlers(),
+                **AddressBook(self.store).handlers(),
+            },
+            on_end=self._on_link_end,
+            on_tick=self._on_tick,
+        )
+
+    def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        """Begin to link the members of a rank table; return the communicator's id.
+
+        Raises:
+            ParamError: The table is malformed, or does not say where a member is.
+            LinkRefused: It cannot be begun.
+        """
+        table = RankTable.parse(rank_table)
+        addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
+        options = self.options
+        plan = Plan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
+        return self.links.communicators.open(plan)
+
+    def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
+        """Take another role, and listen there or no more (API §3.6).
+
+        Raises:
+            StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
+            LinkError: The new address cannot be bound; the old listener goes on.
+        """
+        self.links.settle_partings()
+        self.links.refuse_if_linked()
+        now = self.links.listen_address
+        same = now is None if listen is None else now is not None and listen in (now, self.options.listen)
+        if not same:
+            self._listen_at(listen, now)
+        self.options = replace(self.options, role=role, listen=listen)
+
+    def _listen_at(self, wanted: tuple[str, int] | None, now: tuple[str, int] | None) -> None:
+        """Bind the new address before the old one is given up, where the two can be bound at once."""
+        if wanted is None:
+            self.links.listen(None)
+            return
+        try:
+            listening = bind(wanted)
+        except LinkError as error:
+            busy = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if now is None or now[1] != wanted[1] or not busy:
+                raise
+            self._listen_in_place(wanted, now)
+        else:
+            try:
+                self.links.listen(listening)
+            except StateError:
+                listening.close()
+                raise
+        _warn_if_open(self.links.listen_address)
+
+    def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
+        """The new address shares the port with our own old one, and one of them stands for all: first close that.
+
+        From then on a link stands in the way no more: it would leave this end without any listener.
+        """
+        self.links.listen(None)
+        try:
+            listening = bind(wanted)
+        except LinkError as error:
+            try:
+                old = bind(now)
+            except LinkError as again:
+                self.options = replace(self.options, listen=None)
+                raise LinkError(
+                    f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
+                    status_code=error.status_code,
+                ) from error
+            self.links.listen(old, even_if_linked=True)
+            raise
+        self.links.listen(listening, even_if_linked=True)
+
+    def close(self) -> None:
+        """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._undo.close()
+
+    def abandon(self) -> None:
+        """In a forked child: threads and locks are the parent's. Dead here, and nothing of the parent is touched."""
+        self.alive = False
+        self.links.abandon()
+        self._lanes.close()
+
+    def _on_link_end(self, link: Link) -> None:
+        self._target.drop_peer(link)
+        self._witness.drop_peer(link)
+        self.store.sweep()
+
+    def _on_tick(self, now: float) -> None:
+        self._target.expire(now)
+        self.store.sweep()
+
+    def statistics(self) -> Statistics:
+        """Return everything that is counted."""
+        caches, keys, pins = census(self.store.registry)
+        quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
+        return Statistics(
+            pools=tuple(pool.statistics() for pool in self.store.pools()),
+            caches=caches,
+            keys=keys,
+            pins=pins,
+            unknown_releases=self.store.registry.unknown_releases,
+            quarantined_bytes=quarantined,
+            lost_writers=self.store.writers.lost,
+            swap=self._swap.statistics(),
+            links=self.links.statistics(),
+            redials=self.links.redials(),
+            communicators=self.links.communicators.statistics(),
+            operations=self.meters.totals(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any part contradicts itself."""
+        self.store.check_integrity()
+        self.links.check_integrity()
+
+
+def _lane_threads() -> int:
+    return max(1, min(_MAX_LANE_THREADS, _native.usable_cpus() // 2))
+
+
+def _warn_if_open(address: tuple[str, int] | None) -> None:
+    if address is not None and not address[0].startswith("127."):
+        logger.warning(
+            "listening on %s:%d without authentication: whoever reaches this port can read the caches published here",
+            *address,
+        )

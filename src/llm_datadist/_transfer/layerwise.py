@@ -1,0 +1,529 @@
+"""Layer-wise jobs: one thread each, which sends a layer to every destination once the model has computed it (R18).
+
+A job ends in one of three ways: all is sent; something failed, and the job stops there; or ``finalize`` ends it. In
+each of them every destination has a result, and what is not finished never reads as a success. Errors are kept, and
+logged.
+
+The threads are daemons, and joined by ``finalize``: a synchronizer that never returns is the user's, and must neither
+keep the interpreter from ending nor ``finalize``. Such a thread is left behind with nothing in its hands: its job has
+ended, the source's memory is given back, and when the synchronizer returns after all the thread ends without a further
+step. At the end of the interpreter jobs that still move may go on (:meth:`Tasks.finish`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from llm_datadist._checks import check_uint32
+from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
+from llm_datadist._transfer.initiator import Recipient, RemoteName
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    DeadlineExceeded,
+    LLMException,
+    LLMStatusCode,
+    ParamError,
+    ProtocolError,
+    StateError,
+    TransferFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llm_datadist._cache.geometry import Cut, Ends
+    from llm_datadist._cache.registry import Entry
+    from llm_datadist._native import Plan
+    from llm_datadist._transfer.addresses import Locations, Place
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.types.layerwise import LayerSynchronizer
+
+__all__ = [
+    "TENSORS_PER_LAYER",
+    "AddressDelivery",
+    "CacheTask",
+    "Delivery",
+    "KeyDelivery",
+    "Source",
+    "Tasks",
+    "TransferJob",
+]
+
+#: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
+_GRACE_MS: Final = 1000
+_POLL_SECONDS: Final = 0.01
+_FAILED: Final = LLMStatusCode.LLM_FAILED
+
+
+class Delivery(Protocol):
+    """One destination of a job."""
+
+    @property
+    def layers(self) -> range:
+        """Layers of the source that it gets, in order; not empty."""
+
+    def send(self, layer: int) -> None:
+        """Send one layer; raises what a push raises."""
+
+
+class TransferJob:
+    """The work behind one :class:`CacheTask`. Runs in a thread of :class:`Tasks`; results may be asked for by any.
+
+    The lock guards the results and whether a transfer is going on; nothing is called under it.
+
+    Args:
+        name: For messages and the thread.
+        deliveries: The destinations, one for each config.
+        synchronizer: Says when a layer is ready.
+        release: Gives the source's memory back; called once, by whoever ends the job.
+        timeout_code: What a time-out is called by this interface.
+
+    Attributes:
+        moved: Layers sent so far, over all destinations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deliveries: Sequence[Delivery],
+        synchronizer: LayerSynchronizer,
+        release: Callable[[], None],
+        timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+    ) -> None:
+        self.name = name
+        self.timeout_code = timeout_code
+        self.moved = 0
+        self._deliveries = list(deliveries)
+        self._layers = sorted({layer for each in deliveries for layer in each.layers})
+        self._synchronizer: LayerSynchronizer | None = synchronizer
+        self._release: Callable[[], None] | None = release
+        self._lock = threading.Lock()  # guards the five below
+        self._results: list[LLMStatusCode | None] = [None] * len(deliveries)
+        self._errors: list[BaseException | None] = [None] * len(deliveries)
+        self._first: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
+        self._sending = False
+        self._ended: LLMException | None = None
+        self._done = threading.Event()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Send layer after layer. The thread's only function."""
+        self._thread = threading.current_thread()
+        try:
+            for layer in self._layers:
+                if not self._send_layer(layer):
+                    break
+        except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
+            self._fail({}, error, "its thread died")
+        self._finish()
+
+    def _send_layer(self, layer: int) -> bool:
+        """Wait for a layer and send it to everybody who gets it; False: the job is over."""
+        selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
+        if not self._synchronized(layer, selected):
+            return False
+        for i in selected:
+            if not self._begin():
+                return False
+            try:
+                self._deliveries[i].send(layer)
+            except Exception as error:  # noqa: BLE001 (kept, logged and reported)
+                self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
+                return False  # still "sending": what is left is this thread's to do
+            self._sent(i, layer)
+        return True
+
+    def _synchronized(self, layer: int, selected: list[int]) -> bool:
+        synchronizer = self._synchronizer
+        if synchronizer is None:
+            return False  # ended meanwhile
+        try:
+            ready = synchronizer.synchronize_layer(layer, None)
+        except BaseException as error:  # noqa: BLE001 (as in run)
+            self._fail({}, error, f"synchronize_layer({layer}) raised")
+            return False
+        if not ready:
+            why = LLMException(
+                f"{self.name}: synchronize_layer({layer}) returned {ready!r}: not to be sent, the job stops",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            )
+            self._fail(dict.fromkeys(selected, why), why, f"synchronize_layer({layer}) returned {ready!r}")
+        return bool(ready)
+
+    def _begin(self) -> bool:
+        """Return True when a transfer may begin; :meth:`end` knows of it from then on."""
+        with self._lock:
+            self._sending = self._ended is None
+            return self._sending
+
+    def _sent(self, i: int, layer: int) -> None:
+        self.moved += 1
+        last = layer == self._deliveries[i].layers[-1]
+        with self._lock:
+            self._sending = False
+            if last:
+                self._results[i] = LLMStatusCode.LLM_SUCCESS
+
+    def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
+        """Stop: ``failed`` have their own errors, whoever else is unfinished fails for that ``cause``."""
+        ended = self._ended
+        if ended is not None:  # finalize took the links away: that is why
+            failed, cause = {}, ended
+        with self._lock:
+            if None not in self._results:
+                return
+            self._first = self._code_of(cause if ended or failed else None)
+            for i, result in enumerate(self._results):
+                if result is None:
+                    own = failed.get(i)
+                    self._results[i] = self._code_of(own if own is not None else ended)
+                    self._errors[i] = own if own is not None else cause
+        logger.warning("%s stops: %s: %r", self.name, reason, cause)
+
+    def _code_of(self, error: BaseException | None) -> LLMStatusCode:
+        """Return the status of an error; what is no error of the transfer itself is LLM_FAILED."""
+        if isinstance(error, DeadlineExceeded):
+            return self.timeout_code
+        code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
+        return LLMStatusCode.LLM_FAILED if code is LLMStatusCode.LLM_SUCCESS else code
+
+    def _finish(self) -> None:
+        """The job is over: give everything back, then let the results be seen. Idempotent, any thread."""
+        with self._lock:
+            release, self._release = self._release, None
+        if release is None:
+            return
+        # Nothing, when every destination has its result.
+        self._fail({}, self._ended or LLMException(f"{self.name}: it ended early", status_code=_FAILED), "the end came")
+        self._synchronizer, self._deliveries = None, []
+        try:
+            release()
+        finally:
+            self._done.set()
+
+    # --- the end of the engine -------------------------------------------------------------------------------------
+
+    def end(self, reason: LLMException) -> None:
+        """Let no transfer begin any more; unless one is going on, the job is over at once. Any thread."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = reason
+            sending = self._sending
+        if not sending:
+            self._finish()
+
+    # --- results: any thread ---------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """True once every destination has its result."""
+        return self._done.is_set()
+
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Wait for the end; False when the time is over first.
+
+        Raises:
+            StateError: Called by the job's own synchronizer, or in a forked child, which has no such thread.
+        """
+        if os.getpid() != self._pid:
+            raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
+        if threading.current_thread() is self._thread:
+            raise StateError(f"{self.name}: its own synchronizer waits for it, and would for ever")
+        return self._done.wait(None if timeout_ms is None else timeout_ms / 1e3)
+
+    def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
+        """Return (first failure or success, results, errors) as they are now."""
+        with self._lock:
+            return self._first, list(self._results), list(self._errors)
+
+
+class CacheTask:
+    """A layer-wise transfer that is going on, or over. Returned by ``transfer_cache_async``; any thread.
+
+    Nothing ends the transfer but its own end, a failure, and ``finalize``: a time-out of these calls does not. A result
+    is final once it is there, also after ``finalize``.
+
+    Source: API §4, [py:CacheTask.md], R18.
+    """
+
+    def __init__(self, job: TransferJob) -> None:
+        self._job = job
+
+    def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
+        """Wait for the end of the transfer. May be called again.
+
+        Args:
+            timeout_in_millis: Milliseconds, uint32; None: no limit.
+
+        Returns:
+            ``LLM_SUCCESS`` only when everything has been sent; the code of the first failure, which stopped the
+            transfer; ``LLM_TIMEOUT`` when it goes on beyond the time.
+
+        Raises:
+            TypeError, ParamError: ``timeout_in_millis`` is no uint32.
+            StateError: Called by the transfer's own synchronizer, or in a forked child.
+
+        Source: API §4.
+        """
+        return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
+
+    def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
+        """Wait for the end of the transfer, and return one status per config, in their order. May be called again.
+
+        ``LLM_SUCCESS``: all layers of that config arrived. ``LLM_PARAM_INVALID``: they do not fit the destination, an
+        address lies in no cache of the peer, or the synchronizer returned False. ``LLM_NOT_YET_LINK``,
+        ``LLM_KV_CACHE_NOT_EXIST``, ``LLM_TIMEOUT``, ``LLM_SUSPECT_REMOTE_ERROR`` and others as of a push.
+        ``LLM_FAILED``: the synchronizer raised, or the transfer stopped because another config failed; some layers may
+        have arrived. ``LLM_ENGINE_FINALIZED``: finalize came first. When the time is over first: ``LLM_TIMEOUT`` for
+        each.
+
+        Args:
+            timeout_in_millis: Milliseconds, uint32; None: no limit.
+
+        Raises:
+            TypeError, ParamError, StateError: As :meth:`synchronize`.
+
+        Source: API §4.
+        """
+        over = self._wait(timeout_in_millis)
+        results = self._job.results()[1]
+        return results if over else [self._job.timeout_code] * len(results)
+
+    @property
+    def errors(self) -> list[BaseException | None]:
+        """Why each config failed, None for those that did not, or have not ended yet. An extension."""
+        return self._job.results()[2]
+
+    def _wait(self, timeout_in_millis: int | None) -> bool:
+        if timeout_in_millis is not None:
+            timeout_in_millis = check_uint32("timeout_in_millis", timeout_in_millis)
+        return self._job.wait(timeout_in_millis)
+
+    def __repr__(self) -> str:
+        _, results, _ = self._job.results()
+        words = ", ".join("unfinished" if each is None else each.name for each in results)
+        return f"<CacheTask {self._job.name}: {'over' if self._job.done else 'running'}; {words or 'no config'}>"
+
+
+class Tasks:
+    """The jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
+
+    Args:
+        patience_ms: The longest one transfer takes.
+    """
+
+    def __init__(self, patience_ms: int) -> None:
+        self._patience_ms = patience_ms
+        self._lock = threading.Lock()
+        self._jobs: list[tuple[TransferJob, threading.Thread]] = []
+        self._numbers = itertools.count(1)
+        self._stopped = False
+
+    def name(self) -> str:
+        """Return the name of the next job."""
+        return f"llm-datadist-task-{next(self._numbers)}"
+
+    def start(self, job: TransferJob) -> CacheTask:
+        """Run a job in its own thread.
+
+        Raises:
+            StateError: finalize has begun, or the system has no thread left; the job has ended.
+        """
+        thread = threading.Thread(target=job.run, name=job.name, daemon=True)
+        refusal: StateError | None = None
+        with self._lock:
+            self._jobs = [each for each in self._jobs if not each[0].done or each[1].is_alive()]
+            if self._stopped:
+                refusal = _finalized(job)
+            else:
+                self._jobs.append((job, thread))
+        try:
+            if refusal is None:
+                thread.start()
+        except RuntimeError as error:
+            refusal = StateError(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED)
+        if refusal is not None:
+            job.end(refusal)
+            raise refusal
+        return CacheTask(job)
+
+    def finish(self) -> None:
+        """Wait for jobs that move: until all have ended, or none has sent a layer for as long as one may take."""
+        while True:
+            moved, limit = self._moved(), Deadline(self._patience_ms)
+            while self._moved() == moved and not limit.expired():
+                if not self._running():
+                    return
+                time.sleep(_POLL_SECONDS)
+            if limit.expired():
+                return
+
+    def stop(self) -> None:
+        """Let no transfer begin any more, while the links are still there: the one in hand ends with them."""
+        with self._lock:
+            self._stopped = True
+            jobs = list(self._jobs)
+        for job, _ in jobs:
+            job.end(_finalized(job))
+
+    def join(self) -> None:
+        """Join the threads. One that is in a synchronizer which does not return is left behind, harmless.
+
+        So is the caller's own: a synchronizer may finalize.
+        """
+        self.stop()
+        limit = Deadline(self._patience_ms + _GRACE_MS)
+        for job, thread in self._jobs:
+            if thread.ident is None or thread is threading.current_thread():
+                continue  # the first: started this very moment by a call that finalize should not meet; its job ended
+            thread.join(limit.remaining())
+            if thread.is_alive():
+                logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)
+
+    def _moved(self) -> int:
+        return sum(job.moved for job, _ in self._jobs)
+
+    def _running(self) -> bool:
+        return any(not job.done for job, _ in self._jobs)
+
+
+def _finalized(job: TransferJob) -> StateError:
+    return StateError(f"{job.name}: finalize came before its end", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+
+
+TENSORS_PER_LAYER: Final = 2
+"""K and V: the layer-wise transfer knows no other number (API §6.14)."""
+
+_WHAT: Final = "transfer_cache_async"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is sent: a cache of this process, held by whoever started the transfer, and what of each tensor."""
+
+    engine: Engine
+    entry: Entry
+    cut: Cut
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of one layer to one destination."""
+        return Deadline(self.engine.options.sync_kv_timeout_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDelivery:
+    """To a cache of the peer by key, or by id and row; ``layers`` become ``dst_layers`` there, one for one."""
+
+    source: Source
+    name: RemoteName
+    layers: range
+    dst_layers: range
+    recipient: Recipient = field(default_factory=Recipient)
+
+    def send(self, layer: int) -> None:
+        """Send one layer."""
+        engine, cut = self.source.engine, self.source.cut
+        target = self.dst_layers[layer - self.layers.start]
+        first = target * TENSORS_PER_LAYER
+
+        def plan(ends: Ends) -> Plan:
+            dst = ends.remote
+            if first + TENSORS_PER_LAYER > dst.num_tensors:
+                raise ParamError(
+                    f"dst_layer_range: layer {target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
+                    f"layers of {TENSORS_PER_LAYER} tensors"
+                )
+            offset = cut.offset_in(dst, ends.row)
+            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=ends.same_memory)
+
+        with engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
+            deadline = self.source.deadline()
+            span.nbytes = engine.initiator.push(
+                self.name, self.source.entry, plan, deadline, _WHAT, consumes=False, recipient=self.recipient
+            )
+
+
+class AddressDelivery:
+    """To raw addresses of the peer, two for each layer. Used by the job's thread.
+
+    Args:
+        source: What is sent.
+        cluster_id: The peer.
+        addresses: K and V of each layer of ``layers``, in order.
+        layers: Layers to send.
+    """
+
+    def __init__(self, source: Source, cluster_id: int, addresses: Sequence[int], layers: range) -> None:
+        self.layers = layers
+        self._source = source
+        self._cluster_id = cluster_id
+        self._addresses = addresses
+        self._located: Locations | None = None
+        self._recipient = Recipient()
+
+    def send(self, layer: int) -> None:
+        """Send one layer."""
+        at = (layer - self.layers.start) * TENSORS_PER_LAYER
+        deadline = self._source.deadline()
+        addresses = self._addresses[at : at + TENSORS_PER_LAYER]
+        shown = ", ".join(f"{address:#x}" for address in addresses)
+        with self._source.engine.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
+            if self._located is not None:
+                try:
+                    span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+                    return
+                except (CacheNotFound, CacheMismatch):
+                    pass  # what was true at an earlier layer is not any more: ask again, and believe that
+            self._located = self._locate(deadline)
+            span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+
+    def _locate(self, deadline: Deadline) -> Locations:
+        """Ask what lies at the addresses.
+
+        Raises:
+            TransferFailed: Not what lay there at an earlier layer, and one of the two is memory of the peer's pools,
+                which is somebody else's by now.
+        """
+        locator, before = self._source.engine.locator, self._located
+        now = locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
+        if before is not None and before.places != now.places and (before.allocated or now.allocated):
+            raise TransferFailed(
+                f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
+                f"meanwhile: cache {now.places[0].cache_id} is there now, and what was sent before went to cache "
+                f"{before.places[0].cache_id}; send all of it again",
+                peer=self._cluster_id,
+                phase="locate",
+            )
+        return now
+
+    def _push(self, layer: int, places: Sequence[Place], deadline: Deadline) -> int:
+        """Push K and V; together where they lie in the same way in neighbouring tensors of one cache."""
+        first = layer * TENSORS_PER_LAYER
+        key, value = places
+        if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
+            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
+        return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
+
+    def _push_tensors(self, first: int, count: int, place: Place, deadline: Deadline) -> int:
+        cut = self._source.cut
+
+        def plan(ends: Ends) -> Plan:
+            dst = ends.remote
+            if place.tensor + count > dst.num_tensors or place.offset + cut.extent > dst.tensor_bytes:
+                raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {place}")
+            return cut.plan(place.tensor, first, count, offset=place.offset, alias=ends.same_memory)
+
+        name = RemoteName(self._cluster_id, cache_id=place.cache_id)
+        return self._source.engine.initiator.push(
+            name, self._source.entry, plan, deadline, _WHAT, consumes=False, recipient=self._recipient
+        )

@@ -1,0 +1,473 @@
+"""Copies inside one process: rows, blocks of one cache, blocks of two. Plans and native copy are those of the pulls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist import _native
+from llm_datadist._cache import geometry
+from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._native import Plan, Tensors
+from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
+from llm_datadist.metrics import SwapStatistics
+from llm_datadist.types import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from llm_datadist._cache.store import CacheStore
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.device import Device
+    from llm_datadist._memory.segment import Segment
+    from llm_datadist._native import CopyPool
+    from llm_datadist.types import Cache
+
+__all__ = ["LocalCopies", "Operand", "SwapEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One side of a copy between two caches: what the caller knows it as, geometry and addresses."""
+
+    name: str
+    geometry: Geometry
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
+        """Return memory that is not ours; ``addresses`` has one per tensor.
+
+        Raises:
+            ParamError: An address is zero.
+        """
+        if 0 in addresses:
+            raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
+        return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
+
+
+class LocalCopies:
+    """Runs in the caller's thread; holds the caches' memory for the length of each call."""
+
+    def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
+        self._store = store
+        self._swap = swap
+        self._pool = pool
+
+    def copy_cache(
+        self,
+        dst_id: int,
+        src_id: int,
+        *,
+        dst_row: int,
+        src_row: int,
+        offset: int,
+        size: int,
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Copy part of a row to a row (R8); return the bytes copied."""
+        with self._store.holding(src_id, f"{what}: src") as src, self._store.holding(dst_id, f"{what}: dst") as dst:
+            src.geometry.require_kind(f"{what}: src", CacheKind.CACHE)
+            dst.geometry.require_kind(f"{what}: dst", CacheKind.CACHE)
+            plan = geometry.plan_copy_row(
+                src.geometry, dst.geometry, src_row=src_row, dst_row=dst_row, offset=offset, size=size
+            )
+            self._execute(plan, dst.storage.tensors, src.storage.tensors, deadline, what)
+            return plan.nbytes
+
+    def copy_blocks(
+        self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
+    ) -> int:
+        """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
+        with self._store.holding(cache_id, "copy_blocks: cache") as entry:
+            entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
+            names = ("sources of copy_block_info", "destinations of copy_block_info")
+            plan = _plan(entry.geometry, entry.geometry, src_blocks, dst_blocks, alias=True, names=names)
+            self._execute(plan, entry.storage.tensors, entry.storage.tensors, deadline, "copy_blocks")
+            return plan.nbytes
+
+    def swap_blocks(
+        self,
+        src: Cache,
+        dst: Cache,
+        src_blocks: NDArray[np.int64],
+        dst_blocks: NDArray[np.int64],
+        *,
+        ends: tuple[str, str] = ("src_cache", "dst_cache"),
+    ) -> int:
+        """Move blocks between a HOST and a DEVICE blocks cache (R10); return the bytes moved.
+
+        ``ends``: what the caller knows the two caches as.
+
+        Raises:
+            ParamError: Sizes, counts, indices, placements do not fit, an address is zero, or a cache was deallocated.
+            OutOfMemory: No staging memory on the device.
+        """
+        with self._operand(ends[0], src) as source, self._operand(ends[1], dst) as target:
+            names = ("sources of src_to_dst", "destinations of src_to_dst")
+            plan, alias = _plan_two(source, target, src_blocks, dst_blocks, "swap_blocks", names)
+            if source.geometry.placement == target.geometry.placement:
+                raise ParamError(
+                    f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
+                    "one must be HOST and one DEVICE"
+                )
+            _refuse_overlap(source, target, alias, "swap_blocks")
+            self._swap_plan(plan, source, target)
+            return plan.nbytes
+
+    @contextmanager
+    def _operand(self, name: str, cache: Cache) -> Iterator[Operand]:
+        """Yield geometry and addresses of a swap operand; a cache of ours keeps its memory meanwhile.
+
+        The handle alone counts, registered or not (API §6.9): ids of caches that are not ours mean nothing here.
+        """
+        geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
+        with ExitStack() as held:
+            try:
+                entry = held.enter_context(self._store.holding(cache.cache_id, name))
+            except CacheNotFound:
+                entry = None
+            addresses = list(cache.tensor_addrs)
+            if len(addresses) != geometry.num_tensors:
+                raise ParamError(f"{name}: it has no memory any more (deallocated)")
+            if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
+                # Not the handle's descriptor: its shape is the user's own list, and may have changed since.
+                yield Operand(name, entry.geometry, entry.storage.tensors)
+            else:
+                yield Operand.of(name, geometry, addresses)
+
+    def copy_block_lists(
+        self,
+        src: int | Operand,
+        dst: int | Operand,
+        src_blocks: NDArray[np.int64],
+        dst_lists: NDArray[np.int64],
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Copy one list of source blocks to each of several lists of destination blocks; return the bytes copied (R13).
+
+        The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
+        threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
+
+        Args:
+            src: Source: the id of a cache of ours, or memory of the caller.
+            dst: Destination; may be the source.
+            src_blocks: Shape ``(N,)``.
+            dst_lists: Shape ``(L, N)``.
+
+        Raises:
+            CacheNotFound: No cache with such an id.
+            ParamError: Sizes, counts, indices do not fit, both are on the host, or tensors overlap.
+            OutOfMemory: No staging memory on the device.
+            DeadlineExceeded: The addressed blocks are undefined.
+        """
+        with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
+            plan, alias = _plan_two(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
+            host = [side.geometry.placement == Placement.HOST for side in (source, target)]
+            if all(host):
+                raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
+            _refuse_overlap(source, target, alias, what)
+            if any(host):
+                self._swap_plan(plan, source, target)
+            else:
+                self._execute(plan, target.tensors, source.tensors, deadline, what)
+            return plan.nbytes
+
+    @contextmanager
+    def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
+        if isinstance(operand, Operand):
+            yield operand
+            return
+        with self._store.holding(operand, f"{what}: {name}") as entry:
+            entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
+            yield Operand(name, entry.geometry, entry.storage.tensors)
+
+    def _swap_plan(self, plan: Plan, source: Operand, target: Operand) -> None:
+        block_bytes, to_device = target.geometry.stride, target.geometry.placement == Placement.DEVICE
+        self._swap.swap(plan, target.tensors, source.tensors, block_bytes=block_bytes, to_device=to_device)
+
+    def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> None:
+        done = _native.execute(plan, dst, src, self._pool, deadline.expires_ns, deadline.cancelled)
+        if done < plan.nbytes:
+            raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
+
+
+def _plan_two(
+    source: Operand,
+    target: Operand,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    what: str,
+    names: tuple[str, str],
+) -> tuple[Plan, bool]:
+    """Plan blocks of one cache to blocks of another.
+
+    Args:
+        dst_blocks: Shape ``(N,)``, or ``(L, N)`` for L lists one after the other.
+        names: What errors call the two lists.
+
+    Returns:
+        The plan, and whether both caches are the same tensors.
+    """
+    src, dst = source.geometry, target.geometry
+    if src.stride != dst.stride:
+        raise CacheMismatch(
+            f"{what}: block sizes differ: blocks of {source.name} have {src.stride} bytes, "
+            f"of {target.name} {dst.stride}"
+        )
+    if src.num_tensors != dst.num_tensors:
+        raise CacheMismatch(
+            f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
+        )
+    # Host memory may be the "device" here, so both caches may lie on the same tensors.
+    alias = np.array_equal(source.tensors.bases, target.tensors.bases)
+    if dst_blocks.ndim > 1:
+        _check_lists(names[1], dst_blocks, dst.rows)
+        src_blocks, dst_blocks = np.tile(src_blocks, len(dst_blocks)), dst_blocks.reshape(-1)
+    return _plan(src, dst, src_blocks, dst_blocks, alias=alias, names=names), alias
+
+
+def _check_lists(name: str, lists: NDArray[np.int64], rows: int) -> None:
+    """Name the list and the place of a block that does not exist; behind it there is only one long list."""
+    if int(lists.max()) >= rows:
+        i, j = (int(at) for at in np.unravel_index(lists.argmax(), lists.shape))
+        raise ParamError(f"{name}[{i}][{j}]={lists[i, j]}: must be in [0, {rows})")
+
+
+def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
+    if not alias and _overlap(source.tensors, target.tensors):
+        raise ParamError(f"{what}: tensors of {source.name} and {target.name} overlap without being the same")
+
+
+def _overlap(one: Tensors, other: Tensors) -> bool:
+    """Return True when a byte belongs to both ends."""
+    starts = np.sort(other.bases)
+    after = np.searchsorted(starts, one.bases, side="right")
+    below, above = starts[np.maximum(after, 1) - 1], starts[np.minimum(after, len(starts) - 1)]
+    from_below = (below <= one.bases) & (one.bases - below < np.uint64(other.extent))
+    from_above = (above >= one.bases) & (above - one.bases < np.uint64(one.extent))
+    return bool((from_below | from_above).any())
+
+
+def _plan(
+    src: Geometry,
+    dst: Geometry,
+    src_blocks: NDArray[np.int64],
+    dst_blocks: NDArray[np.int64],
+    *,
+    alias: bool,
+    names: tuple[str, str],
+) -> Plan:
+    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors call the two lists by ``names``."""
+    return _native.plan_blocks(
+        dst_blocks,
+        src_blocks,
+        block_bytes=src.stride,
+        dst_count=dst.rows,
+        src_count=src.rows,
+        alias=alias,
+        tensors=(0, 0, src.num_tensors),
+        dst_name=names[1],
+        src_name=names[0],
+    )
+
+
+_WORKERS: Final = 4
+_STAGING_BUFFERS: Final = 4
+
+
+class SwapEngine:
+    """Owns the swap workers and the staging buffers of one LLMDataDist.
+
+    Callers' threads swap, one at a time; the workers exist from the first swap to :meth:`close`.
+
+    Args:
+        device: What DEVICE placement means.
+        cpus: How many CPUs there are to use; None: as many as this process may use.
+    """
+
+    def __init__(self, device: Device, cpus: int | None = None) -> None:
+        self._device = device
+        self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
+        self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
+        self._copy_pool: _native.CopyPool | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._staging: list[Segment] = []
+
+    def swap(self, plan: Plan, dst: Tensors, src: Tensors, *, block_bytes: int, to_device: bool) -> None:
+        """Carry out a plan between host and device memory, whose runs are whole blocks of ``block_bytes``.
+
+        Raises:
+            OutOfMemory: The device cannot provide the staging buffers; nothing was copied.
+        """
+        if plan.nbytes == 0:
+            return
+        with self._lock:
+            if not self._device.needs_staging:
+                if self._copy_pool is None:
+                    self._copy_pool = _native.CopyPool(self.workers)
+                _native.execute(plan, dst, src, self._copy_pool, _native.NO_DEADLINE)
+            elif to_device:
+                self._swap_in(plan, dst, src, block_bytes)
+            else:
+                self._swap_out(plan, dst, src)
+
+    def statistics(self) -> SwapStatistics:
+        """Return workers and staging bytes."""
+        return SwapStatistics(self.workers, sum(segment.nbytes for segment in self._staging))
+
+    def close(self) -> None:
+        """End the workers and give the staging memory back. Idempotent."""
+        with self._lock:
+            if self._copy_pool is not None:
+                self._copy_pool.close()
+                self._copy_pool = None
+            if self._threads is not None:
+                self._threads.shutdown()
+                self._threads = None
+            self._give_staging_back()
+
+    def _give_staging_back(self) -> None:
+        for segment in self._staging:
+            segment.close()
+        self._staging.clear()
+
+    # --- devices with staging: under the lock ----------------------------------------------------------------------
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            # One more than the workers: the thread that empties the staging buffers.
+            self._threads = ThreadPoolExecutor(self.workers + 1, thread_name_prefix="llm-datadist-swap")
+        return self._threads
+
+    def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
+        copies = list(_spans(plan, dst, src))
+        if plan.ordered:
+            for copy in copies:
+                self._device.copy_from_device(*copy)
+            return
+
+        def work(first: int) -> None:
+            for copy in copies[first :: self.workers]:
+                self._device.copy_from_device(*copy)
+
+        _finish([self._executor().submit(work, worker) for worker in range(self.workers)])
+
+    def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
+        self._take_staging(block_bytes)
+        copies = [block for span in _spans(plan, dst, src) for block in _blocks(span, block_bytes)]
+        if plan.ordered:
+            buffer = self._staging[0].address
+            for target, source, nbytes in copies:
+                self._device.copy_to_device(buffer, source, nbytes)
+                self._device.copy_on_device(target, buffer, nbytes)
+            return
+        buffers = [segment.address for segment in self._staging]
+        _Pipeline(self._device, buffers).run(copies, self._executor(), self.workers)
+
+    def _take_staging(self, nbytes: int) -> None:
+        """Make sure that there are four buffers of at least ``nbytes``, the block size."""
+        if self._staging and self._staging[0].nbytes >= nbytes:
+            return
+        self._give_staging_back()
+        try:
+            for _ in range(_STAGING_BUFFERS):
+                self._staging.append(
+                    self._device.allocate(nbytes, "swap-staging", peers_may_write=False, prefault=False)
+                )
+        except BaseException as error:
+            self._give_staging_back()
+            if not isinstance(error, OutOfMemory):
+                raise
+            raise OutOfMemory(
+                f"swap_blocks: no device memory for {_STAGING_BUFFERS} staging buffers of {nbytes} bytes "
+                f"({_STAGING_BUFFERS * nbytes} in all): {error}",
+                pool=error.pool,
+                requested=_STAGING_BUFFERS * nbytes,
+                free=error.free,
+                largest_hole=error.largest_hole,
+            ) from error
+
+
+class _Pipeline:
+    """Host -> buffer by several workers, buffer -> device by one. Lives for one swap-in."""
+
+    def __init__(self, device: Device, buffers: list[int]) -> None:
+        self._device = device
+        self._empty: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._failed = threading.Event()
+        for buffer in buffers:
+            self._empty.put(buffer)
+
+    def run(self, copies: list[tuple[int, int, int]], threads: ThreadPoolExecutor, workers: int) -> None:
+        drain = threads.submit(self._drain)
+        fills = [threads.submit(self._fill, copies[worker::workers]) for worker in range(workers)]
+        try:
+            _finish(fills)
+        finally:
+            self._full.put(None)
+            drain.result()
+
+    def _fill(self, copies: list[tuple[int, int, int]]) -> None:
+        for target, source, nbytes in copies:
+            buffer = self._empty.get()
+            if self._failed.is_set():
+                self._empty.put(buffer)
+                return
+            try:
+                self._device.copy_to_device(buffer, source, nbytes)
+            except BaseException:
+                # The other workers must not wait for a buffer that never comes back.
+                self._failed.set()
+                self._empty.put(buffer)
+                raise
+            self._full.put((target, buffer, nbytes))
+
+    def _drain(self) -> None:
+        error: BaseException | None = None
+        while (work := self._full.get()) is not None:
+            target, buffer, nbytes = work
+            try:
+                if error is None:
+                    self._device.copy_on_device(target, buffer, nbytes)
+            except BaseException as failure:  # noqa: BLE001 (kept until the workers have ended)
+                error = failure
+                self._failed.set()
+            finally:
+                self._empty.put(buffer)
+        if error is not None:
+            raise error
+
+
+def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:
+    """Yield (dst address, src address, bytes), tensor by tensor, in the order of the runs."""
+    runs = plan.runs.tolist()
+    for i in range(plan.count):
+        target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])
+        for to, at, nbytes in runs:
+            yield target + to, source + at, nbytes
+
+
+def _blocks(span: tuple[int, int, int], block_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a merged run into the blocks that fit a staging buffer."""
+    target, source, nbytes = span
+    for at in range(0, nbytes, block_bytes):
+        yield target + at, source + at, block_bytes
+
+
+def _finish(futures: list[Future[None]]) -> None:
+    """Wait for all, then raise the first error."""
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise errors[0]

@@ -1,0 +1,89 @@
+"""Spans around operations: they count, time and log them.
+
+No globals: every LLMDataDist has its own :class:`Meters`. A span is native code unless somebody reads the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol, Self
+
+from llm_datadist._log import logger
+from llm_datadist._native import Meter, Timer
+from llm_datadist.metrics import OperationStatistics
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Meters", "Span"]
+
+
+class Span(Protocol):
+    """One operation while it runs. Used by one thread.
+
+    Attributes:
+        nbytes: What it moved; set by whoever knows.
+    """
+
+    nbytes: int
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Meters:
+    """Totals per operation. Any thread; takes no lock."""
+
+    def __init__(self) -> None:
+        self._meters: dict[str, Meter] = {}
+
+    def span(self, name: str, detail: str = "", *args: object) -> Span:
+        """Return a context manager that times, counts and logs one operation.
+
+        ``detail`` is a lazy ``%``-format of ``args`` for the log; set ``span.nbytes`` to what moved.
+        """
+        meter = self._meters.get(name)
+        if meter is None:
+            meter = self._meters.setdefault(name, Meter())
+        timer = Timer(meter)
+        return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+
+    def totals(self) -> tuple[OperationStatistics, ...]:
+        """Return the totals of what has ended so far, by name."""
+        return tuple(
+            OperationStatistics(name, each.count, each.errors, each.nbytes, each.seconds)
+            for name, each in sorted(self._meters.copy().items())
+            if each.count
+        )
+
+
+class _Logged:
+    """A span that tells the log how the operation begins and ends."""
+
+    __slots__ = ("_args", "_detail", "_name", "_timer", "nbytes")
+
+    def __init__(self, timer: Timer, name: str, detail: str, args: tuple[object, ...]) -> None:
+        self._timer = timer
+        self._name = name
+        self._detail = detail
+        self._args = args
+        self.nbytes = 0
+
+    def __enter__(self) -> Self:
+        logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=3)
+        self._timer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.nbytes = self.nbytes
+        self._timer.__exit__(kind, error, trace)
+        if error is not None:
+            logger.info("%s failed " + self._detail + ": %s", self._name, *self._args, error, stacklevel=3)
+        else:
+            text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
+            logger.info(text, self._name, *self._args, self.nbytes, self._timer.seconds, stacklevel=3)

@@ -1,0 +1,132 @@
+"""Cross-memory attach: private memory of another process of this host, by process_vm_readv and process_vm_writev.
+
+The kernel copies between the two processes, nothing is mapped; only the peer's guard table is, as over shm. Whether
+the kernel lets us is found out once, by :func:`probe`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._memory.exports import ADDRESS_SPACE
+from llm_datadist._native import execute_process, peek_process
+from llm_datadist._transport.connection import PRIVATE, Capabilities, Transfer, Window
+from llm_datadist._transport.peer_memory import MetConnection
+from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
+
+if TYPE_CHECKING:
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._native import CopyPool, Plan, Tensors
+    from llm_datadist._transport.peer_memory import SharedPeer
+
+__all__ = ["CmaConnection", "probe"]
+
+_YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+class CmaConnection(MetConnection):
+    """A connection to private memory of another process. Threads as in the base class; owns its share of the peer.
+
+    Addresses of a peer mean nothing in this process: equal ones at both ends are not the same memory.
+
+    Args:
+        peer: The share.
+        writable: True when the peer may be written (RCA). The kernel does not know that rule.
+    """
+
+    capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
+
+    def __init__(self, peer: SharedPeer, *, writable: bool) -> None:
+        self._private = Window(0, ADDRESS_SPACE, writable)
+        super().__init__(peer)
+
+    def _window(self, region: int) -> Window | None:
+        if region != PRIVATE:
+            raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
+        return self._private
+
+    def _move(
+        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+    ) -> Transfer:
+        what = "write" if write else "read"
+        # Before, because a process that got the pid again must not be written; after, because its bytes come without
+        # an error.
+        self._check_alive(what)
+        try:
+            done = execute_process(
+                plan, local, remote, self._peer.pid, pool, deadline.expires_ns, deadline.cancelled, write=write
+            )
+        except OSError as error:
+            self._check_alive(what)
+            raise _failure(what, error) from error
+        self._check_alive(what)
+        if done < plan.nbytes:
+            raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
+        return Transfer(done)
+
+    def _check_alive(self, what: str) -> None:
+        if not self._peer.alive():
+            raise PeerLost(f"{what}: the peer process {self._peer.pid} has ended", phase="copy")
+
+
+def _failure(what: str, error: OSError) -> LLMException:
+    """Return what to raise for a refusal of the kernel while the peer lives."""
+    text = f"{what}: {error.strerror}"
+    if error.errno == errno.ESRCH:  # ending: its memory goes before its pidfd tells
+        return PeerLost(text, phase="copy")
+    if error.errno == errno.EPERM:
+        return LinkRefused(text, phase="copy")
+    return TransferFailed(f"{text}; the bytes addressed are undefined", phase="copy")
+
+
+def probe(peer: SharedPeer, cookie_address: int, cookie: bytes) -> str | None:
+    """Try whether this process may reach the peer's private memory, and that it is the peer whom its pid names.
+
+    Args:
+        peer: The peer, as met on this host.
+        cookie_address: Where the peer says that the cookie lies in its own address space; not trusted.
+        cookie: What must be there: the header of its guard table.
+
+    Returns:
+        None when cma can be used, else the reason why not, in one line.
+    """
+    if peer.pid == 0:
+        return "the peer's process is not visible from our pid namespace"
+    if not 0 < cookie_address <= ADDRESS_SPACE - len(cookie):
+        return f"the peer told an impossible address of its cookie: {cookie_address}"
+    try:
+        found = peek_process(peer.pid, cookie_address, len(cookie))
+    except OSError as error:
+        return _refusal(peer, error)
+    if not peer.alive():
+        return f"the peer process {peer.pid} has ended"
+    return None if found == cookie else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
+
+
+def _refusal(peer: SharedPeer, error: OSError) -> str:
+    if error.errno == errno.ESRCH:
+        return f"the peer process {peer.pid} has ended"
+    if error.errno == errno.EFAULT:
+        return f"pid {peer.pid} has no cookie where the peer has it: it is another process"
+    if error.errno == errno.EPERM:
+        return f"the kernel does not let us into pid {peer.pid}: {_why_not_permitted(peer)}"
+    return str(error.strerror)
+
+
+def _why_not_permitted(peer: SharedPeer) -> str:
+    if peer.uid != os.getuid():
+        return f"it runs as uid {peer.uid}, this process as uid {os.getuid()}"
+    scope = _ptrace_scope()
+    if scope not in ("", "0"):
+        return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
+    return "it is not dumpable, has more capabilities than we, or lives in another user namespace"
+
+
+def _ptrace_scope() -> str:
+    try:
+        return _YAMA.read_text().strip()
+    except OSError:  # a kernel without Yama
+        return ""

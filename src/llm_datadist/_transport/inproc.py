@@ -1,0 +1,101 @@
+"""The reference transport: both peers live in this process. Read this one first."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from llm_datadist._memory.exports import ADDRESS_SPACE
+from llm_datadist._transport.connection import PRIVATE, Capabilities, Connection, Window, move_mapped
+from llm_datadist.errors import LinkError, ParamError, PeerLost
+
+if TYPE_CHECKING:
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.write_intents import Announcer
+    from llm_datadist._native import CopyPool, Plan, Tensors
+    from llm_datadist._transport.connection import Exports, Transfer
+
+__all__ = ["InprocConnection", "connect", "lives_here", "register", "unregister"]
+
+# Any thread; each use is one atomic dict operation. A forked child is another process: nobody of the parent is in it.
+_peers: dict[bytes, Exports] = {}
+os.register_at_fork(after_in_child=_peers.clear)
+
+
+def register(exports: Exports) -> None:
+    """Announce that the peer ``exports.incarnation`` lives in this process; ``ParamError`` when it already does."""
+    if _peers.setdefault(exports.incarnation, exports) is not exports:
+        raise ParamError(f"register: incarnation {exports.incarnation.hex()} is already registered in this process")
+
+
+def unregister(incarnation: bytes) -> None:
+    """Take the peer out of the table; its connections raise ``PeerLost`` from now on. Unknown ones are ignored."""
+    _peers.pop(incarnation, None)
+
+
+def lives_here(incarnation: bytes) -> bool:
+    """Return True when that incarnation is a peer in this process."""
+    return incarnation in _peers
+
+
+def connect(incarnation: bytes) -> InprocConnection:
+    """Return a connection to a peer of this process; ``LinkError`` when it is not here."""
+    exports = _peers.get(incarnation)
+    if exports is None:
+        raise LinkError(f"inproc: incarnation {incarnation.hex()} does not live in this process")
+    return InprocConnection(exports)
+
+
+class InprocConnection(Connection):
+    """A connection to a peer of this process. Threads as in the base class.
+
+    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Readers
+    announce themselves like writers: private memory that its user frees under them would end the process.
+    """
+
+    capabilities = Capabilities(
+        "inproc", shared_regions=True, private_memory=True, same_addresses=True, announces_reads=True
+    )
+
+    def __init__(self, exports: Exports) -> None:
+        self._exports = exports
+        self._views = {region: segment.view() for region, segment in exports.regions.items()}
+        guards = exports.guards.segment.view()
+        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
+        self._page = exports.writers.open_here()
+        self._announces = self._page.announcer()
+        super().__init__()
+
+    def _announcer(self, *, write: bool) -> Announcer | None:
+        self._check_peer()
+        return self._announces
+
+    def _window(self, region: int) -> Window | None:
+        self._check_peer()
+        if region == PRIVATE:
+            return Window(0, ADDRESS_SPACE, self._exports.writable)
+        view = self._views.get(region)
+        return None if view is None else Window(view.ctypes.data, view.nbytes, self._exports.writable)
+
+    def _guards(self) -> Window:
+        self._check_peer()
+        window = self._guard_window
+        if window is None:
+            raise LinkError("inproc: the connection is closed; link again", phase="copy")
+        return window
+
+    def _move(
+        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
+    ) -> Transfer:
+        self._check_peer()
+        return move_mapped(plan, local, remote, pool, deadline, write=write)
+
+    def _check_peer(self) -> None:
+        if _peers.get(self._exports.incarnation) is not self._exports:
+            raise PeerLost(f"inproc: the peer {self._exports.incarnation.hex()} in this process is finalised")
+
+    def _release(self) -> None:
+        self._announces.close()
+        self._page.retire()
+        del self._views
+        self._guard_window = None

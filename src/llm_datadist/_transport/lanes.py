@@ -1,0 +1,571 @@
+"""The data lanes of one process: which lane belongs to which link, and who answers what comes in on them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from llm_datadist._log import logger
+from llm_datadist._memory.exports import ADDRESS_SPACE
+from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, Served, WriteAsked
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkRefused,
+    LLMException,
+    LLMStatusCode,
+    ParamError,
+    PeerLost,
+    ProtocolError,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._native import LaneEvent, Tensors
+
+__all__ = [
+    "LANE_PREAMBLE",
+    "MAX_HANDLE_BYTES",
+    "MAX_LANES",
+    "MAX_RUNS",
+    "TOKEN_BYTES",
+    "LaneGrant",
+    "LaneGroup",
+    "LaneHandler",
+    "LaneRequest",
+    "Lanes",
+    "accept_lane",
+    "decode_request",
+    "dial_lanes",
+    "encode_request",
+    "read_lane_greeting",
+    "tune_lane",
+]
+
+MAX_LANES: Final = 8
+"""Lanes that one peer may have on one link."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneGrant:
+    """The target's answer to a request: this memory, as long as these guards hold.
+
+    Attributes:
+        tensors: All tensors of what the handle names, valid until :meth:`Lanes.quiesce` has returned for ``tag``.
+        guards: (address, generation) pairs, checked before the first byte and after the last.
+        tag: What ``quiesce`` will call this memory.
+    """
+
+    tensors: Tensors
+    guards: Sequence[tuple[int, int]] = ()
+    tag: int = 0
+
+
+class LaneHandler(Protocol):
+    """What the owner of the memory does for lanes. Everything is called on the loop's thread and must be short."""
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        """Return what the peer of ``link`` may read; any ``LLMException`` refuses it, with its status and text."""
+
+    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
+        """Return what the peer of ``link`` may write; as :meth:`on_read`."""
+
+    def on_served(self, link: object, nbytes: int) -> None:
+        """Take note that a granted request has ended: ``nbytes`` moved, 0 if it failed."""
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        """Take note that a lane of ``link`` ended by itself and ``left`` are there still."""
+
+
+class LaneGroup:
+    """The lanes of one link. Any thread; made, begun and ended by :class:`Lanes`.
+
+    Until it has begun, its lanes wait as sockets: what the peer says meanwhile stays in the kernel, so that no request
+    comes before the link that it is for.
+
+    Attributes:
+        link: Whose they are, opaque here; None until it has begun.
+        token: What opens it to lanes of the peer; empty where this end dials.
+    """
+
+    def __init__(self, token: bytes = b"") -> None:
+        self.link: object = None
+        self.token = token
+        self._changed = threading.Condition(threading.Lock())  # protects all below
+        self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
+        self._waiting: list[socket.socket] = []
+        self._begun = False
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Return how many lanes there are now."""
+        return len(self._loads) + len(self._waiting)
+
+    @property
+    def closed(self) -> bool:
+        """True once the link's lanes were closed."""
+        return self._closed
+
+    def wait(self, sock: socket.socket) -> bool:
+        """Keep a socket until the group begins; False when it has begun."""
+        with self._changed:
+            if self._closed:
+                raise LinkRefused("the link of this lane has ended")
+            if not self._begun:
+                self._waiting.append(sock)
+            return not self._begun
+
+    def begin(self, link: object) -> list[socket.socket]:
+        """Keep no socket any more; return those that waited."""
+        with self._changed:
+            self.link, self._begun = link, True
+            waiting, self._waiting = self._waiting, []
+            return waiting
+
+    def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
+        """Return the lane with the least to do, and note ``nbytes`` more on it.
+
+        The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
+        the same order, as they were dialled. Where the peer dials, lost lanes come back by themselves: they are waited
+        for until the ``deadline``.
+
+        Raises:
+            PeerLost: There is none left.
+        """
+        with self._changed:
+            while not self._closed and not self._loads:
+                if deadline is None or deadline.expired():
+                    break
+                self._changed.wait(deadline.wait_at_most())
+            lanes = list(self._loads)
+            lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__, default=None)
+            if lane is not None:
+                self._loads[lane] += nbytes
+        if lane is None:
+            raise PeerLost("no data lane to the peer is left; link again", phase="copy")
+        return lane
+
+    def put(self, lane: int, nbytes: int) -> None:
+        """Note that so many bytes of a lane have ended, and whether they moved does not matter."""
+        with self._changed:
+            if lane in self._loads:
+                self._loads[lane] -= nbytes
+
+    def add(self, lane: int) -> bool:
+        """Take a new lane in; False when the group was closed meanwhile."""
+        with self._changed:
+            if not self._closed:
+                self._loads[lane] = 0
+                self._changed.notify_all()
+            return not self._closed
+
+    def discard(self, lane: int) -> None:
+        """Take a lane out that has ended."""
+        with self._changed:
+            self._loads.pop(lane, None)
+
+    def close(self) -> tuple[list[int], list[socket.socket]]:
+        """Take every lane out, for good; return them, and the sockets that waited."""
+        with self._changed:
+            self._closed = True
+            lanes, self._loads = list(self._loads), {}
+            waiting, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return lanes, waiting
+
+    def __repr__(self) -> str:
+        return f"<LaneGroup {len(self)} lanes{', closed' if self._closed else ''}>"
+
+
+class Lanes:
+    """Owns the engine, its threads and all lanes until :meth:`close`. Requests are answered on the loop's thread.
+
+    The engine is made with the first link that has lanes: most processes never need one.
+
+    Args:
+        threads: Threads that move bytes.
+        handler: Who answers what peers ask.
+    """
+
+    def __init__(self, threads: int, handler: LaneHandler) -> None:
+        self._threads = threads
+        self._handler = handler
+        self._pid = os.getpid()
+        # Single dict operations only: callers add, the loop's thread looks up.
+        self._groups: dict[int, LaneGroup] = {}
+        self._doors: dict[bytes, LaneGroup] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._making = threading.Lock()  # protects the two below
+        self._engine: LaneEngine | None = None
+        self._closed = False
+
+    @property
+    def engine(self) -> LaneEngine:
+        """The engine, made now if need be.
+
+        Raises:
+            LinkRefused: Closed.
+        """
+        with self._making:
+            if self._closed:
+                raise LinkRefused("the data lanes of this process are closed")
+            if self._engine is None:
+                self._engine = LaneEngine(self._threads)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._listen)
+            return self._engine
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer requests from now on. Called once, on the loop's thread."""
+        with self._making:
+            self._loop = loop
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._loop is not None and self._engine is not None:
+            self._loop.add_reader(self._engine.event_fd(), self._on_events)
+
+    def stop(self) -> None:
+        """Answer no more, and take no link any more. Called on the loop's thread, before :meth:`close`; idempotent."""
+        with self._making:
+            self._closed = True
+            loop, self._loop = self._loop, None
+        if loop is not None and self._engine is not None:
+            loop.remove_reader(self._engine.event_fd())
+
+    def close(self) -> None:
+        """Lose every lane and join the threads: no memory is touched any more. Idempotent, any thread."""
+        if self._pid != os.getpid():
+            self._making = threading.Lock()  # may be held for ever by a thread that only the parent has
+        with self._making:
+            self._closed = True
+            engine = self._engine
+        if engine is not None:
+            engine.close()
+        self._groups.clear()
+        self._doors.clear()
+
+    def open(self, socks: Iterable[socket.socket] = (), token: bytes = b"") -> LaneGroup:
+        """Return the group of a link to come, with lanes over these sockets, which are taken over.
+
+        With a token, :meth:`find` finds it until it is shut.
+        """
+        group = LaneGroup(token)
+        for sock in socks:
+            group.wait(sock)
+        if token:
+            self._doors[token] = group
+        return group
+
+    def find(self, token: bytes) -> LaneGroup:
+        """Return the group that a new lane of a peer belongs to.
+
+        Raises:
+            LinkRefused: There is none, or it has lanes enough.
+        """
+        group = self._doors.get(token)
+        if group is None:
+            raise LinkRefused("a lane with an unknown token")
+        if len(group) >= MAX_LANES:
+            raise LinkRefused(f"a link has at most {MAX_LANES} lanes")
+        return group
+
+    def begin(self, group: LaneGroup, link: object) -> None:
+        """The link is there: serve its lanes from now on.
+
+        Raises:
+            LinkRefused: Closed.
+        """
+        self.add_all(group, group.begin(link))
+
+    def add_all(self, group: LaneGroup, socks: Sequence[socket.socket]) -> None:
+        """:meth:`add` each; all are taken over, whatever happens."""
+        with ExitStack() as left:
+            for sock in socks:
+                left.callback(sock.close)  # which does nothing to one that was added
+            for sock in socks:
+                self.add(group, sock)
+
+    def add(self, group: LaneGroup, sock: socket.socket) -> None:
+        """Add a lane to a link over a connected socket, which is taken over.
+
+        Raises:
+            LinkRefused: The group has ended, or everything has.
+        """
+        try:
+            if group.wait(sock):
+                return
+            engine = self.engine
+        except LinkRefused:
+            sock.close()
+            raise
+        lane = engine.reserve_lane()
+        # Before its first event can come.
+        self._groups[lane] = group
+        engine.attach_lane(lane, sock.detach())
+        if not group.add(lane):
+            self.drop(group, [lane])
+        elif lane not in self._groups:  # lost already
+            group.discard(lane)
+
+    def shut(self, group: LaneGroup) -> None:
+        """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
+        if self._pid != os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
+            return
+        self._doors.pop(group.token, None)
+        lanes, waiting = group.close()
+        self.drop(group, lanes)
+        for sock in waiting:
+            sock.close()
+
+    def drop(self, group: LaneGroup, lanes: Iterable[int]) -> None:
+        """Close some lanes of a link."""
+        for lane in lanes:
+            group.discard(lane)
+            self._groups.pop(lane, None)
+            if self._engine is not None:
+                self._engine.drop_lane(lane)
+
+    def quiesce(self, tag: int) -> None:
+        """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
+
+        Advance its guards before: they stop what is granted later.
+        """
+        if self._engine is not None:
+            self._engine.quiesce(tag)
+
+    # Events, on the loop's thread
+
+    def _on_events(self) -> None:
+        assert self._engine is not None, "only reached by its own events"
+        for event in self.engine.poll_events():
+            group = self._groups.get(event.lane)
+            if group is not None:  # else we dropped it
+                self._dispatch(group, event)
+
+    def _dispatch(self, group: LaneGroup, event: LaneEvent) -> None:
+        try:
+            match event:
+                case ReadAsked() | WriteAsked():
+                    self._answer(group, event)
+                case Served():
+                    self._handler.on_served(group.link, event.nbytes)
+                case LaneLost():
+                    self._groups.pop(event.lane, None)
+                    group.discard(event.lane)  # after the line above: see add()
+                    self._handler.on_lane_lost(group.link, len(group), event.reason)
+        except Exception:  # noqa: BLE001 (a bug in a handler must neither end the loop nor keep a peer waiting)
+            logger.exception("lane %d: a handler failed on %s", event.lane, type(event).__name__)
+            if isinstance(event, ReadAsked | WriteAsked):
+                self.engine.refuse(event.lane, event.id, LLMStatusCode.LLM_FAILED, "the target failed; see its log")
+
+    def _answer(self, group: LaneGroup, event: ReadAsked | WriteAsked) -> None:
+        try:
+            request = decode_request(event.meta)
+            write = isinstance(event, WriteAsked)
+            handle = self._handler.on_write if write else self._handler.on_read
+            grant = handle(group.link, request)
+            if request.extent != grant.tensors.extent:
+                raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
+            give = self.engine.accept_write if write else self.engine.serve_read
+            give(event.lane, event.id, request.plan, grant.tensors, grant.guards, grant.tag)
+        except LLMException as error:
+            self.engine.refuse(event.lane, event.id, _wire_code(error), " ".join(str(error).splitlines()))
+
+    def __repr__(self) -> str:
+        return f"<Lanes {len(self._groups)} lanes, {self._threads if self._engine else 0} threads>"
+
+
+def _wire_code(error: LLMException) -> int:
+    """Return the status as u32; success is not among what can be refused with."""
+    return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
+
+
+#: As the preamble of a control connection (magic, protocol version), with purpose 1.
+LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 1, 1)
+TOKEN_BYTES: Final = 16
+_NUMBER: Final = struct.Struct(">H")
+_ACCEPTED: Final = b"\x01"
+# What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
+# gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
+_UNSENT_BYTES: Final = 512 << 10
+
+
+def tune_lane(sock: socket.socket) -> None:
+    """Set what every lane has. Liveness is the control connection's affair, what is on its way the kernel's."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def dial_lanes(
+    address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, first: int = 0
+) -> list[socket.socket]:
+    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``. Blocks in the caller's thread.
+
+    Args:
+        address: Host and port of the peer's listener.
+        token: 16 bytes that the listener expects.
+        count: How many.
+        deadline: For all of them.
+        first: Number of the first one.
+
+    Raises:
+        DeadlineExceeded: Not all were accepted in time (phase ``connect``); none is left open.
+        LinkRefused: Unreachable or refused; none is left open.
+    """
+    what = f"data lanes to {address[0]}:{address[1]}"
+    with ExitStack() as opened:
+        socks = [_connect(address, deadline, what, opened) for _ in range(count)]
+        try:
+            for number, sock in enumerate(socks, first):
+                sock.sendall(LANE_PREAMBLE + token + _NUMBER.pack(number))  # which a new connection has room for
+            for sock in socks:
+                _await_accept(sock, deadline, what)
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise LinkRefused(f"{what}: the connection broke: {error}") from error
+        opened.pop_all()
+        return socks
+
+
+def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
+    """Return a new connection, which does not block."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = opened.enter_context(socket.socket(family, kind, protocol))
+        sock.setblocking(False)
+        tune_lane(sock)
+        failed = sock.connect_ex(where)
+        if failed == errno.EINPROGRESS:
+            _await(sock, select.POLLOUT, deadline, what)
+            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+    except DeadlineExceeded:
+        raise
+    except OSError as error:
+        raise LinkRefused(f"{what}: cannot connect: {error}") from error
+    return sock
+
+
+def _await_accept(sock: socket.socket, deadline: Deadline, what: str) -> None:
+    _await(sock, select.POLLIN, deadline, what)
+    if sock.recv(1) != _ACCEPTED:
+        raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
+    sock.setblocking(True)
+
+
+def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
+    """Return when the socket is ready or has failed. In turns, between which a cancellation is noticed."""
+    ready = select.poll()
+    ready.register(sock, event)
+    while not ready.poll(deadline.wait_at_most() * 1e3):
+        deadline.check(what, "connect")
+
+
+async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, int]:
+    """Return (token, lane number) of a new lane, after the listener has read its preamble. Runs on the target.
+
+    The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
+
+    Raises:
+        ProtocolError: The connection ended first.
+        OSError: It broke.
+    """
+    data = b""
+    while len(data) < TOKEN_BYTES + _NUMBER.size:
+        # Not a byte more: what follows belongs to the lane engine.
+        more = await loop.sock_recv(sock, TOKEN_BYTES + _NUMBER.size - len(data))
+        if not more:
+            raise ProtocolError("the connection ended before its lane greeting")
+        data += more
+    return data[:TOKEN_BYTES], _NUMBER.unpack(data[TOKEN_BYTES:])[0]
+
+
+async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
+    tune_lane(sock)
+    await loop.sock_sendall(sock, _ACCEPTED)
+
+
+MAX_HANDLE_BYTES: Final = 4096
+MAX_RUNS: Final = 1 << 15
+"""Runs of one request: half of what a meta of 1 MiB has room for."""
+
+_LENGTH: Final = struct.Struct("<I")
+_RUN_BYTES: Final = 16
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
+Handle = Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE_BYTES)]
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    handle: Handle
+    first: Size
+    count: Size
+    extent: Size
+    nbytes: Size
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRequest:
+    """A peer's request for memory of this process: well formed, nothing more is known to be true of it.
+
+    Attributes:
+        handle: What the peer was given to name the memory.
+        extent: Bytes of each tensor, as the peer believes.
+        plan: The bytes, with the same offsets as destination and source; to be checked against the true memory.
+    """
+
+    handle: bytes
+    extent: int
+    plan: Plan
+
+
+def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
+    """Return the meta for the target's side of a plan: its destination when writing, else its source."""
+    first = plan.dst_first if write else plan.src_first
+    head = msgspec.msgpack.encode(_Head(handle, first, plan.count, extent, plan.nbytes))
+    spans = plan.runs[:, (0 if write else 1, 2)].astype("<u8", order="C")
+    return b"".join((_LENGTH.pack(len(head)), head, spans.tobytes()))
+
+
+def decode_request(meta: bytes) -> LaneRequest:
+    """Return the request in a meta.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    if len(meta) < _LENGTH.size:
+        raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
+    (length,) = _LENGTH.unpack_from(meta)
+    start = _LENGTH.size + length
+    if start > len(meta) or (len(meta) - start) % _RUN_BYTES or (len(meta) - start) // _RUN_BYTES > MAX_RUNS:
+        raise ProtocolError(f"a lane request of {len(meta)} bytes with a head of {length} does not add up")
+    try:
+        head = msgspec.msgpack.decode(memoryview(meta)[_LENGTH.size : start], type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a lane request cannot be decoded: {error}") from error
+    runs = _runs_of(meta, start)
+    return LaneRequest(head.handle, head.extent, Plan(head.first, head.first, head.count, runs, False, head.nbytes))
+
+
+def _runs_of(meta: bytes, start: int) -> NDArray[np.uint64]:
+    spans = np.frombuffer(meta, "<u8", offset=start).reshape(-1, 2)
+    return np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64)

@@ -1,1 +1,0 @@
-"""Layer 3: what a cache is, without its bytes: geometry, plans, and who still needs it."""

@@ -1,1 +1,0 @@
-"""Layer 5: who is linked to whom, and the small messages between them. Never a KV byte."""

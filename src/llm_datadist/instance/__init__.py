@@ -1,1 +1,0 @@
-"""Layer 7, the calls of LLMDataDist by kind; ``datadist.py`` puts them together."""

@@ -1,0 +1,107 @@
+"""Whom to link to: LLMClusterInfo, and IPv4 addresses as the interface packs them (API §2.1)."""
+
+from __future__ import annotations
+
+import socket
+
+from llm_datadist._checks import check_int, check_type, check_uint16, check_uint32, check_uint64
+from llm_datadist.errors import ParamError
+from llm_datadist.types.enums import LLMRole
+
+__all__ = ["LLMClusterInfo", "trans_int_ip", "trans_str_ip"]
+
+
+def trans_str_ip(ip: str, name: str = "ip") -> int:
+    """Pack dotted IPv4 text into 32 bits, the first octet lowest: "1.2.3.4" is 0x04030201.
+
+    Errors call it ``name``.
+
+    Raises:
+        ParamError: ``ip`` is no IPv4 address (also a RuntimeError, as documented).
+        TypeError: ``ip`` is no str.
+
+    Source: API §2.1.
+    """
+    check_type(name, ip, str)
+    try:
+        return int.from_bytes(socket.inet_pton(socket.AF_INET, ip), "little")
+    except (OSError, ValueError):
+        raise ParamError(f"{name}: {ip!r} is no IPv4 address of the form 1.2.3.4") from None
+
+
+def trans_int_ip(ip: int) -> str:
+    """Undo :func:`trans_str_ip`: 0x04030201 is "1.2.3.4" (extension)."""
+    return socket.inet_ntop(socket.AF_INET, check_uint32("ip", ip).to_bytes(4, "little"))
+
+
+def _endpoint(ip: object, port: object) -> tuple[int, int]:
+    if isinstance(ip, str):
+        return trans_str_ip(ip), check_uint16("port", port)
+    if not hasattr(ip, "__index__"):
+        check_type("ip", ip, (str, int))
+    return check_uint32("ip", ip), check_uint16("port", port)
+
+
+class LLMClusterInfo:
+    """One cluster to link to or to unlink from.
+
+    ``remote_cluster_id`` may stay unset when linking: it is learned in the handshake (R28). The remote endpoint is the
+    peer's ``listen_ip_info``, exactly one; the local one is this host's address, its port does not matter.
+
+    Source: API §2.1.
+    """
+
+    def __init__(self) -> None:
+        self._remote_cluster_id: int | None = None
+        self._remote_role_type: LLMRole | int = 0
+        self._local: list[tuple[int, int]] = []
+        self._remote: list[tuple[int, int]] = []
+
+    @property
+    def remote_cluster_id(self) -> int | None:
+        """The peer's cluster id, uint64; None until it is set."""
+        return self._remote_cluster_id
+
+    @remote_cluster_id.setter
+    def remote_cluster_id(self, remote_cluster_id: int) -> None:
+        self._remote_cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
+
+    @property
+    def remote_role_type(self) -> LLMRole | int:
+        """The peer's role; has no effect, as documented."""
+        return self._remote_role_type
+
+    @remote_role_type.setter
+    def remote_role_type(self, remote_role_type: LLMRole | int) -> None:
+        if not isinstance(remote_role_type, LLMRole):
+            remote_role_type = check_int("remote_role_type", remote_role_type)
+        self._remote_role_type = remote_role_type
+
+    def append_local_ip_info(self, ip: str | int, port: int) -> None:
+        """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
+
+        Source: API §2.1.
+        """
+        self._local.append(_endpoint(ip, port))
+
+    def append_remote_ip_info(self, ip: str | int, port: int) -> None:
+        """Add the peer's listening endpoint; arguments and errors as in :meth:`append_local_ip_info`.
+
+        Source: API §2.1.
+        """
+        self._remote.append(_endpoint(ip, port))
+
+    @property
+    def local_ip_info_list(self) -> list[tuple[int, int]]:
+        """The local endpoints: (packed ip, port)."""
+        return self._local
+
+    @property
+    def remote_ip_info_list(self) -> list[tuple[int, int]]:
+        """The remote endpoints: (packed ip, port)."""
+        return self._remote
+
+    def __repr__(self) -> str:
+        local = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._local)
+        remote = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._remote)
+        return f"<LLMClusterInfo {self._remote_cluster_id}: local [{local}], remote [{remote}]>"

@@ -1,0 +1,274 @@
+"""What a cache looks like (CacheDesc) and the handle of one (Cache) (API §4, §5)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._checks import (
+    check_int,
+    check_int32,
+    check_int64,
+    check_rule,
+    check_type,
+    check_uint32,
+    check_uint64_list,
+)
+from llm_datadist.data_type import DataType
+from llm_datadist.errors import ParamError, StateError
+from llm_datadist.types.enums import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.types.grant import Grant, Granter
+
+__all__ = ["Cache", "CacheDesc"]
+
+_MAX_DIMS: Final = 31
+_MAX_BYTES: Final = 2**63 - 1
+
+
+class CacheDesc:
+    """The geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
+
+    Args:
+        num_tensors: uint32.
+        shape: List or tuple of int64: the shape of one tensor. Kept as given, so that ``update_dim`` can change it.
+            Row or block count is always ``shape[0]``.
+        data_type: Element type.
+        placement: Where the memory is.
+        batch_dim_index: Which dimension counts batch rows, in [0, len(shape)).
+        seq_len_dim_index: Which dimension is the sequence, or -1.
+        kv_tensor_format: Free text for the caller, not interpreted.
+
+    Raises:
+        ParamError: an integer outside its width, or a dimension index outside the shape.
+        TypeError: anything of a wrong type (NoneArgument for None).
+
+    Source: API §4, §5.
+    """
+
+    def __init__(
+        self,
+        num_tensors: int,
+        shape: Sequence[int],
+        data_type: DataType,
+        placement: Placement = Placement.DEVICE,
+        batch_dim_index: int = 0,
+        seq_len_dim_index: int = -1,
+        kv_tensor_format: str | None = None,
+    ) -> None:
+        self._num_tensors = check_uint32("num_tensors", num_tensors)
+        self._shape = check_type("shape", shape, (list, tuple))
+        dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
+        self._data_type = check_type("data_type", data_type, DataType)
+        self._placement = check_type("placement", placement, Placement)
+        self._batch_dim = check_int("batch_dim_index", batch_dim_index)
+        check_rule(
+            0 <= self._batch_dim < len(dims), f"batch_dim_index: {batch_dim_index} is outside [0, {len(dims)}) ({dims})"
+        )
+        self._seq_len_dim_index = check_int32("seq_len_dim_index", seq_len_dim_index)
+        check_rule(
+            -1 <= self._seq_len_dim_index < len(dims),
+            f"seq_len_dim_index: {seq_len_dim_index} is neither -1 nor in [0, {len(dims)}) ({dims})",
+        )
+        if kv_tensor_format is not None:
+            check_type("kv_tensor_format", kv_tensor_format, str)
+        self._kv_tensor_format = kv_tensor_format
+        self._batch_size = dims[self._batch_dim]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors."""
+        return self._num_tensors
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of one tensor: the object given to the constructor."""
+        return self._shape
+
+    @property
+    def data_type(self) -> DataType:
+        """Element type."""
+        return self._data_type
+
+    @property
+    def placement(self) -> Placement:
+        """Where the memory is."""
+        return self._placement
+
+    @property
+    def batch_dim(self) -> int:
+        """Index of the dimension that counts batch rows."""
+        return self._batch_dim
+
+    @property
+    def batch_size(self) -> int:
+        """``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it."""
+        return self._batch_size
+
+    @property
+    def seq_len_dim_index(self) -> int:
+        """Index of the sequence dimension, or -1."""
+        return self._seq_len_dim_index
+
+    @property
+    def kv_tensor_format(self) -> str | None:
+        """The caller's own note on the format, or None."""
+        return self._kv_tensor_format
+
+    @property
+    def size(self) -> int:
+        """Bytes of one tensor.
+
+        Raises:
+            ParamError: no tensor has this shape: more than 31 dimensions, one that is not positive, or a total beyond
+                int64 (R29: the status is LLM_PARAM_INVALID).
+        """
+        # Not cached: the shape is the caller's own list, and a stale size would be silently wrong.
+        shape = self._shape
+        if not 1 <= len(shape) <= _MAX_DIMS:
+            raise ParamError(f"shape: {len(shape)} dimensions, 1 to {_MAX_DIMS} are possible")
+        dims = [check_int64("shape", dim) for dim in shape]
+        if min(dims) <= 0:
+            raise ParamError(f"shape: {dims} has a dimension that is not positive")
+        size = math.prod(dims) * self._data_type.itemsize
+        if size > _MAX_BYTES:
+            raise ParamError(f"shape: {dims} of {self._data_type.name} is {size} bytes, beyond {_MAX_BYTES}")
+        return size
+
+    def update_dim(self, dim_index: int, dim_value: int) -> None:
+        """Set ``shape[dim_index]``, in the caller's list too; ``size`` follows, ``batch_size`` does not.
+
+        Raises:
+            TypeError: the shape was given as a tuple, or an argument is no int.
+            ParamError: ``dim_index`` outside the shape, ``dim_value`` outside int64.
+
+        Source: API §4.
+        """
+        index = check_int("dim_index", dim_index)
+        value = check_int64("dim_value", dim_value)
+        if not isinstance(self._shape, list):
+            raise TypeError(f"shape: {self._shape!r} is a tuple; update_dim needs a descriptor made with a list")
+        check_rule(
+            0 <= index < len(self._shape), f"dim_index: {index} is outside [0, {len(self._shape)}) ({self._shape})"
+        )
+        self._shape[index] = value
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape!r}, data_type={self._data_type}, "
+            f"placement={self._placement}, batch_dim_index={self._batch_dim}, "
+            f"seq_len_dim_index={self._seq_len_dim_index}, kv_tensor_format={self._kv_tensor_format!r})"
+        )
+
+
+class Cache:
+    """The handle of a cache that a manager made, or of user memory for ``swap_blocks`` (``create_cpu_cache``).
+
+    Not made by users. The memory stays mapped while the handle lives, so the addresses can be used as long as it
+    is not deallocated.
+
+    Source: API §4.
+    """
+
+    __slots__ = ("__weakref__", "_addrs", "_desc", "_granter", "_id", "_is_blocks", "_memory")
+
+    def __init__(
+        self,
+        cache_id: int,
+        cache_desc: CacheDesc,
+        tensor_addrs: list[int],
+        is_blocks_cache: bool = False,
+        *,
+        memory: object = None,
+        granter: Granter | None = None,
+    ) -> None:
+        self._id = check_int64("cache_id", cache_id)
+        self._desc = check_type("cache_desc", cache_desc, CacheDesc)
+        self._addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
+        self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
+        # Whatever the addresses point into; held only so that it outlives them.
+        self._memory = memory
+        self._granter = granter
+
+    @staticmethod
+    def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
+        """Return a blocks cache (id -1, not registered) over host memory of the caller, an operand of ``swap_blocks``.
+
+        Args:
+            cache_desc: Its placement must be HOST.
+            addrs: One address per tensor.
+
+        Raises:
+            ParamError: another placement, or another number of addresses than ``num_tensors``.
+            TypeError: a wrong type; ``addrs`` must be a list (NoneArgument for None).
+
+        Source: API §4.
+        """
+        check_type("cache_desc", cache_desc, CacheDesc)
+        addresses = check_uint64_list("addrs", addrs, tuple_ok=False)
+        check_rule(
+            cache_desc.placement is Placement.HOST,
+            f"cache_desc: placement is {cache_desc.placement}, a CPU cache needs Placement.HOST",
+        )
+        check_rule(
+            len(addresses) == cache_desc.num_tensors,
+            f"addrs: {len(addresses)} addresses for num_tensors={cache_desc.num_tensors}, one each is needed",
+        )
+        return Cache(-1, cache_desc, addresses, is_blocks_cache=True)
+
+    @property
+    def cache_id(self) -> int:
+        """Id at the owner, >= 1; -1 for a CPU cache."""
+        return self._id
+
+    @property
+    def cache_desc(self) -> CacheDesc:
+        """Geometry."""
+        return self._desc
+
+    @property
+    def tensor_addrs(self) -> list[int]:
+        """Address of each tensor; empty after ``deallocate``."""
+        return self._addrs
+
+    @property
+    def is_blocks_cache(self) -> bool:
+        """True for a paged cache: ``shape[0]`` counts blocks."""
+        return self._is_blocks
+
+    def grant(self, blocks: list[int] | tuple[int, ...], ttl: float) -> Grant:
+        """Let peers pull these blocks for ``ttl`` seconds, and no longer than they hold what they hold now.
+
+        An extension. For caches whose blocks are given to one request after the other: revoke the grant before the
+        blocks are used again, and a pull that was late fails instead of returning the bytes of another request.
+
+        Args:
+            blocks: Block numbers; a 1-D integer NumPy array does as well.
+            ttl: Seconds after which it ends by itself.
+
+        Raises:
+            TypeError: Wrong types.
+            ParamError: Not a blocks cache, a block outside it, none at all, or a ttl that is not above 0.
+            CacheNotFound: The cache was given back.
+            StateError: The handle is of no manager (``create_cpu_cache``), or its manager is finalized.
+        """
+        if self._granter is None:
+            raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
+        return self._granter.grant(self._id, blocks, ttl)
+
+    def _empty(self) -> None:
+        """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""
+        self._addrs.clear()
+        self._memory = None
+
+    def __repr__(self) -> str:
+        kind = "blocks" if self._is_blocks else "continuous"
+        state = "" if self._addrs or not self._desc.num_tensors else ", deallocated"
+        desc = self._desc
+        return (
+            f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
+            f"on {desc.placement.name}{state}>"
+        )

@@ -1,0 +1,132 @@
+"""Keys: small frozen values that say which cache, row or blocks cache of which cluster is meant (API §4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import overload
+
+from llm_datadist._checks import INVALID_ID, check_int64, check_uint32, check_uint64
+from llm_datadist.errors import ParamError
+
+__all__ = ["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
+
+_ALIASES = {"prompt_cluster_id": "cluster_id"}
+
+
+def _bind(
+    kind: str, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
+    """Match arguments to ``fields``; a key called wrongly is a ParamError, as documented, not Python's TypeError."""
+    if len(args) > len(fields):
+        raise ParamError(f"{kind}: {len(args)} arguments given, at most {len(fields)} ({', '.join(fields)})")
+    bound = dict(zip(fields, args, strict=False))
+    for given, value in kwargs.items():
+        name = _ALIASES.get(given, given)
+        if name not in fields:
+            raise ParamError(f"{kind}: Unsupported argument {given}={value!r}, allowed: {', '.join(fields)}")
+        if name in bound:
+            raise ParamError(f"{kind}: {given}={value!r}, but {name} is already {bound[name]!r}")
+        bound[name] = value
+    for name in fields[:required]:
+        if name not in bound:
+            raise ParamError(f"{kind}: {name} is required, got {bound!r}")
+    return bound
+
+
+@dataclass(init=False, frozen=True, slots=True)
+class CacheKey:
+    """Names one batch row of a continuous cache, by request or by prefix.
+
+    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``, positional or by keyword; ``prompt_cluster_id``
+    is another name of ``cluster_id``. Where a cache is allocated or registered the cluster id is ignored; in a pull it
+    selects the link. Hashable, comparable, immutable.
+
+    Raises:
+        ParamError: too many, missing, repeated or unknown arguments; a value outside uint64.
+        TypeError: a value that is no int (NoneArgument for None).
+
+    Source: API §4.
+    """
+
+    cluster_id: int
+    req_id: int
+    model_id: int
+    prefix_id: int
+
+    @overload
+    def __init__(self, cluster_id: int, req_id: int, model_id: int = 0, prefix_id: int = INVALID_ID) -> None: ...
+    @overload
+    def __init__(
+        self, *, prompt_cluster_id: int, req_id: int, model_id: int = 0, prefix_id: int = INVALID_ID
+    ) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        values = _bind("CacheKey", ("cluster_id", "req_id", "model_id", "prefix_id"), 2, args, kwargs)
+        object.__setattr__(self, "cluster_id", check_uint64("cluster_id", values["cluster_id"]))
+        object.__setattr__(self, "req_id", check_uint64("req_id", values["req_id"]))
+        object.__setattr__(self, "model_id", check_uint64("model_id", values.get("model_id", 0)))
+        object.__setattr__(self, "prefix_id", check_uint64("prefix_id", values.get("prefix_id", INVALID_ID)))
+
+    @property
+    def prompt_cluster_id(self) -> int:
+        """The cluster id, under its older name."""
+        return self.cluster_id
+
+    @property
+    def is_prefix(self) -> bool:
+        """True when the key is in the prefix namespace (extension)."""
+        return self.prefix_id != INVALID_ID
+
+    @property
+    def is_placeholder(self) -> bool:
+        """True when the key names nothing and only fills a row of ``allocate_cache`` (R4; extension)."""
+        return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
+
+
+@dataclass(init=False, frozen=True, slots=True)
+class BlocksCacheKey:
+    """Names the blocks cache of a cluster with that model id.
+
+    ``BlocksCacheKey(cluster_id, model_id=0)``, positional or by keyword, ``prompt_cluster_id`` as in
+    :class:`CacheKey`, and the same errors. Hashable, comparable, immutable.
+
+    Source: API §4.
+    """
+
+    cluster_id: int
+    model_id: int
+
+    @overload
+    def __init__(self, cluster_id: int, model_id: int = 0) -> None: ...
+    @overload
+    def __init__(self, *, prompt_cluster_id: int, model_id: int = 0) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        values = _bind("BlocksCacheKey", ("cluster_id", "model_id"), 1, args, kwargs)
+        object.__setattr__(self, "cluster_id", check_uint64("cluster_id", values["cluster_id"]))
+        object.__setattr__(self, "model_id", check_uint64("model_id", values.get("model_id", 0)))
+
+    @property
+    def prompt_cluster_id(self) -> int:
+        """The cluster id, under its older name."""
+        return self.cluster_id
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeyByIdAndIndex:
+    """Names one batch row of a cache by the cache's id at its owner. Hashable, comparable, immutable.
+
+    Attributes:
+        cluster_id: The owner's cluster, uint64.
+        cache_id: Its ``Cache.cache_id``, int64.
+        batch_index: The row, uint32.
+
+    Source: API §4.
+    """
+
+    cluster_id: int
+    cache_id: int
+    batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cluster_id", check_uint64("cluster_id", self.cluster_id))
+        object.__setattr__(self, "cache_id", check_int64("cache_id", self.cache_id))
+        object.__setattr__(self, "batch_index", check_uint32("batch_index", self.batch_index))

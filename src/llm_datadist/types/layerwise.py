@@ -1,0 +1,241 @@
+"""Arguments of the layer-wise transfer and of memory repair (API §4)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_datadist._checks import (
+    check_int,
+    check_range,
+    check_rule,
+    check_type,
+    check_uint32,
+    check_uint64,
+    check_uint64_list,
+)
+from llm_datadist.types.enums import Memtype
+from llm_datadist.types.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LayerSynchronizer", "MemInfo", "TransferConfig", "TransferWithCacheKeyConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemInfo:
+    """A memory range: an argument of ``remap_registered_memory``. Only types are checked here.
+
+    Attributes:
+        mem_type: Where it is.
+        addr: Its address.
+        size: Its length in bytes.
+
+    Source: API §4.
+    """
+
+    mem_type: Memtype
+    addr: int
+    size: int
+
+    def __post_init__(self) -> None:
+        check_type("mem_type", self.mem_type, Memtype)
+        object.__setattr__(self, "addr", check_int("addr", self.addr))
+        object.__setattr__(self, "size", check_int("size", self.size))
+
+
+class TransferConfig:
+    """One destination of ``transfer_cache_async`` given by raw addresses. Every property can be set, with its checks.
+
+    Args:
+        dst_cluster_id: uint64.
+        dst_addrs: List or tuple of uint64: two addresses (K, V) per layer of ``src_layer_range``, in order.
+        src_layer_range: Which layers; None means all.
+        src_batch_index: Which row, uint32.
+
+    Raises:
+        ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
+        TypeError: a wrong type (NoneArgument for None).
+
+    Source: API §4.
+    """
+
+    def __init__(
+        self,
+        dst_cluster_id: int,
+        dst_addrs: Sequence[int],
+        src_layer_range: range | None = None,
+        src_batch_index: int = 0,
+    ) -> None:
+        self.dst_cluster_id = dst_cluster_id
+        self.dst_addrs = dst_addrs
+        self.src_layer_range = src_layer_range
+        self.src_batch_index = src_batch_index
+        # The destination's layers are the source's; the attribute exists so that both configs read alike.
+        self.dst_layer_range: range | None = None
+
+    @property
+    def dst_cluster_id(self) -> int:
+        """Cluster that receives, uint64."""
+        return self._dst_cluster_id
+
+    @dst_cluster_id.setter
+    def dst_cluster_id(self, dst_cluster_id: int) -> None:
+        self._dst_cluster_id = check_uint64("dst_cluster_id", dst_cluster_id)
+
+    @property
+    def dst_addrs(self) -> Sequence[int]:
+        """Two addresses per layer at the receiver: a copy of what was given, list or tuple alike."""
+        return self._dst_addrs
+
+    @dst_addrs.setter
+    def dst_addrs(self, dst_addrs: Sequence[int]) -> None:
+        addresses = check_uint64_list("dst_addrs", dst_addrs)
+        self._dst_addrs: Sequence[int] = tuple(addresses) if isinstance(dst_addrs, tuple) else addresses
+
+    @property
+    def src_layer_range(self) -> range | None:
+        """Layers to send; None means all."""
+        return self._src_layer_range
+
+    @src_layer_range.setter
+    def src_layer_range(self, src_layer_range: range | None) -> None:
+        if src_layer_range is not None:
+            check_range("src_layer_range", src_layer_range, empty_ok=False)
+        self._src_layer_range = src_layer_range
+
+    @property
+    def src_batch_index(self) -> int:
+        """Row to send, uint32."""
+        return self._src_batch_index
+
+    @src_batch_index.setter
+    def src_batch_index(self, src_batch_index: int) -> None:
+        self._src_batch_index = check_uint32("src_batch_index", src_batch_index)
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferConfig(dst_cluster_id={self._dst_cluster_id}, dst_addrs=<{len(self._dst_addrs)} addresses>, "
+            f"src_layer_range={self._src_layer_range}, src_batch_index={self._src_batch_index})"
+        )
+
+
+class TransferWithCacheKeyConfig:
+    """One destination of ``transfer_cache_async`` given by a key. Every property can be set, with its checks.
+
+    Args:
+        cache_key: Blocks cache, or cache and row, at the receiver.
+        src_layer_range: Layers to send.
+        dst_layer_range: Layers they become: the same number.
+        src_batch_index: Row to send, uint32; 0 with a BlocksCacheKey.
+
+    Raises:
+        ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
+        TypeError: a wrong type (NoneArgument for None, also for the ranges).
+
+    Source: API §4.
+    """
+
+    def __init__(
+        self,
+        cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        src_layer_range: range,
+        dst_layer_range: range,
+        src_batch_index: int = 0,
+    ) -> None:
+        self._cache_key = check_type("cache_key", cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
+        self.src_layer_range = src_layer_range
+        self.dst_layer_range = dst_layer_range
+        self.src_batch_index = src_batch_index
+        self.check_lengths()
+
+    @property
+    def cache_key(self) -> BlocksCacheKey | CacheKeyByIdAndIndex:
+        """What receives."""
+        return self._cache_key
+
+    @cache_key.setter
+    def cache_key(self, cache_key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
+        check_type("cache_key", cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
+        _check_row(self._src_batch_index, cache_key)
+        self._cache_key = cache_key
+
+    @property
+    def dst_cluster_id(self) -> int:
+        """Cluster that receives: that of ``cache_key``, also after the key was changed."""
+        return self._cache_key.cluster_id
+
+    @property
+    def src_layer_range(self) -> range:
+        """Layers to send."""
+        return self._src_layer_range
+
+    @src_layer_range.setter
+    def src_layer_range(self, src_layer_range: range) -> None:
+        self._src_layer_range = check_range("src_layer_range", src_layer_range, empty_ok=False)
+
+    @property
+    def dst_layer_range(self) -> range:
+        """Layers they become at the receiver."""
+        return self._dst_layer_range
+
+    @dst_layer_range.setter
+    def dst_layer_range(self, dst_layer_range: range) -> None:
+        self._dst_layer_range = check_range("dst_layer_range", dst_layer_range, empty_ok=False)
+
+    @property
+    def src_batch_index(self) -> int:
+        """Row to send, uint32; 0 with a BlocksCacheKey."""
+        return self._src_batch_index
+
+    @src_batch_index.setter
+    def src_batch_index(self, src_batch_index: int) -> None:
+        row = check_uint32("src_batch_index", src_batch_index)
+        _check_row(row, self._cache_key)
+        self._src_batch_index = row
+
+    def check_lengths(self) -> None:
+        """Raise ParamError unless both ranges have the same length (extension).
+
+        The setters do not ask for it, since the ranges can only be changed one after the other; the transfer does.
+        """
+        check_rule(
+            len(self._src_layer_range) == len(self._dst_layer_range),
+            f"dst_layer_range: {self._dst_layer_range} and src_layer_range: {self._src_layer_range} differ in length",
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferWithCacheKeyConfig({self._cache_key!r}, src_layer_range={self._src_layer_range}, "
+            f"dst_layer_range={self._dst_layer_range}, src_batch_index={self._src_batch_index})"
+        )
+
+
+def _check_row(row: int, key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
+    check_rule(
+        row == 0 or not isinstance(key, BlocksCacheKey),
+        f"src_batch_index: {row} with {key!r}, a blocks cache has only row 0",
+    )
+
+
+class LayerSynchronizer(ABC):
+    """Tells ``transfer_cache_async`` when a layer's cache has been computed; implemented by the user.
+
+    Source: API §4.
+    """
+
+    @abstractmethod
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        """Block until layer ``layer_index`` is ready. Called on the task's thread.
+
+        Args:
+            layer_index: Counted from 0.
+            timeout_in_millis: Milliseconds to wait at most; None: no limit.
+
+        Returns:
+            True when the layer may be sent; False stops the whole job.
+
+        Source: API §4.
+        """

@@ -1,0 +1,286 @@
+"""Wrong frames from right ones: what the targets of :mod:`tests.faults.fuzz` are fed with.
+
+All of it follows from a seed. A frame begins as a message that could be meant, then a field or two become wild, then
+some bytes change. So most of them reach deep into the code, and none of the ways to be wrong is left out: random,
+truncated, oversized, out of order, repeated.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import struct
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
+
+__all__ = ["HANDSHAKE", "LINK", "Forge", "mutated", "wild"]
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_NUMBERS: Final[list[Any]] = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    63,
+    64,
+    255,
+    256,
+    4095,
+    4096,
+    65535,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+]
+_LARGE: Final[list[Any]] = [2**48, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, -1, -2, -(2**31), -(2**63)]
+_TEXTS: Final[list[Any]] = [
+    "",
+    "x",
+    "hello",
+    "resolve",
+    "\0",
+    "a\nb\r\x1b[31m",
+    "\ud7ff",
+    "é" * 200,
+    "x" * 4096,
+    "x" * 4097,
+]
+_BYTES: Final[list[Any]] = [
+    b"",
+    b"\0",
+    b"\xff" * 15,
+    b"t" * 16,
+    bytes(17),
+    bytes(64),
+    bytes(65),
+    bytes(range(256)),
+    bytes(5000),
+]
+_ODD: Final[list[Any]] = [
+    None,
+    True,
+    False,
+    0.0,
+    -1.5,
+    1e308,
+    float("inf"),
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [None] * 3,
+    [[[[[[]]]]]],
+]
+
+
+def wild(rng: random.Random) -> Any:
+    """Return a value of any type, near a limit more often than not."""
+    pool = rng.choice((_NUMBERS, _NUMBERS, _LARGE, _LARGE, _TEXTS, _BYTES, _ODD))
+    # A copy: whoever gets it may put something into it, and the next one must not find that there.
+    return copy.deepcopy(rng.choice(pool))
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Return the bytes with something changed, cut off, put in, or put there twice."""
+    if not data:
+        return rng.randbytes(rng.randrange(1, 9))
+    at, choice = rng.randrange(len(data)), rng.randrange(8)
+    if choice < 4:
+        changed = bytearray(data)
+        for _ in range(1 << rng.randrange(3)):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+    if choice == 4:
+        return data[:at]
+    if choice == 5:
+        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+    if choice == 6:
+        end = at + rng.randrange(1, 17)
+        return data[:end] + data[at:]
+    return data[:at] + b"\xff" * rng.randrange(1, 5) + data[at + 4 :]
+
+
+def _id(rng: random.Random) -> int:
+    return rng.randrange(1, 64) if rng.random() < 0.9 else rng.choice(_LARGE)
+
+
+def _key(rng: random.Random) -> Any:
+    if rng.random() < 0.3:
+        return None
+    return [rng.randrange(4), rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 2**64 - 1)), rng.randrange(3)]
+
+
+def _exports(rng: random.Random) -> list[Any]:
+    described = {"region": rng.randrange(1, 4), "nbytes": 1 << rng.randrange(12, 40), "name": "pool", "writable": False}
+    return [described] * rng.randrange(3)
+
+
+def _hello(rng: random.Random) -> list[Any]:
+    wanted = rng.choice((None, None, 1, rng.randrange(9)))
+    token, incarnation = rng.randbytes(16), rng.randbytes(16)
+    rca = rng.random() < 0.5
+    head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
+    transport = rng.choice((None, None, "shm", "rdma"))
+    return [*head, token, rng.randbytes(16), 4096, _exports(rng), transport, *_meeting(rng)]
+
+
+def _meeting(rng: random.Random) -> list[Any]:
+    """Sometimes a greeting is for a communicator."""
+    if rng.random() < 0.7:
+        return []
+    members = [[1, 0], [100 + rng.randrange(50), 1]][: rng.choice((0, 1, 2, 2, 2))]
+    return [[rng.choice(("link", "link", "", "x" * 128, "a\nb")), members, bytes(16), rng.randbytes(16)]]
+
+
+def _welcome(rng: random.Random) -> list[Any]:
+    rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
+    head = ["welcome", 1, 1, rng.randbytes(16), False, 4242, "fuzz", rendezvous]
+    return [*head, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, "tcp", "x\ny")), rng.randbytes(16)]
+
+
+def _met(rng: random.Random) -> list[Any]:
+    present = [rng.random() < 0.5] if rng.random() < 0.3 else []
+    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40), *present]
+
+
+def _resolve(rng: random.Random) -> list[Any]:
+    cache_id = rng.randrange(-1, 12)
+    return ["resolve", _id(rng), rng.random() < 0.2, _key(rng), cache_id, rng.randrange(10), rng.randrange(60_000)]
+
+
+def _release(rng: random.Random) -> list[Any]:
+    return ["release", rng.randrange(1 << rng.randrange(1, 20)), rng.randrange(5), rng.randrange(6)]
+
+
+def _consumed(rng: random.Random) -> list[Any]:
+    return ["consumed", rng.randrange(-1, 12), rng.randrange(9), rng.randrange(5), rng.randrange(6)]
+
+
+def _guards(rng: random.Random) -> list[Any]:
+    return [[rng.choice((0, 1, 1, 2, 2, 3, 7)), rng.choice((0, 1, 1, 1, 2, 3))] for _ in range(rng.choice((1, 1, 2)))]
+
+
+def _verify(rng: random.Random) -> list[Any]:
+    spans = [(rng.randrange(8) * 48, 48 * rng.randrange(1, 3)) for _ in range(rng.randrange(4))]
+    runs = b"".join(struct.pack("<QQ", *span) for span in spans)
+    named = [rng.randrange(1, 9), rng.choice((0, 0, 0, rng.randrange(1 << 12))), _guards(rng), rng.random() < 0.3]
+    which = [rng.choice((384, 384, 384, 48, 0)), rng.randrange(4), rng.randrange(1, 5), runs, rng.random() < 0.3]
+    return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
+
+
+def _locate(rng: random.Random) -> list[Any]:
+    count = rng.choice((1, 2, 2, 8, 4096, 4097))
+    near = [rng.choice((0, 1, 2**12, 2**47, 2**64 - 1, rng.randrange(2**48))) for _ in range(min(count, 8))]
+    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + rng.randbytes(8 * (count - len(near))), _id(rng)]
+
+
+def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
+    """Return an answer to request ``number``, about ``count`` addresses, that could be meant."""
+    ids = struct.pack(f"<{count}Q", *(rng.randrange(9) for _ in range(count)))
+    tensors = struct.pack(f"<{count}I", *(rng.randrange(5) for _ in range(count)))
+    offsets = struct.pack(f"<{count}Q", *(rng.choice((0, 48, 2**40, 2**63, 2**64 - 1)) for _ in range(count)))
+    return ["located", number, ids, tensors, offsets, rng.random() < 0.5]
+
+
+def geometry(rng: random.Random) -> list[Any]:
+    """Return the geometry of a cache as it travels, which is that of a small one."""
+    kind, tensors, rows, stride = rng.randrange(2), rng.choice((4, 4, 4, 1, 8)), 8, 48
+    return [kind, tensors, rows, stride, rows * stride, [rows, stride], 3, 1]
+
+
+def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
+    """Return an answer to request ``number`` that could be meant."""
+    regions = b"".join(rng.choice((1, 1, 1, 2, 0, 3)).to_bytes(4, "little") for _ in range(tensors))
+    if rng.random() < 0.8:
+        regions = regions[:4] * tensors
+    offsets = b"".join((rng.randrange(1 << 10) << 12).to_bytes(8, "little") for _ in range(tensors))
+    guards = _guards(rng) if rng.random() < 0.9 else []
+    shape = geometry(rng) if rng.random() < 0.3 else [rng.randrange(2), tensors, 8, 48, 384, [8, 48], 3, 1]
+    return ["resolved", number, rng.randrange(9), shape, rng.randrange(8), regions, offsets, guards, rng.randrange(3)]
+
+
+#: What a linked peer says, its weight, and how it is made.
+LINK: Final[dict[str, tuple[int, Any]]] = {
+    "resolve": (24, _resolve),
+    "release": (16, _release),
+    "consumed": (8, _consumed),
+    "resolved": (4, lambda rng: resolved(rng, _id(rng))),
+    "failed": (3, lambda rng: ["failed", _id(rng), rng.choice(_NUMBERS + _LARGE), "no"]),
+    "beat": (3, lambda rng: ["beat", _id(rng)]),
+    "ping": (3, lambda rng: ["ping", _id(rng)]),
+    "pong": (2, lambda rng: ["pong", _id(rng)]),
+    "goodbye": (2, lambda rng: ["goodbye", _id(rng)]),
+    "farewell": (2, lambda rng: ["farewell", _id(rng)]),
+    "stay": (2, lambda rng: ["stay"]),
+    "locate": (6, _locate),
+    "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
+    "verify": (6, _verify),
+    "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
+}
+#: What has its place in a handshake, and none on a link.
+HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
+    "hello": (8, _hello),
+    "welcome": (2, _welcome),
+    "refused": (1, lambda rng: ["refused", rng.choice(_NUMBERS), "no\nway"]),
+    "met": (4, _met),
+    "linked": (1, lambda rng: ["linked", _id(rng)]),
+}
+
+
+class Forge:
+    """Makes payloads and frames from a seed, and remembers some of them to say them again.
+
+    Args:
+        seed: Everything follows from it.
+        messages: What to make, as :data:`LINK`.
+        wrong: Which part of the payloads is broken; fields are wild in as many again.
+    """
+
+    def __init__(self, seed: int, messages: dict[str, tuple[int, Any]], wrong: float = 0.3) -> None:
+        self.rng = random.Random(seed)
+        self._makers = [make for _, make in messages.values()]
+        self._weights = [weight for weight, _ in messages.values()]
+        self._wrong = wrong
+        self._said: deque[bytes] = deque(maxlen=64)
+
+    def payload(self) -> bytes:
+        """Return the payload of a frame."""
+        rng = self.rng
+        if self._said and rng.random() < 0.1:
+            return rng.choice(self._said)
+        fields = rng.choices(self._makers, self._weights)[0](rng)
+        if rng.random() < self._wrong:
+            self._spoil(fields)
+        data = _encode(fields)
+        if rng.random() < self._wrong:
+            data = mutated(data, rng)
+        self._said.append(data)
+        return data
+
+    def frame(self) -> bytes:
+        """Return a frame; a small part of the headers lies."""
+        data = self.payload()
+        length = len(data)
+        if self.rng.random() < self._wrong / 100:
+            length = self.rng.choice((0, length + 1, max(length - 1, 0), FRAME_LIMIT, FRAME_LIMIT + 1, 2**32 - 1))
+        return FRAME_HEADER.pack(length) + data
+
+    def _spoil(self, fields: list[Any]) -> None:
+        rng = self.rng
+        choice = rng.randrange(8)
+        if choice == 0:
+            fields.append(wild(rng))
+        elif choice == 1 and len(fields) > 1:
+            fields.pop()
+        elif choice == 2:
+            fields[0] = rng.choice(("hello", "beat", "resolved", "nothing", "", 7, None))
+        else:
+            fields[rng.randrange(len(fields))] = wild(rng)

@@ -1,0 +1,253 @@
+"""Fuzz targets for the data lanes: what comes over the wire of a lane, and the greeting it begins with.
+
+The victim is a real :class:`~llm_datadist._transport.lanes.Lanes` over real memory. An honest lane beside the bad ones
+reads from it again and again, and compares every byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Self
+
+import msgspec
+import numpy as np
+
+from llm_datadist._links.loop import ControlLoop
+from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, plan_row
+from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, encode_request, read_lane_greeting
+from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
+from tests.faults.fuzz import Finding, Verdicts, trial
+from tests.faults.fuzzgen import LINK, Forge, mutated, wild
+from tests.faults.fuzzlinks import join
+from tests.faults.fuzzstage import Stage
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+__all__ = ["fuzz_lane_greetings", "fuzz_lane_handles", "fuzz_lanes"]
+
+_MAGIC: Final = 0x31444C44
+_READ, _DATA, _WRITE, _RESULT = 1, 2, 3, 4
+_HEADER: Final = struct.Struct("<IBBHQQQQ")
+_EXTENT: Final = 4096
+_SECONDS: Final = 20.0
+
+
+class _Owner:
+    """Grants its memory to whoever names it rightly; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
+
+    def __init__(self) -> None:
+        self.memory = np.random.default_rng(1).integers(0, 256, (4, _EXTENT), dtype=np.uint8)
+        self.sink = np.zeros((4, _EXTENT), np.uint8)
+        self.verdicts: Verdicts | None = None
+        self.lost = 0
+        self.moved = 0  # bytes of the bad ones' requests that were granted
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        self._note(link, "read")
+        return LaneGrant(_tensors(self._named(request, self.memory)))
+
+    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
+        self._note(link, "write")
+        return LaneGrant(_tensors(self._named(request, self.sink)))
+
+    def on_served(self, link: object, nbytes: int) -> None:
+        if link != "honest":
+            self.moved += nbytes
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        self.lost += 1
+        # A peer that says its last and goes is no breach.
+        if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
+            self.verdicts.refuse("breach")
+
+    def _note(self, link: object, what: str) -> None:
+        if self.verdicts is not None and link != "honest":
+            self.verdicts.accepted[what] += 1
+
+    @staticmethod
+    def _named(request: LaneRequest, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        if request.handle != b"mine":
+            raise CacheNotFound(f"no memory is called {request.handle!r}")
+        return memory
+
+
+def _tensors(memory: NDArray[np.uint8]) -> Tensors:
+    return Tensors(memory.ctypes.data + _EXTENT * np.arange(4, dtype=np.uint64), _EXTENT)
+
+
+class _Scene:
+    """The victim with its loop, and an honest engine. A context manager."""
+
+    def __init__(self) -> None:
+        self.owner = _Owner()
+        self._control = ControlLoop()
+        self.lanes = Lanes(1, self.owner)
+        self._honest = LaneEngine(1)
+        self._into = np.zeros((4, _EXTENT), np.uint8)
+
+    def __enter__(self) -> Self:
+        self._control.start()
+        self._control.call(self.lanes.start, self._control.loop)
+        near, far = socket.socketpair()
+        self._lane = self._honest.add_lane(near.detach())
+        self.lanes.begin(self.lanes.open([far]), "honest")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._honest.close()
+        self._control.call(self.lanes.stop)
+        self.lanes.close()
+        self._control.stop()
+
+    def look(self) -> None:
+        """Read all of the victim's memory over the honest lane, and compare every byte."""
+        self._into[:] = 0
+        plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
+        meta = encode_request(b"mine", _EXTENT, plan, write=False)
+        job = self._honest.start_read(self._lane, meta, plan, _tensors(self._into))
+        outcome = self._honest.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
+        if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
+            raise Finding(f"an honest read beside the bad lanes ended with {outcome}")
+
+    def speak(self, data: bytes) -> None:
+        """Be one lane: say something, hear the answers, go."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            lost = self.owner.lost
+            self.lanes.begin(self.lanes.open([theirs]), "bad")
+            ours.settimeout(_SECONDS)
+            with suppress(ConnectionError):
+                ours.sendall(data)
+                ours.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionError):
+                while ours.recv(1 << 16):
+                    pass
+            limit = time.monotonic() + _SECONDS
+            while self.owner.lost == lost:
+                if time.monotonic() > limit:
+                    raise Finding("a lane ended and nobody was told")
+                time.sleep(0)
+
+
+def fuzz_lanes(frames: int, seed: int) -> Verdicts:
+    """Be many bad lanes, one after the other. Counted are requests and breaches."""
+    rng = Forge(seed, LINK).rng
+    with _Scene() as scene, trial("lanes", seed) as verdicts:
+        scene.owner.verdicts = verdicts
+        session = 0
+        while verdicts.judged < frames:
+            if session % 200 == 0:
+                scene.look()
+            session += 1
+            said = b"".join(_lane_frame(rng, number) for number in range(1, 1 + rng.randrange(1, 25)))
+            scene.speak(mutated(said, rng) if rng.random() < 0.3 else said)
+        scene.look()
+        if not scene.owner.moved:
+            raise Finding(f"lanes, seed {seed}: no request of {verdicts.judged} moved a byte: nothing was tried")
+    return verdicts
+
+
+def _lane_frame(rng: random.Random, number: int) -> bytes:
+    kind = (
+        rng.choice((_READ, _READ, _READ, _WRITE, _WRITE, _DATA, _RESULT)) if rng.random() < 0.1 else rng.choice((1, 3))
+    )
+    meta, payload = b"", b""
+    if kind in (_READ, _WRITE):
+        start, nbytes, count = rng.randrange(_EXTENT), rng.randrange(512), rng.randrange(1, 4)
+        plan = Plan(0, 0, count, plan_row(start, start, nbytes), False, nbytes * count)
+        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, write=kind == _WRITE)
+        if rng.random() < 0.2:
+            meta = mutated(meta, rng)
+        payload = bytes(plan.nbytes) if kind == _WRITE else b""
+    size = len(payload) if rng.random() < 0.97 else rng.choice((0, 1, 2**48, 2**48 + 1, 2**64 - 1))
+    length = len(meta) if rng.random() < 0.97 else rng.choice((0, 1, 1 << 20, (1 << 20) + 1, 2**64 - 1))
+    number = number if rng.random() < 0.97 else rng.choice((0, 1, 2, 2**64 - 1))
+    return _HEADER.pack(_MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
+
+
+def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
+    """Ask the owner of real caches for memory by handles nobody was given, in the name of a real link."""
+    rng = Forge(seed, LINK).rng
+    ours, theirs = socket.socketpair()
+    with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
+        stage.publish()
+        link, owner = join(stage, theirs, 1), stage.engine.links._lanes._handler
+        plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
+
+        def ask_many() -> None:
+            for _ in range(500):
+                ask = owner.on_write if rng.random() < 0.5 else owner.on_read
+                try:
+                    grant = ask(link, LaneRequest(_handle(rng), 384, plan))
+                except LLMException as error:
+                    verdicts.refuse(error)
+                else:
+                    if not grant.guards:
+                        raise Finding("memory was granted without a guard")
+                    verdicts.take(grant)
+
+        while verdicts.judged < frames:
+            stage.engine._control.call(ask_many)
+        ours.close()
+        stage.settled()
+    return verdicts
+
+
+def _handle(rng: random.Random) -> bytes:
+    guards = [[rng.randrange(24), rng.randrange(1, 6)] for _ in range(rng.randrange(1, 4))]
+    fields = [rng.randrange(5), rng.choice((0, 0, 0, rng.randrange(9))), guards]
+    if rng.random() < 0.2:
+        fields[rng.randrange(3)] = wild(rng)
+    if rng.random() < 0.1:
+        guards[0][rng.randrange(2)] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    return mutated(data, rng) if rng.random() < 0.2 else data
+
+
+def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
+    """Begin lanes with anything: token and number, cut off or too long, in any pieces."""
+    rng = Forge(seed, LINK).rng
+
+    async def run(verdicts: Verdicts) -> None:
+        loop = asyncio.get_running_loop()
+        while verdicts.judged < frames:
+            greeting = rng.randbytes(TOKEN_BYTES) + rng.randrange(1 << 16).to_bytes(2, "big")
+            said = mutated(greeting, rng) if rng.random() < 0.6 else greeting
+            await _one_greeting(loop, said, verdicts)
+
+    with trial("lane greetings", seed) as verdicts:
+        asyncio.run(run(verdicts))
+    return verdicts
+
+
+async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: Verdicts) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        ours.send(said)
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            token, number = await read_lane_greeting(loop, theirs)
+        except ProtocolError as error:
+            verdicts.refuse(error)
+            return
+        rest = theirs.recv(1 << 16)
+    if token + number.to_bytes(2, "big") + rest != said:
+        raise Finding(f"{said!r} was read as {token!r}, {number}, and {rest!r} was left for the engine")
+    verdicts.accepted["greeting"] += 1
+
+
+#: name -> function(frames, seed).
+TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+    "lanes": fuzz_lanes,
+    "lane handles": fuzz_lane_handles,
+    "lane greetings": fuzz_lane_greetings,
+}

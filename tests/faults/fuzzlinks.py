@@ -1,0 +1,255 @@
+"""Fuzz targets with links behind them: the dispatcher and every handler, and answers to an initiator."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import select
+import socket
+import time
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Met, Resolve, Resolved, decode
+from llm_datadist._transfer.addresses import places_in
+from llm_datadist._transport.connect import Claim, Opening
+from llm_datadist.errors import LLMException
+from llm_datadist.types import BlocksCacheKey
+from tests.faults.fuzz import Finding, Verdicts, trial
+from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from tests.faults.fuzzstage import PATIENCE_SECONDS, VICTIM, Stage, drain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.datadist import LLMDataDist
+
+__all__ = ["fuzz_answers", "fuzz_handlers", "join"]
+
+_STRANGER: Final = 666
+
+
+# --- the dispatcher and its handlers ---------------------------------------------------------------------------------
+
+
+def fuzz_handlers(frames: int, seed: int, *, rca: bool = False) -> Verdicts:
+    """Be many linked peers, one after the other, who say anything: at the victim's real links, handlers and tables."""
+    forge = Forge(seed, LINK, wrong=0.02)
+    odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
+    name = "handlers, RCA" if rca else "handlers"
+    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts):
+        session = 0
+        while verdicts.judged < frames:
+            if session % 100 == 0:
+                stage.settled()
+                stage.publish()
+            session += 1
+            said = [forge.frame() for _ in range(1 << forge.rng.randrange(10))]
+            if session % 3 == 0:
+                said.append(odd.frame())
+            _speak(stage, b"".join(said), verdicts, session)
+        _hoard(stage, verdicts)
+        stage.settled()
+    return verdicts
+
+
+@contextmanager
+def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[None]:
+    """Count what the victim's dispatcher took; the friend's own messages are not counted."""
+    links: Any = stage.engine.links
+    dispatch = links._dispatch
+
+    def counted(link: Link, message: Message) -> None:
+        dispatch(link, message)
+        if link.peer.cluster_id == _STRANGER:
+            verdicts.take(message)
+
+    links._dispatch = counted
+    try:
+        yield
+    finally:
+        del links._dispatch
+
+
+def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
+    """Make a link of the victim out of a socket, as its listener does after a handshake."""
+    engine = stage.engine
+
+    def install() -> Link:
+        own = engine.store.exports
+        told: tuple[Any, ...] = (False, 1, "fuzz", None, False, bytes(16), bytes(16), 0, [], None)
+        hello = Hello(1, _STRANGER, secrets.token_bytes(16), *told)
+        with closing(Opening(Claim(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
+            lanes = engine.links._lanes
+            connection = opening.open(lanes, lanes.open(), writable=own.writable)
+            engine.links.install(hello, Met("inproc", "fuzz", sequence), connection, opening.choice, sock, b"")
+        return engine.links.get(_STRANGER)
+
+    return engine._control.call(install)
+
+
+def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None:
+    """One peer says its piece, hears what it is answered, and goes."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        link = join(stage, theirs, sequence)
+        _say(ours, data)
+        drain(ours)
+    reason = link.channel.reason if link.channel is not None else ""
+    if "closed the connection" not in reason and "broke" not in reason:
+        verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+
+
+def _say(sock: socket.socket, data: bytes) -> None:
+    """Send everything, taking the answers meanwhile, then end our half."""
+    sock.setblocking(False)
+    rest, limit = memoryview(data), time.monotonic() + PATIENCE_SECONDS
+    with suppress(ConnectionError):
+        while rest:
+            readable, writable, _ = select.select([sock], [sock], [], PATIENCE_SECONDS)
+            if readable and not sock.recv(1 << 16):
+                return
+            if writable:
+                with suppress(BlockingIOError):
+                    rest = rest[sock.send(rest) :]
+            if time.monotonic() > limit:
+                raise Finding(f"a peer that takes its answers is not read from: {len(rest)} bytes left")
+        sock.shutdown(socket.SHUT_WR)
+
+
+def _hoard(stage: Stage, verdicts: Verdicts) -> None:
+    """Ask for far more pins than a peer may have, and release none."""
+    stage.publish()
+    ours, theirs = socket.socketpair()
+    question = ["resolve", 1, False, None, stage.published[0].cache_id, 0, 60_000]
+    payload = msgspec.msgpack.encode(question)
+    with ours:
+        link = join(stage, theirs, 1 << 40)
+        ours.setblocking(False)
+        _say(ours, (FRAME_HEADER.pack(len(payload)) + payload) * (MAX_PINS_PER_PEER + 500))
+        drain(ours)
+    if verdicts.accepted["Resolve"] < MAX_PINS_PER_PEER:
+        raise Finding(f"{link!r} ended before it had asked for {MAX_PINS_PER_PEER} pins")
+
+
+# --- answers to an initiator -----------------------------------------------------------------------------------------
+
+
+def fuzz_answers(frames: int, seed: int) -> Verdicts:
+    """Answer the questions of a real initiator with lies, over shm; a few travel, most are opened where they are."""
+    forge = Forge(seed, LINK)
+    with Stage() as stage, trial("answers", seed) as verdicts:
+        engine = stage.friend._engine
+        assert engine is not None
+        for lie in itertools.count():
+            if verdicts.judged >= frames:
+                break
+            link = engine.links.get(VICTIM)
+            for _ in range(100):
+                _open_one(engine, link, forge, verdicts)
+            _place_some(forge, verdicts)
+            link.kept.clear()  # the last lie is not to be believed for ever
+            _lie(stage, forge, verdicts)
+            if lie % 64 == 0:
+                link.kept.clear()
+                stage.look()
+        engine.links.get(VICTIM).kept.clear()
+        stage.settled()
+    return verdicts
+
+
+def _answer(forge: Forge, number: int) -> bytes:
+    """Return an answer to ``number``, most often one that decodes."""
+    rng = forge.rng
+    fields = resolved(rng, number)
+    if rng.random() < 0.5:
+        fields[rng.randrange(2, len(fields))] = wild(rng)
+    if rng.random() < 0.2 and isinstance(fields[3], list) and fields[3]:
+        fields[3][rng.randrange(len(fields[3]))] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    return mutated(data, rng) if rng.random() < 0.15 else data
+
+
+def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> None:
+    try:
+        answer = decode(_answer(forge, 1))
+        if not isinstance(answer, Resolved):
+            verdicts.refuse("another message")
+            return
+        remote = engine.initiator._open(link, answer, "fuzz", push=forge.rng.random() < 0.3)
+        engine.initiator._current(link, remote, "fuzz")
+    except LLMException as error:
+        verdicts.refuse(error)
+    else:
+        verdicts.take(answer)
+
+
+def _place_some(forge: Forge, verdicts: Verdicts) -> None:
+    """Read an answer to a Locate; what it says of a cache is judged when that is resolved."""
+    rng = forge.rng
+    fields = located(rng, 1, rng.choice((2, 2, 2, 0, 3)))
+    if rng.random() < 0.5:
+        fields[rng.randrange(2, len(fields))] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    try:
+        answer = decode(mutated(data, rng) if rng.random() < 0.2 else data)
+        if isinstance(answer, Located):
+            places_in(answer, 2, "fuzz")
+    except LLMException as error:
+        verdicts.refuse(error)
+    else:
+        verdicts.take(answer)
+
+
+def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
+    """The victim of the stage lies here: its handler of questions is replaced while the friend pulls once."""
+    links: Any = stage.engine.links
+
+    def liar(link: Link, message: Resolve) -> None:
+        data = _answer(forge, message.id)
+        channel: Any = link.channel
+        with channel._lock:
+            channel._write(FRAME_HEADER.pack(len(data)) + data)
+
+    honest = links._handlers[Resolve]
+    links._handlers[Resolve] = liar
+    try:
+        with _quick(stage.friend):
+            stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
+    except (LLMException, ValueError) as error:
+        if not isinstance(error, LLMException):
+            raise
+        verdicts.refuse(error)
+    else:
+        verdicts.accepted["pull"] += 1
+    finally:
+        links._handlers[Resolve] = honest
+    for end in (stage.friend, stage.victim):
+        if not end.statistics().links:
+            stage.link()
+
+
+@contextmanager
+def _quick(end: LLMDataDist) -> Iterator[None]:
+    """A lie that answers another question is waited for: not for long."""
+    manager: Any = end.cache_manager
+    manager._deadline = lambda: Deadline(50)
+    try:
+        yield
+    finally:
+        del manager._deadline
+
+
+#: name -> function(frames, seed).
+TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+    "handlers": fuzz_handlers,
+    "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
+    "answers": fuzz_answers,
+}

@@ -1,0 +1,196 @@
+"""A peer in a child process that is reached over data lanes; run as a module this file is that child.
+
+What the cache layer would do is reduced to the least: a handle names its tensors by regions and offsets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import numpy as np
+
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Tensors
+from llm_datadist._transport import PRIVATE, RegionDescriptor
+from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, accept_lane, dial_lanes, read_lane_greeting
+from llm_datadist._transport.tcp import TcpConnection
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from llm_datadist._transport import RemoteTensors
+    from llm_datadist._transport.lanes import LaneGroup, LaneRequest
+
+__all__ = ["LanePeerProcess", "MemoryHandler", "RegionConnection"]
+
+
+class RegionConnection(TcpConnection):
+    """A tcp connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
+
+    def map(
+        self,
+        regions: NDArray[np.uint32],
+        offsets: NDArray[np.uint64],
+        extent: int,
+        *,
+        writable: bool,
+        handle: bytes = b"",
+        located: bool = False,
+    ) -> RemoteTensors:
+        """Return where the peer's tensors are, with a handle that says so too."""
+        handle = handle or msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
+        return super().map(regions, offsets, extent, writable=writable, handle=handle, located=located)
+
+
+class MemoryHandler:
+    """Grants the memory of a local peer by region and offset, under the guards it was told of."""
+
+    def __init__(self, peer: LocalPeer) -> None:
+        self.guards: list[tuple[int, int]] = []
+        self._peer = peer
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        """Return the tensors that the handle names."""
+        regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
+        bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
+        return LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
+
+    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
+        """Return the tensors that the handle names, where peers may write."""
+        if not self._peer.exports.writable:
+            raise ParamError("this peer may not be written")
+        return self.on_read(link, request)
+
+    def on_served(self, link: object, nbytes: int) -> None:
+        """Nothing is counted here."""
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        """Nothing is kept for a link here."""
+
+    def _base(self, region: int, offset: int, extent: int) -> int:
+        start = self._peer.address(region)
+        offset = offset - start if region == PRIVATE else offset
+        limit = PRIVATE_BYTES if region == PRIVATE else REGION_BYTES[region]
+        if not 0 <= offset <= limit - extent:
+            raise ParamError(f"region {region} has no {extent} bytes at {offset}")
+        return start + offset
+
+
+class LanePeerProcess(PeerProcess):
+    """A peer in a child process, reached over ``lanes`` loopback connections. Owns also the lanes of this process."""
+
+    module = __name__
+
+    def __init__(self, lanes: int = 2, threads: int = 1) -> None:
+        super().__init__(lambda memory: _no_rendezvous())
+        self.lanes = Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
+        self._count = lanes
+        self._writable = False
+
+    @contextmanager
+    def serving(self, *, writable: bool) -> Iterator[Self]:
+        """Let the child serve fresh, zeroed memory for the length of the block."""
+        self._writable = writable
+        with super().serving(writable=writable):
+            yield self
+
+    def connect(self) -> RegionConnection:
+        """Dial the child and return the connection under test, which can dial again."""
+        token = secrets.token_bytes(16)
+        address = ("127.0.0.1", self._ask(int, "listen", token))
+
+        def dial(count: int, deadline: Deadline) -> list[socket.socket]:
+            return dial_lanes(address, token, count, deadline)
+
+        group = self.lanes.open(dial(self._count, Deadline(10_000)))
+        self.lanes.begin(group, None)
+        regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
+        return RegionConnection(self.lanes, group, regions, writable=self._writable, redial=dial)
+
+    def hold(self, slot: int, generation: int) -> None:
+        """Let every grant from now on depend on a guard of the child."""
+        self._tell("hold", slot, generation)
+
+    def quiesce(self) -> None:
+        """Let the child stop all use of its memory."""
+        self._tell("quiesce")
+
+    def close(self) -> None:
+        """End the child and our own side. Idempotent."""
+        self.lanes.close()
+        super().close()
+
+
+def _no_rendezvous() -> Any:
+    raise AssertionError("lanes need no rendezvous")
+
+
+class _LaneChild(Child):
+    """The child's side: also listens for lanes."""
+
+    def obey(self, verb: str, arguments: list[Any]) -> object:
+        own: dict[str, Callable[..., object]] = {"listen": self._listen, "hold": self._hold, "quiesce": self._quiesce}
+        return own[verb](*arguments) if verb in own else super().obey(verb, arguments)
+
+    def _serve(self, writable: bool, private: bool) -> None:
+        super()._serve(writable, private)
+        self._handler = MemoryHandler(self._peer)
+        self._lanes = Lanes(1, self._handler)
+        self._groups: dict[bytes, LaneGroup] = {}
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setblocking(False)
+        self._accepting = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> asyncio.Task[None]:
+        self._lanes.start(self._loop)
+        return self._loop.create_task(self._accept())
+
+    def _stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        self._lanes.close()
+        self._server.close()
+        super()._stop()
+
+    async def _end(self) -> None:
+        self._accepting.cancel()
+        self._lanes.stop()
+
+    def _listen(self, token: bytes) -> int:
+        self._groups[token] = group = self._lanes.open()
+        self._lanes.begin(group, token)
+        return int(self._server.getsockname()[1])
+
+    def _hold(self, slot: int, generation: int) -> None:
+        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
+
+    def _quiesce(self) -> None:
+        self._lanes.quiesce(0)
+
+    async def _accept(self) -> None:
+        while True:
+            sock, _ = await self._loop.sock_accept(self._server)
+            try:
+                preamble = await self._loop.sock_recv(sock, len(LANE_PREAMBLE))
+                token, _ = await read_lane_greeting(self._loop, sock)
+                if preamble != LANE_PREAMBLE or token not in self._groups:
+                    sock.close()
+                    continue
+                await accept_lane(self._loop, sock)
+            except (OSError, LLMException):
+                sock.close()
+            else:
+                self._lanes.add(self._groups[token], sock)
+
+
+if __name__ == "__main__":
+    child_main(int(sys.argv[1]), _LaneChild)
