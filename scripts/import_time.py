@@ -24,7 +24,7 @@ import numpy
 start = time.perf_counter()
 import llm_datadist
 imported = time.perf_counter()
-import llm_datadist.cache_manager, llm_datadist.engine
+import llm_datadist.cache_manager, llm_datadist._transfer.engine
 print(json.dumps([imported - start, time.perf_counter() - imported]))
 """
 

@@ -98,7 +98,7 @@ def test_a_peer_of_another_pid_namespace(peer: SharedPeer, cookie: bytes) -> Non
 STRANGER = """
 import os, sys
 from types import SimpleNamespace
-from llm_datadist.transport.cma import probe
+from llm_datadist._transport.cma import probe
 
 pid, address = map(int, sys.argv[1:])
 os.setuid(65534)

@@ -306,7 +306,7 @@ def test_several_callers_share_one_pool(close_meanwhile: bool) -> None:
 FORK = """
 import os, signal, sys, warnings
 import numpy as np
-from llm_datadist.native import NO_DEADLINE, CopyPool, Plan, Tensors, execute, plan_row
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors, execute, plan_row
 
 def copy(pool):
     dst, src = np.zeros(4 << 20, np.uint8), np.arange(4 << 20, dtype=np.uint32).view(np.uint8)[: 4 << 20]
@@ -367,7 +367,7 @@ def test_a_generation_has_an_aligned_address(call: Any, offset: int) -> None:
 ADVANCE = """
 import mmap, os, warnings
 import numpy as np
-from llm_datadist.native import advance_generation, load_generation
+from llm_datadist._native import advance_generation, load_generation
 
 warnings.simplefilter("ignore")  # Python 3.12 on: fork beside threads
 slot = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint64, count=1)

@@ -185,7 +185,7 @@ def test_a_pid_that_is_none(holder: Holder, pid: int) -> None:
 
 STRANGER = """
 import errno, os, sys
-from llm_datadist.native import peek_process
+from llm_datadist._native import peek_process
 
 if os.geteuid() == 0:
     os.setuid(65534)  # root may look into everything
