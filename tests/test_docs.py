@@ -17,8 +17,7 @@ import pytest
 from llm_datadist import config, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
-from tests.support.source import PACKAGE, ROOT, SOURCE, defined_names, modules, path_of
-from tests.test_layers import layer_of
+from tests.support.source import PACKAGE, ROOT, SOURCE, defined_names, modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -244,13 +243,6 @@ def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(exampl
 
 
 # --- architecture ----------------------------------------------------------------------------------------------------
-
-
-def test_architecture_tree_has_every_module_with_its_layer() -> None:
-    listed = {
-        path: int(layer) for path, layer in re.findall(r"^(\S+) +(\d)  \S", _fences(ARCHITECTURE)[0], re.MULTILINE)
-    }
-    assert listed == {path_of(module): layer_of(module) for module in modules()}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist.config import LLMConfig, LlmConfig
-from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMException, LLMStatusCode, Status
 from llm_datadist.types import (
@@ -27,6 +26,7 @@ from llm_datadist.types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.types.data_type import DataType
 
 if TYPE_CHECKING:
     from llm_datadist._transfer.layerwise import CacheTask

@@ -9,8 +9,8 @@ import numpy as np
 
 from llm_datadist._checks import check_int, check_int64, check_rule, check_type
 from llm_datadist._memory.segment import ExternalSegment
-from llm_datadist.data_type import DataType, canonical_type, np_dtype_to_dtype
 from llm_datadist.errors import ParamError
+from llm_datadist.types.data_type import DataType, canonical_type, np_dtype_to_dtype
 from llm_datadist.types.descriptors import Cache, CacheDesc
 from llm_datadist.views import numpy_type
 

@@ -112,6 +112,6 @@ def _links(now: Statistics, cluster: str) -> Iterator[Metric]:
         verified.add_metric(values, link.verified_bytes)
     yield from (up, read, written, verified)
     redials = GaugeMetricFamily(_PREFIX + "redial_attempts", "Tries to get a lost link back.", labels=labels[:2])
-    for redial in now.redials:
-        redials.add_metric([cluster, str(redial.remote_cluster_id)], redial.attempts)
+    for reconnect in now.redials:
+        redials.add_metric([cluster, str(reconnect.remote_cluster_id)], reconnect.attempts)
     yield redials

@@ -14,9 +14,9 @@ import numpy as np
 from llm_datadist._cache.store import Storage
 from llm_datadist._checks import check_type
 from llm_datadist._memory.segment import ExternalSegment, Segment
-from llm_datadist.data_type import dtype_to_np_dtype
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
 from llm_datadist.types import Cache, DataType
+from llm_datadist.types.data_type import dtype_to_np_dtype
 
 if TYPE_CHECKING:
     import torch

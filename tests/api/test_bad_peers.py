@@ -19,18 +19,18 @@ from llm_datadist._links.messages import (
     Beat,
     Consumed,
     Failed,
-    Farewell,
-    Goodbye,
     Linked,
     Message,
-    Met,
     Ping,
     Pong,
     Refused,
     Release,
     Resolve,
     Resolved,
-    Stay,
+    TransportChoice,
+    UnlinkAck,
+    UnlinkCancel,
+    UnlinkRequest,
     Welcome,
     frame,
 )
@@ -120,7 +120,7 @@ def test_a_stranger_who_was_not_at_the_rendezvous_is_refused(linked: Pair, trans
     with Stranger(port_of(linked)) as stranger:
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         stranger.hear(Welcome)
-        stranger.say(Met(transport, "because", 1))
+        stranger.say(TransportChoice(transport, "because", 1))
         refused = stranger.hear(Refused)
         assert refused.code == LLMStatusCode.LLM_LINK_FAILED
         assert "\n" not in refused.text
@@ -212,10 +212,10 @@ def test_what_nobody_asked_for_is_ignored(linked: Pair) -> None:
         stranger.link()
         stranger.say(
             Failed(1, 0, "x"),
-            Farewell(1),
+            UnlinkAck(1),
             Pong(MAX),
-            Stay(),
-            Stay(),
+            UnlinkCancel(),
+            UnlinkCancel(),
             Beat(MAX),
             Consumed(1, 0, 0, 4),
             Consumed(-5, MAX, MAX, MAX),
@@ -237,7 +237,7 @@ def test_a_pin_in_an_answer_that_nobody_asked_for_is_given_back(linked: Pair) ->
     "what",
     [
         frame(Linked(1)),
-        frame(Met("shm", "", 1)),
+        frame(TransportChoice("shm", "", 1)),
         frame(Refused(0, "")),
         CONTROL_PREAMBLE,
         struct.pack(">I", FRAME_LIMIT + 1),
@@ -305,10 +305,10 @@ def test_goodbyes_without_end_are_answered_and_the_link_goes_with_the_peer(linke
     with Stranger(port_of(linked)) as stranger:
         stranger.link()
         for number in range(20):
-            stranger.say(Goodbye(number))
-            assert stranger.hear(Farewell).id == number
+            stranger.say(UnlinkRequest(number))
+            assert stranger.hear(UnlinkAck).id == number
         assert linked.prompt.do(links)[66] == "draining"
-        stranger.say(Stay())
+        stranger.say(UnlinkCancel())
         still_served(stranger)
         assert linked.prompt.do(links)[66] == "ready"
 
@@ -347,6 +347,6 @@ def test_a_good_peer_links_while_a_stranger_holds_up_its_own_handshake(shm_pair:
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         stranger.hear(Welcome)
         assert shm_pair.decoder.do(link, [info(1, port_of(shm_pair))]) == SUCCESS
-        stranger.say(Met("shm", "too late", 1))
+        stranger.say(TransportChoice("shm", "too late", 1))
         stranger.hear(Refused)
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)

@@ -13,10 +13,10 @@ import pytest
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Farewell, Guarded, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import digest
-from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, Witness
+from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, questions, unconsumed, verified
 from tests.support.ends import LocalEnd
@@ -282,7 +282,7 @@ def test_one_peer_after_the_other_is_answered() -> None:
             served.append(f"{self.name}{message.id}")
 
     before = residue()
-    witness = Witness(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
+    witness = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
     witness._thread.submit(go.wait, 60)
     greedy, modest = Peer("greedy"), Peer("modest")
@@ -308,7 +308,7 @@ LIES: list[tuple[Callable[[Verify], Message], type[Exception], str]] = [
     (lambda asked: Verified(asked.id, b""), ProtocolError, "sent 0 bytes of digests, 64 were asked for"),
     (lambda asked: Verified(asked.id, bytes(63)), ProtocolError, "sent 63 bytes"),
     (lambda asked: Verified(asked.id, bytes(80)), ProtocolError, "sent 80 bytes"),
-    (lambda asked: Farewell(asked.id), ProtocolError, "answered a Verify with Farewell"),
+    (lambda asked: UnlinkAck(asked.id), ProtocolError, "answered a Verify with UnlinkAck"),
     (lambda asked: Verified(asked.id, bytes(64)), TransferFailed, "4 of 4 tensors differ"),
     (lambda asked: Failed(asked.id, 0, "two\nlines"), TransferFailed, "two lines"),
     (lambda asked: Failed(asked.id, 77, "any"), TransferFailed, "could not confirm the bytes: any"),

@@ -8,7 +8,7 @@ import pytest
 
 from llm_datadist import LLMClusterInfo
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.retry import Approaches
+from llm_datadist._links.retry import MemberDials
 from llm_datadist.errors import LinkRefused
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, links
@@ -160,15 +160,15 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_dials_nobo
     """A member with another table comes between listening and dialling."""
     ends = start_two(local_pair)
     name, ranks = new_name(), {0: 0, 1: 1, 2: 2}
-    really = Approaches.add
+    really = MemberDials.add
 
-    def added_late(self: Approaches, approach: Any) -> None:
-        if approach.cluster_id == 0 and approach.communicator.expected:
+    def added_late(self: MemberDials, member: Any) -> None:
+        if member.cluster_id == 0 and member.communicator.expected:
             ends[1].do(join, name, ranks, table(*[host(0)] * 3, version="1.2"))
-            wait_until(lambda: not approach.communicator.preparing)
-        really(self, approach)
+            wait_until(lambda: not member.communicator.preparing)
+        really(self, member)
 
-    monkeypatch.setattr(Approaches, "add", added_late)
+    monkeypatch.setattr(MemberDials, "add", added_late)
     assert ends[0].do(join, name, ranks, table(*[host(0)] * 3)) == 1
     assert ends[0].do(status, 1) is FAILED
     wait_until(lambda: not ends[0].do(is_dialling))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist._links.messages import CONTROL_PREAMBLE, Meeting, Refused
+from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refused
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 from llm_datadist.errors import LinkRefused, ParamError
 from tests.support.linking import bytes_move_both_ways, info, link, links
@@ -138,14 +138,14 @@ def _is_open(number: int) -> bool:
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
-def meeting(communicator: str, rank_table: str, **changes: Any) -> Meeting:
+def meeting(communicator: str, rank_table: str, **changes: Any) -> CommunicatorId:
     fields: dict[str, Any] = {
         "name": communicator,
         "members": [(1, 0), (2, 1)],
         "table": RankTable.parse(rank_table).digest,
         "token": b"t" * 16,
     }
-    return Meeting(**(fields | changes))
+    return CommunicatorId(**(fields | changes))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(killed: ChildEnd, surv
 
 def beats(world: World) -> int:
     assert world.dd._engine is not None
-    return world.dd._engine.links._beats._count
+    return world.dd._engine.links._heartbeat._count
 
 
 def explained_sequence(world: World) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist._links.messages import Failed, Farewell, Guarded, Release, Resolve, Resolved
+from llm_datadist._links.messages import Failed, Guarded, Release, Resolve, Resolved, UnlinkAck
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -166,7 +166,7 @@ def test_rule_10_an_answer_to_another_question_is_a_protocol_error(local_pair: P
     local_pair.prompt.do(make, "kv", Spec(keys=(KEY,)), 1)
     dst = local_pair.decoder.do(make, "kv", Spec(), 2)
     liar = Liar(local_pair.prompt)  # type: ignore[arg-type]  # both ends are here
-    liar.lie = lambda answer: Farewell(answer.id)
+    liar.lie = lambda answer: UnlinkAck(answer.id)
     with pytest.raises(ProtocolError, match="answered a Resolve with Farewell"):
         local_pair.decoder.do(pull, 3)
     same_bytes(local_pair.decoder.do(show, "kv"), dst)

@@ -124,8 +124,8 @@ def test_operations_meanwhile_are_not_linked_and_say_that_a_redial_goes_on(shm_p
         wait_until(lambda: redialling(shm_pair.decoder))
         not_linked(shm_pair.decoder, "cluster 1", f"127.0.0.1:{shm_pair.prompt.port} is being dialled again")
         assert shm_pair.decoder.do(links) == {}
-        (redial,) = shm_pair.decoder.do(redials)
-        assert redial.address == f"127.0.0.1:{shm_pair.prompt.port}"
+        (reconnect,) = shm_pair.decoder.do(redials)
+        assert reconnect.address == f"127.0.0.1:{shm_pair.prompt.port}"
     wait_until(lambda: both(shm_pair) == BOTH_UP)
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
     wait_until(lambda: shm_pair.decoder.do(redials) == ())
@@ -356,7 +356,7 @@ def fork_and_look(world: World) -> str:
     if child == 0:
         found = "?"
         try:
-            names = [thread.name for thread in threading.enumerate() if "redial" in thread.name]
+            names = [thread.name for thread in threading.enumerate() if "reconnect" in thread.name]
             world.dd.statistics()
             found = f"a live object, {names}"
         except RuntimeError as error:
@@ -375,6 +375,6 @@ def test_an_address_where_nobody_listens_is_tried_on(decoder: ChildEnd, prompts:
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(finalize)
     wait_until(lambda: [each.attempts >= 3 for each in decoder.do(redials)] == [True])
-    (redial,) = decoder.do(redials)
-    assert "refused" in redial.reason
+    (reconnect,) = decoder.do(redials)
+    assert "refused" in reconnect.reason
     not_linked(decoder, "attempts, the last attempt: link to 127.0.0.1", "refused")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import PRIVATE
 from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, ProtocolError, TransferFailed

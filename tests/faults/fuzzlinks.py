@@ -14,9 +14,9 @@ import msgspec
 
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Met, Resolve, Resolved, decode
+from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Resolve, Resolved, TransportChoice, decode
 from llm_datadist._transfer.addresses import places_in
-from llm_datadist._transport.connect import Claim, Opening
+from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
 from tests.faults.fuzz import Finding, Verdicts, trial
@@ -86,10 +86,12 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
         own = engine.store.exports
         told: tuple[Any, ...] = (False, 1, "fuzz", None, False, bytes(16), bytes(16), 0, [], None)
         hello = Hello(1, _STRANGER, secrets.token_bytes(16), *told)
-        with closing(Opening(Claim(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
+        with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
             lanes = engine.links._lanes
             connection = opening.open(lanes, lanes.open(), writable=own.writable)
-            engine.links.install(hello, Met("inproc", "fuzz", sequence), connection, opening.choice, sock, b"")
+            engine.links.install(
+                hello, TransportChoice("inproc", "fuzz", sequence), connection, opening.choice, sock, b""
+            )
         return engine.links.get(_STRANGER)
 
     return engine._control.call(install)

@@ -90,7 +90,7 @@ STEPS: Final[dict[str, Step]] = {
     "answer": _initiator(6, "connection", "map", "the answer has come, nothing of it has been believed"),
     "resolved": _initiator(6, "connection", "map", "the answer is mapped, nothing has been compared", after=True),
     "plan": _initiator(7, "initiator", _PLANNING, "the guards were fine, there is no plan yet"),
-    "guards": _initiator(8, "connection", "hold", "the guards have not been compared"),
+    "guards": _initiator(8, "connection", "guards_unchanged", "the guards have not been compared"),
     "before copy": _initiator(9, "connection", "read", "there is a plan, no byte has moved"),
     "before write": _initiator(9, "connection", "write", "as before copy"),
     "deadline": _initiator(9, "connection", "read", "as before copy, and the call's time passes there", expire=True),

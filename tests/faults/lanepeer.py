@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
-from llm_datadist._transport import PRIVATE, RegionDescriptor
 from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, accept_lane, dial_lanes, read_lane_greeting
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
@@ -115,7 +115,7 @@ class LanePeerProcess(PeerProcess):
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
         self.lanes.begin(group, None)
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
-        return RegionConnection(self.lanes, group, regions, writable=self._writable, redial=dial)
+        return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
 
     def hold(self, slot: int, generation: int) -> None:
         """Let every grant from now on depend on a guard of the child."""

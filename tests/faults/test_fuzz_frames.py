@@ -50,11 +50,25 @@ TYPED: Final = {
 }
 #: Per target, kinds of which at least that part of its frames must be: it did not pass by doing one thing only.
 TAKEN: Final[dict[str, dict[str, float]]] = {
-    "parser": {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.005, "Met": 0.005, "Farewell": 0.002},
+    "parser": {
+        "Resolve": 0.05,
+        "Release": 0.03,
+        "Hello": 0.01,
+        "Resolved": 0.005,
+        "TransportChoice": 0.005,
+        "UnlinkAck": 0.002,
+    },
     "same-host packets": {"Hello": 0.1, "Refusal": 0.01},
     "lane requests": {"LaneRequest": 0.1},
-    "handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Stay": 0.01, "Verify": 0.01},
-    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Goodbye": 0.01},
+    "handlers": {
+        "Resolve": 0.1,
+        "Release": 0.1,
+        "Consumed": 0.03,
+        "Resolved": 0.01,
+        "UnlinkCancel": 0.01,
+        "Verify": 0.01,
+    },
+    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "UnlinkRequest": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
     "greetings": {"Welcome": 0.02},
     "dials": {"Welcome": 0.05, "Linked": 0.01},

@@ -53,8 +53,8 @@ class Flood:
         (answer,) = there.kept.values()
         self.remote = answer.tensors
         assert isinstance(there.connection, TcpConnection)
-        assert there.connection._redial is not None
-        self._dial = there.connection._redial
+        assert there.connection._reconnect is not None
+        self._dial = there.connection._reconnect
         # What the library has dialled makes room for what we will.
         group = there.connection._group
         there.connection._lanes.drop(group, list(group._loads))

@@ -192,7 +192,7 @@ class Network:
         self.lose(one, other)
         self.lose(other, one)
 
-    def mend(self, one: Host, other: Host) -> None:
+    def reconnect_lanes(self, one: Host, other: Host) -> None:
         """Lose it no longer."""
         self.find(one, other)
         self.find(other, one)

@@ -71,7 +71,7 @@ class Scene:
             case "answers lost":
                 self.network.lose(prompt, decoder)
 
-    def mend(self) -> None:
+    def reconnect_lanes(self) -> None:
         """Undo it."""
         self.network.heal()
 
@@ -136,7 +136,7 @@ def test_r7_a_pull_from_a_host_that_is_cut_off_ends_at_its_deadline_and_the_link
     assert (error.status_code, error.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
     assert scene.decoder.do(links).keys() == {1, 2}, "nobody has given the host up"
     same_bytes(scene.decoder.do(show, "pages"), scene.pages_here)
-    scene.mend()
+    scene.reconnect_lanes()
     scene.nothing_was_consumed()
     scene.works_again()
 
@@ -175,7 +175,7 @@ def test_a_host_whose_answers_are_lost_costs_its_callers_their_deadline_and_nobo
     assert (error.status_code, error.phase) == (LLMStatusCode.LLM_TIMEOUT, "resolve")
     same_bytes(scene.decoder.do(show, "bulk"), scene.bulk_here)
     scene.nothing_was_consumed()  # the prompt's own doing: it knows that the decoder's time is over
-    scene.mend()
+    scene.reconnect_lanes()
     scene.works_again()
 
 
@@ -198,5 +198,5 @@ def test_a_lost_host_that_comes_back_is_linked_again_without_any_call(cluster: C
     scene.cut(how)
     wait_until(lambda: scene.decoder.do(links).get(1) != "ready")
     wait_until(lambda: scene.prompt.do(links) == {})
-    scene.mend()
+    scene.reconnect_lanes()
     scene.works_again(seconds=10.0)

@@ -144,7 +144,7 @@ def test_a_host_that_is_cut_off_hears_nothing_until_it_is_back(network: Network,
     network.cut(first, second) if how == "cut" else first.pull_plug()
     there.do(say, b"question")
     assert here.do(hear, 8, 0.3) is None
-    network.mend(first, second) if how == "cut" else first.plug_in()
+    network.reconnect_lanes(first, second) if how == "cut" else first.plug_in()
     assert here.do(hear, 8) == digest(b"question")
 
 

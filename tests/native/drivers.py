@@ -12,7 +12,7 @@ from typing import Final
 __all__ = ["DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-NATIVE: Final = ROOT / "src" / "llm_datadist" / "native"
+NATIVE: Final = ROOT / "src" / "llm_datadist" / "_native"
 
 
 class Unsupported(Exception):

@@ -18,13 +18,14 @@ from llm_datadist._links.messages import (
     Hello,
     Linked,
     Message,
-    Met,
+    TransportChoice,
     Welcome,
     decode,
     frame,
 )
 from llm_datadist._memory import GuardTable
-from llm_datadist._transport import Exports, meet
+from llm_datadist._memory.exports import Exports
+from llm_datadist._transport import exchange_memory
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Stranger:
         welcome = self.hear(Welcome)
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
-        meet(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        self.say(Met("shm", "a stranger's reason", sequence))
+        exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
+        self.say(TransportChoice("shm", "a stranger's reason", sequence))
         self.hear(Linked)
 
     def __enter__(self) -> Stranger:

@@ -128,7 +128,7 @@ class Target:
 
 
 @dataclass
-class Ends:
+class CachePair:
     """An initiator and a target in this process, with lanes between them."""
 
     near: LaneEngine
@@ -156,9 +156,9 @@ class Ends:
 
 
 @contextmanager
-def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
+def joined(lanes: int = 1, threads: int = 1) -> Iterator[CachePair]:
     """Yield two engines with that many lanes over unix sockets."""
-    ends = Ends(LaneEngine(threads), LaneEngine(threads))
+    ends = CachePair(LaneEngine(threads), LaneEngine(threads))
     try:
         for _ in range(lanes):
             ends.join()

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist._deadline import CancellableDeadline, Deadline
-from llm_datadist._links.channel import Channel
-from llm_datadist._links.link import Waiter
+from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.messages import FRAME_HEADER, Beat, Farewell, Message, frame
+from llm_datadist._links.messages import FRAME_HEADER, Beat, Message, UnlinkAck, frame
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ PATIENCE_MS = 30_000
 CONTROL = "llm-datadist-control"
 
 
-class Ends:
+class CachePair:
     """A channel whose answers are Farewells, the socket at its other end, and who was told what in which thread."""
 
     def __init__(self, control: ControlLoop) -> None:
@@ -69,7 +68,7 @@ class Ends:
         self.theirs.sendall(b"".join(map(frame, messages)))
 
     def _answer(self, message: Message) -> bool:
-        if not isinstance(message, Farewell) or (waiter := self.waiters.pop(message.id, None)) is None:
+        if not isinstance(message, UnlinkAck) or (waiter := self.waiters.pop(message.id, None)) is None:
             return False
         self.answered.append((message.id, threading.current_thread().name))
         waiter.wake(message)
@@ -94,10 +93,10 @@ class Ends:
 
 
 @contextmanager
-def ends(*, begun: bool = True) -> Iterator[Ends]:
+def ends(*, begun: bool = True) -> Iterator[CachePair]:
     control = ControlLoop()
     control.start()
-    both = Ends(control)
+    both = CachePair(control)
     if begun:
         both.channel.begin()
         wait_until(both.at_rest)
@@ -117,9 +116,9 @@ def test_a_caller_reads_its_answer_by_itself_and_then_leaves_the_channel_to_the_
         for number in range(50):
             waiter = both.expect(number)
             thread = both.begin_to_wait(waiter, Deadline(PATIENCE_MS))
-            both.say(Farewell(number))
+            both.say(UnlinkAck(number))
             thread.join(20)
-            assert waiter.answer == Farewell(number)
+            assert waiter.answer == UnlinkAck(number)
             assert both.at_rest()
         assert both.answered == [(number, "caller") for number in range(50)]
         both.say(Beat(1))
@@ -130,13 +129,13 @@ def test_an_answer_that_is_there_before_anybody_waits_wakes_only_who_prepared_fo
     with ends() as both:
         waiter = both.expect(7)
         both.channel.prepare(waiter)
-        both.say(Farewell(7))
+        both.say(UnlinkAck(7))
         # Two turns of the control thread: it would have read what it is woken for.
         both.control.call(lambda: None)
         both.control.call(lambda: None)
         assert waiter.waiting
         both.channel.wait(waiter, Deadline(PATIENCE_MS))
-        assert waiter.answer == Farewell(7)
+        assert waiter.answer == UnlinkAck(7)
         assert both.answered == [(7, threading.current_thread().name)]
         assert both.at_rest()
 
@@ -151,10 +150,10 @@ def test_who_prepared_and_asks_nothing_leaves_the_channel_to_the_others() -> Non
         both.say(Beat(1))
         both.channel.forgo(first)
         wait_until(lambda: both.heard == [Beat(1)])
-        both.say(Farewell(2), Farewell(1))
+        both.say(UnlinkAck(2), UnlinkAck(1))
         both.channel.wait(first, Deadline(PATIENCE_MS))
         both.channel.wait(second, Deadline(PATIENCE_MS))
-        assert (first.answer, second.answer) == (Farewell(1), Farewell(2))
+        assert (first.answer, second.answer) == (UnlinkAck(1), UnlinkAck(2))
         wait_until(both.at_rest)
 
 
@@ -162,13 +161,13 @@ def test_what_is_no_answer_goes_to_the_control_thread_in_order_with_all_that_fol
     with ends() as both:
         waiter = both.expect(7)
         thread = both.begin_to_wait(waiter, Deadline(PATIENCE_MS))
-        both.say(Beat(1), Beat(2), Farewell(7), Beat(3), Farewell(8), Beat(4))
+        both.say(Beat(1), Beat(2), UnlinkAck(7), Beat(3), UnlinkAck(8), Beat(4))
         thread.join(20)
-        assert waiter.answer == Farewell(7)
+        assert waiter.answer == UnlinkAck(7)
         assert both.answered == [(7, CONTROL)]
         wait_until(lambda: len(both.heard) == 5)
         # An answer that nobody waits for is the control thread's too.
-        assert both.heard == [Beat(1), Beat(2), Beat(3), Farewell(8), Beat(4)]
+        assert both.heard == [Beat(1), Beat(2), Beat(3), UnlinkAck(8), Beat(4)]
         wait_until(both.at_rest)
 
 
@@ -176,10 +175,10 @@ def test_answers_for_others_are_handed_to_them_by_who_reads() -> None:
     with ends() as both:
         waiters = [both.expect(number) for number in range(8)]
         threads = [both.begin_to_wait(waiter, Deadline(PATIENCE_MS)) for waiter in waiters]
-        both.say(*(Farewell(number) for number in reversed(range(8))))
+        both.say(*(UnlinkAck(number) for number in reversed(range(8))))
         for thread in threads:
             thread.join(20)
-        assert [waiter.answer for waiter in waiters] == [Farewell(number) for number in range(8)]
+        assert [waiter.answer for waiter in waiters] == [UnlinkAck(number) for number in range(8)]
         assert [number for number, _ in both.answered] == list(reversed(range(8)))
 
 
@@ -187,13 +186,13 @@ def test_callers_left_behind_by_who_read_are_served_by_the_control_thread() -> N
     with ends() as both:
         first, second = both.expect(1), both.expect(2)
         threads = [both.begin_to_wait(waiter, Deadline(PATIENCE_MS)) for waiter in (first, second)]
-        both.say(Farewell(1))
+        both.say(UnlinkAck(1))
         threads[0].join(20)
         assert not threads[0].is_alive()
         assert second.waiting
-        both.say(Farewell(2))
+        both.say(UnlinkAck(2))
         threads[1].join(20)
-        assert second.answer == Farewell(2)
+        assert second.answer == UnlinkAck(2)
 
 
 def test_many_callers_and_other_frames_at_once() -> None:
@@ -207,9 +206,9 @@ def test_many_callers_and_other_frames_at_once() -> None:
                 number = next(numbers)
                 waiter = both.expect(number)
                 with sending:
-                    both.say(Beat(2 * number), Farewell(number), Beat(2 * number + 1))
+                    both.say(Beat(2 * number), UnlinkAck(number), Beat(2 * number + 1))
                 both.channel.wait(waiter, Deadline(PATIENCE_MS))
-                if waiter.answer != Farewell(number):
+                if waiter.answer != UnlinkAck(number):
                     wrong.append((number, waiter.answer))
 
         sending = threading.Lock()
@@ -227,24 +226,24 @@ def test_many_callers_and_other_frames_at_once() -> None:
 
 
 def test_frames_may_come_in_pieces_cut_anywhere() -> None:
-    stream = frame(Farewell(1)) + frame(Beat(5)) + frame(Farewell(2))
+    stream = frame(UnlinkAck(1)) + frame(Beat(5)) + frame(UnlinkAck(2))
     for cut in range(len(stream) + 1):
         with ends() as both:
             first, second = both.expect(1), both.expect(2)
             threads = [both.begin_to_wait(first, Deadline(PATIENCE_MS))]
             both.theirs.sendall(stream[:cut])
-            if cut >= len(frame(Farewell(1))):
+            if cut >= len(frame(UnlinkAck(1))):
                 threads[0].join(20)
             threads.append(threading.Thread(target=both.channel.wait, args=(second, Deadline(PATIENCE_MS))))
             threads[1].start()
             both.theirs.sendall(stream[cut:])
             for thread in threads:
                 thread.join(20)
-            assert (first.answer, second.answer) == (Farewell(1), Farewell(2))
+            assert (first.answer, second.answer) == (UnlinkAck(1), UnlinkAck(2))
             wait_until(lambda: both.heard == [Beat(5)])
 
 
-@pytest.mark.parametrize("half", [b"", frame(Farewell(1))[:-1]], ids=["between frames", "inside a frame"])
+@pytest.mark.parametrize("half", [b"", frame(UnlinkAck(1))[:-1]], ids=["between frames", "inside a frame"])
 def test_the_peers_end_is_told_by_the_control_thread_and_wakes_who_waits(half: bytes) -> None:
     with ends() as both:
         waiter = both.expect(1)
@@ -261,7 +260,7 @@ def test_a_reset_wakes_who_waits() -> None:
     control = ControlLoop()
     control.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    both = Ends(control)
+    both = CachePair(control)
     both.theirs.close()
     both.ours.close()
     ours = socket.create_connection(listener.getsockname())
@@ -285,9 +284,9 @@ def test_a_bad_frame_ends_the_channel_after_the_answers_before_it(bad: bytes) ->
     with ends() as both:
         other, waiter = both.expect(1), both.expect(2)
         thread = both.begin_to_wait(waiter, Deadline(PATIENCE_MS))
-        both.theirs.sendall(frame(Farewell(1)) + bad + frame(Farewell(2)))
+        both.theirs.sendall(frame(UnlinkAck(1)) + bad + frame(UnlinkAck(2)))
         thread.join(20)
-        assert other.answer == Farewell(1)
+        assert other.answer == UnlinkAck(1)
         assert waiter.answer is None
         assert "peer " in both.lost[0]
 
@@ -304,7 +303,7 @@ def test_a_deadline_and_a_cancellation_end_a_wait_and_nothing_else() -> None:
         thread.join(20)
         assert not thread.is_alive()
         assert both.at_rest()
-        both.say(Farewell(2), Beat(1))
+        both.say(UnlinkAck(2), Beat(1))
         wait_until(lambda: both.heard == [Beat(1)])
         assert not both.lost
 
@@ -323,18 +322,18 @@ def test_closing_from_another_thread_wakes_who_reads() -> None:
 def test_nobody_reads_before_the_channel_begins() -> None:
     with ends(begun=False) as both:
         waiter = both.expect(1)
-        both.theirs.sendall(frame(Farewell(1))[3:])
+        both.theirs.sendall(frame(UnlinkAck(1))[3:])
         both.channel.wait(waiter, Deadline(10))
         assert waiter.waiting
-        both.channel.begin(frame(Farewell(1))[:3])
+        both.channel.begin(frame(UnlinkAck(1))[:3])
         both.channel.wait(waiter, Deadline(PATIENCE_MS))
-        assert waiter.answer == Farewell(1)
+        assert waiter.answer == UnlinkAck(1)
 
 
 def test_a_loop_that_has_stopped_ends_the_channel_when_a_frame_is_left_to_it() -> None:
     control = ControlLoop()
     control.start()
-    both = Ends(control)
+    both = CachePair(control)
     both.channel.begin()
     wait_until(both.at_rest)
     control.stop()
@@ -380,7 +379,7 @@ def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel() -> None:
             raise Interrupt
 
         both.channel._on_answer = interrupted
-        peer = both.once_led(lambda: both.say(Farewell(1), Farewell(2)))
+        peer = both.once_led(lambda: both.say(UnlinkAck(1), UnlinkAck(2)))
         with pytest.raises(Interrupt):
             both.channel.wait(waiter, Deadline(PATIENCE_MS))
         peer.join(20)

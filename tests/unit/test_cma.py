@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import PRIVATE, PeerMemory, ShmConnection, cma
+from llm_datadist._transport import PeerMemory, ShmConnection, cma
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, StateError
@@ -32,7 +33,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
-class Met:
+class TransportChoice:
     """A child that was met once, and what the rendezvous yielded."""
 
     def __init__(self) -> None:
@@ -45,20 +46,20 @@ class Met:
 
 
 @pytest.fixture(scope="module")
-def met() -> Iterator[Met]:
-    met = Met()
+def met() -> Iterator[TransportChoice]:
+    met = TransportChoice()
     with met.process as process, process.serving(writable=True), process.connect():
         yield met
 
 
 @pytest.fixture
-def peer(met: Met) -> SharedPeer:
+def peer(met: TransportChoice) -> SharedPeer:
     """A share that the test does not need to close."""
     return SharedPeer(met.memory)
 
 
 @pytest.fixture
-def cookie(met: Met) -> bytes:
+def cookie(met: TransportChoice) -> bytes:
     """What lies at the beginning of the child's private memory."""
     cookie = secrets.token_bytes(16)
     met.process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
@@ -68,15 +69,15 @@ def cookie(met: Met) -> bytes:
 # The probe
 
 
-def test_the_peer_that_shows_its_cookie_can_be_reached(met: Met, peer: SharedPeer, cookie: bytes) -> None:
+def test_the_peer_that_shows_its_cookie_can_be_reached(met: TransportChoice, peer: SharedPeer, cookie: bytes) -> None:
     assert probe(peer, met.process.address(PRIVATE), cookie) is None
 
 
-def test_the_header_of_the_guard_table_serves_as_cookie(met: Met, peer: SharedPeer) -> None:
+def test_the_header_of_the_guard_table_serves_as_cookie(met: TransportChoice, peer: SharedPeer) -> None:
     assert probe(peer, met.process.cookie_address(), peer.cookie) is None
 
 
-def test_another_cookie_is_another_process(met: Met, peer: SharedPeer, cookie: bytes) -> None:
+def test_another_cookie_is_another_process(met: TransportChoice, peer: SharedPeer, cookie: bytes) -> None:
     reason = probe(peer, met.process.address(PRIVATE) + 1, cookie)
     assert reason == f"pid {peer.pid} shows another cookie than the peer's: it is another process"
 
@@ -108,7 +109,7 @@ for uid in (0, 65534):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_the_kernel_refuses_another_user(met: Met, peer: SharedPeer) -> None:
+def test_the_kernel_refuses_another_user(met: TransportChoice, peer: SharedPeer) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", STRANGER, str(peer.pid), str(met.process.address(PRIVATE))]
     said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
@@ -136,7 +137,7 @@ def test_the_reason_holds_the_value_of_ptrace_scope(
 
 def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
-    met = Met()
+    met = TransportChoice()
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     with met.process as process, process.serving(writable=True), process.connect() as connection:
         process.kill()
@@ -187,7 +188,7 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
             assert settled(before) == before
 
 
-def test_shares_are_counted_once_each(met: Met) -> None:
+def test_shares_are_counted_once_each(met: TransportChoice) -> None:
     process = PeerProcess(ShmConnection)
     with process, process.serving(writable=False), process.connect() as connection:
         memory = connection._peer  # type: ignore[attr-defined]
@@ -212,7 +213,7 @@ def test_shares_closed_by_many_threads_close_the_memory_once() -> None:
     class Memory:
         """Counts its closes; the real one would close a stranger's descriptor the second time."""
 
-        regions, guards, announcer, pid, uid, cookie, incarnation, closes = (), None, None, 1, 0, b"", b"", 0
+        regions, guards, intent_writer, pid, uid, cookie, incarnation, closes = (), None, None, 1, 0, b"", b"", 0
 
         def close(self) -> None:
             self.closes += 1

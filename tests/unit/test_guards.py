@@ -14,7 +14,7 @@ import pytest
 
 from llm_datadist._memory import SLOT_BYTES, ExternalSegment, GuardTable, SharedSegment, read_cookie, slot_address
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE
-from llm_datadist._native import Promises, advance_generation, load_generation
+from llm_datadist._native import GuardSet, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -245,16 +245,16 @@ def test_a_promise_is_made_void_once_and_nobody_elses_with_it() -> None:
 
 def test_promises_hold_until_one_of_them_is_void(table: GuardTable) -> None:
     first, second = table.allocate(), table.allocate()
-    promises = Promises([(each.slot, each.generation) for each in (first, second)], SLOT_BYTES)
+    guard_set = GuardSet([(each.slot, each.generation) for each in (first, second)], SLOT_BYTES)
     where = (table.segment.address, table.segment.nbytes)
-    assert promises.hold(*where)
+    assert guard_set.unchanged(*where)
     table.advance(second.slot)
-    assert not promises.hold(*where)
-    assert Promises([(first.slot, first.generation)], SLOT_BYTES).hold(*where)
+    assert not guard_set.unchanged(*where)
+    assert GuardSet([(first.slot, first.generation)], SLOT_BYTES).unchanged(*where)
 
 
 @pytest.mark.parametrize("slot", [0, 2**63, 2**64 - 1])
 def test_promises_outside_the_table_are_refused(table: GuardTable, slot: int) -> None:
     for each in (slot, table.capacity + 1):
         with pytest.raises(ParamError, match="guard slot"):
-            Promises([(each, 1)], SLOT_BYTES).hold(table.segment.address, table.segment.nbytes)
+            GuardSet([(each, 1)], SLOT_BYTES).unchanged(table.segment.address, table.segment.nbytes)

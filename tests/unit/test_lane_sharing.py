@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import PRIVATE
 from llm_datadist._transport.lanes import LaneGroup, Lanes, decode_request
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.testing.scene import residue, settled

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from llm_datadist._deadline import CancellableDeadline, Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, plan_row
-from llm_datadist._transport import PRIVATE
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
@@ -30,7 +30,7 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     encode_request,
 )
-from llm_datadist._transport.tcp import TcpConnection, cut_plan
+from llm_datadist._transport.tcp import TcpConnection, split_plan
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -103,7 +103,7 @@ def test_the_parts_of_a_plan_are_the_plan(data: st.DataObject) -> None:
     runs = np.array([[100 * i, 70 * i + 3, length] for i, length in enumerate(lengths)], np.uint64)
     plan = Plan(1, 2, count, runs, data.draw(st.booleans()), count * sum(lengths))
     part_bytes, max_runs = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 9))
-    parts = list(cut_plan(plan, part_bytes, max_runs))
+    parts = list(split_plan(plan, part_bytes, max_runs))
     moved: list[tuple[int, ...]] = []
     for part in parts:
         assert 0 < part.nbytes <= part_bytes

@@ -18,20 +18,20 @@ from llm_datadist._links.messages import (
     FRAME_LIMIT,
     PREAMBLE_BYTES,
     Beat,
+    CommunicatorId,
     Guarded,
     Hello,
-    Meeting,
     Message,
     Resolved,
     decode,
     encode,
     frame,
 )
-from llm_datadist._transport import RegionDescriptor
+from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist.errors import ProtocolError
 
 #: Everything that may be a frame: Guarded only travels inside a Resolved, Meeting inside a Hello.
-KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded, Meeting}, key=lambda kind: kind.__name__)
+KINDS: Final = sorted(set(Message.__subclasses__()) - {Guarded, CommunicatorId}, key=lambda kind: kind.__name__)
 
 _U64 = st.integers(0, 2**64 - 1)
 _ID = st.integers(0, 2**63 - 1)
@@ -80,7 +80,7 @@ _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
     "guards": st.lists(st.builds(Guarded, _ID, _U64), max_size=4),
     "meeting": st.none()
     | st.builds(
-        Meeting,
+        CommunicatorId,
         _TEXT.filter(bool),
         st.lists(st.tuples(_U64, st.integers(0, 2**32 - 1)), max_size=4),
         _FIXED,

@@ -11,7 +11,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, Peer
-from llm_datadist._links.retry import Redial, Redialler
+from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._transport import Choice
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
@@ -46,25 +46,25 @@ class Attempts:
     """What the redialler dials, and what comes of it."""
 
     def __init__(self) -> None:
-        self.made: list[Redial] = []
+        self.made: list[Reconnect] = []
         self.linked: set[int] = set()
         self.outcome: Callable[[], None] = lambda: None
-        self.redialler = Redialler(self.dial, lambda cluster_id: cluster_id in self.linked)
+        self.reconnector = Reconnector(self.dial, lambda cluster_id: cluster_id in self.linked)
 
-    def dial(self, redial: Redial, deadline: Deadline) -> None:
+    def dial(self, reconnect: Reconnect, deadline: Deadline) -> None:
         assert 0 < deadline.remaining() < 60
-        self.made.append(redial)
+        self.made.append(reconnect)
         self.outcome()
 
     def over(self) -> bool:
-        return self.redialler.statistics() == () and not self.redialler._running
+        return self.reconnector.statistics() == () and not self.reconnector._running
 
 
 @pytest.fixture
 def attempts() -> Iterator[Attempts]:
     attempts = Attempts()
     yield attempts
-    attempts.redialler.stop()
+    attempts.reconnector.stop()
     assert not [each for each in threading.enumerate() if each.name == "llm-datadist-redial"]
 
 
@@ -73,11 +73,11 @@ def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:
 
 
 def test_the_delay_doubles_up_to_ten_seconds_with_jitter_below_it() -> None:
-    redial = Redial(lost(), ADDRESS, 0.1)
-    waits = [redial.due - time.monotonic()]
+    reconnect = Reconnect(lost(), ADDRESS, 0.1)
+    waits = [reconnect.due - time.monotonic()]
     for _ in range(12):
-        redial.later("why")
-        waits.append(redial.due - time.monotonic())
+        reconnect.later("why")
+        waits.append(reconnect.due - time.monotonic())
     for number, seconds in enumerate(waits):
         full = min(0.1 * 2**number, 10.0)
         assert full / 2 - 0.05 <= seconds <= full
@@ -85,31 +85,31 @@ def test_the_delay_doubles_up_to_ten_seconds_with_jitter_below_it() -> None:
 
 
 def test_a_success_ends_it_and_the_thread(attempts: Attempts) -> None:
-    assert attempts.redialler.begin(lost()) is not None
+    assert attempts.reconnector.begin(lost()) is not None
     wait_until(attempts.over)
     assert len(attempts.made) == 1
-    assert attempts.redialler.begin(lost()) is not None  # a new thread
+    assert attempts.reconnector.begin(lost()) is not None  # a new thread
     wait_until(lambda: attempts.over() and len(attempts.made) == 2)
 
 
 def test_a_link_that_is_lost_again_at_once_goes_on_with_the_back_off(attempts: Attempts) -> None:
     delays = []
     for number in range(4):
-        redial = attempts.redialler.begin(lost())
-        assert redial is not None
-        delays.append(redial.delay)
+        reconnect = attempts.reconnector.begin(lost())
+        assert reconnect is not None
+        delays.append(reconnect.delay)
         wait_until(lambda n=number: attempts.over() and len(attempts.made) == n + 1)  # type: ignore[misc]
     assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8])
 
 
 def test_failures_are_tried_again_and_told(attempts: Attempts) -> None:
     attempts.outcome = refuse
-    attempts.redialler.begin(lost())
+    attempts.reconnector.begin(lost())
     wait_until(lambda: len(attempts.made) == 2)
-    (now,) = attempts.redialler.statistics()
+    (now,) = attempts.reconnector.statistics()
     assert (now.remote_cluster_id, now.address) == (7, "127.0.0.1:4711")
-    assert "no such luck" in attempts.redialler.story(7)
-    assert attempts.redialler.story(8) == ""
+    assert "no such luck" in attempts.reconnector.story(7)
+    assert attempts.reconnector.story(8) == ""
 
 
 @pytest.mark.parametrize("status", ["LLM_ALREADY_LINK", "LLM_NOT_YET_LINK", "LLM_PARAM_INVALID"])
@@ -117,7 +117,7 @@ def test_what_another_attempt_would_not_change_ends_it_with_one_line(
     attempts: Attempts, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts.outcome = lambda: refuse(LLMStatusCode[status])
-    attempts.redialler.begin(lost())
+    attempts.reconnector.begin(lost())
     wait_until(attempts.over)
     (line,) = [record.getMessage() for record in caplog.records if "not dialled again" in record.getMessage()]
     assert "link_clusters links again" in line
@@ -130,8 +130,8 @@ def test_a_bug_in_an_attempt_costs_that_cluster_only(attempts: Attempts, caplog:
             raise ValueError("a bug")
 
     attempts.outcome = fail
-    attempts.redialler.begin(lost(7))
-    attempts.redialler.begin(lost(8))
+    attempts.reconnector.begin(lost(7))
+    attempts.reconnector.begin(lost(8))
     wait_until(attempts.over)
     assert sorted(each.peer.cluster_id for each in attempts.made) == [7, 8]
     assert "unexpected error" in caplog.text
@@ -139,8 +139,8 @@ def test_a_bug_in_an_attempt_costs_that_cluster_only(attempts: Attempts, caplog:
 
 def test_a_cluster_that_is_linked_by_now_is_not_dialled(attempts: Attempts) -> None:
     attempts.linked.add(7)
-    attempts.redialler.begin(lost())
-    assert attempts.redialler.statistics() == ()
+    attempts.reconnector.begin(lost())
+    assert attempts.reconnector.statistics() == ()
     wait_until(attempts.over)
     assert attempts.made == []
 
@@ -148,10 +148,10 @@ def test_a_cluster_that_is_linked_by_now_is_not_dialled(attempts: Attempts) -> N
 def test_what_this_end_did_not_dial_is_not_dialled_again(attempts: Attempts) -> None:
     accepted = lost()
     accepted.address = None
-    assert attempts.redialler.begin(accepted) is None
+    assert attempts.reconnector.begin(accepted) is None
     ended = lost()
     ended.end("over", lost=True)
-    assert attempts.redialler.begin(ended) is None
+    assert attempts.reconnector.begin(ended) is None
     assert attempts.over()
 
 
@@ -159,23 +159,23 @@ def test_a_process_that_has_ended_is_dialled_no_more_and_no_descriptor_is_left(a
     open_before = os.listdir("/proc/self/fd")
     told, teller = os.pipe()
     attempts.outcome = refuse
-    assert attempts.redialler.begin(lost(7, Gone(told))) is not None
+    assert attempts.reconnector.begin(lost(7, Gone(told))) is not None
     wait_until(lambda: len(attempts.made) >= 1)
     os.close(teller)  # readable from now on, as a pidfd is
     wait_until(attempts.over)
-    assert attempts.redialler.begin(lost(7, Gone(told))) is None
+    assert attempts.reconnector.begin(lost(7, Gone(told))) is None
     os.close(told)
     assert os.listdir("/proc/self/fd") == open_before
 
 
 def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None:
     attempts.outcome = refuse
-    attempts.redialler.begin(lost(7))
-    attempts.redialler.begin(lost(8))
+    attempts.reconnector.begin(lost(7))
+    attempts.reconnector.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.redialler.cancel(7, Deadline(LONG_MS))
-    attempts.redialler.cancel(7, Deadline(LONG_MS))
-    attempts.redialler.cancel(99, Deadline(LONG_MS))
+    attempts.reconnector.cancel(7, Deadline(LONG_MS))
+    attempts.reconnector.cancel(7, Deadline(LONG_MS))
+    attempts.reconnector.cancel(99, Deadline(LONG_MS))
     count = sum(each.peer.cluster_id == 7 for each in attempts.made)
     wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
     assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
@@ -189,31 +189,31 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
         go.wait(30)
 
     attempts.outcome = hold
-    attempts.redialler.begin(lost())
+    attempts.reconnector.begin(lost())
     assert inside.wait(10)
-    attempts.redialler.cancel(7, Deadline(20))
+    attempts.reconnector.cancel(7, Deadline(20))
     assert attempts.made[0].cancelled
-    assert attempts.redialler._current is attempts.made[0], "it was not waited for in vain"
+    assert attempts.reconnector._current is attempts.made[0], "it was not waited for in vain"
     threading.Timer(0.05, go.set).start()
-    attempts.redialler.cancel(7, Deadline(LONG_MS))
-    assert attempts.redialler._current is None
+    attempts.reconnector.cancel(7, Deadline(LONG_MS))
+    assert attempts.reconnector._current is None
     wait_until(attempts.over)
 
 
 def test_after_a_stop_nothing_is_dialled(attempts: Attempts) -> None:
     attempts.outcome = refuse
-    attempts.redialler.begin(lost())
-    attempts.redialler.stop()
+    attempts.reconnector.begin(lost())
+    attempts.reconnector.stop()
     count = len(attempts.made)
-    assert attempts.redialler.begin(lost()) is None
-    assert attempts.redialler.statistics() == ()
+    assert attempts.reconnector.begin(lost()) is None
+    assert attempts.reconnector.statistics() == ()
     assert len(attempts.made) == count
 
 
 def test_every_text_is_one_line(attempts: Attempts) -> None:
     attempts.outcome = refuse
-    redial: Any = attempts.redialler.begin(lost())
+    reconnect: Any = attempts.reconnector.begin(lost())
     wait_until(lambda: len(attempts.made) >= 1)
-    for text in (attempts.redialler.story(7), repr(redial)):
+    for text in (attempts.reconnector.story(7), repr(reconnect)):
         assert "\n" not in text
         assert "127.0.0.1:4711" in text

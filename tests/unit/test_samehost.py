@@ -24,7 +24,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, meet, peer_memory, samehost
+from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
 from llm_datadist._transport.samehost import VERSION, Hello, Offer, Refusal, decode, receive_packet, send_packet
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, LLMException, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
@@ -33,7 +33,7 @@ from llm_datadist.testing.scene import residue, settled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist._transport import Exports
+    from llm_datadist._memory.exports import Exports
 
 TOKEN = b"0123456789abcdef"
 
@@ -62,7 +62,7 @@ class Stage:
         return done.result(10)
 
     def dial(self, token: bytes = TOKEN) -> PeerMemory:
-        return meet(self.listener.name, token, self.ours, Deadline(10_000))
+        return exchange_memory(self.listener.name, token, self.ours, Deadline(10_000))
 
     def raw(self) -> socket.socket:
         """Return a connected socket that speaks as the test wants."""
@@ -488,13 +488,13 @@ def test_a_listener_that_cannot_accept_pauses(
 )
 def test_nobody_by_that_name(stage: Stage, name: str) -> None:
     with unchanged(), pytest.raises(LinkRefused, match="another host or in another network namespace"):
-        meet(name, TOKEN, stage.ours, Deadline(1000))
+        exchange_memory(name, TOKEN, stage.ours, Deadline(1000))
 
 
 @pytest.mark.parametrize("name", ["", "@", "llm-datadist-1", "@/run/dbus", "/run/docker.sock", "@llm-datadist-\0x"])
 def test_names_that_are_no_listeners_are_not_dialled(stage: Stage, name: str) -> None:
     with unchanged(), pytest.raises(LinkRefused, match="is not the name of a same-host listener"):
-        meet(name, TOKEN, stage.ours, Deadline(1000))
+        exchange_memory(name, TOKEN, stage.ours, Deadline(1000))
 
 
 def test_a_closed_listener(stage: Stage) -> None:
@@ -553,7 +553,7 @@ def test_lying_listeners(stage: Stage, lie: str) -> None:
         liar(lambda sock, hello: answer(stage, sock, hello)) as name,
         pytest.raises(LinkRefused, match=reason) as caught,
     ):
-        meet(name, TOKEN, stage.ours, Deadline(10_000))
+        exchange_memory(name, TOKEN, stage.ours, Deadline(10_000))
     assert "\n" not in str(caught.value)
 
 
@@ -564,7 +564,7 @@ def test_deadline_without_an_answer(stage: Stage) -> None:
         liar(lambda sock, hello: gate.wait(10)) as name,
     ):
         with pytest.raises(DeadlineExceeded) as caught:
-            meet(name, TOKEN, stage.ours, Deadline(30))
+            exchange_memory(name, TOKEN, stage.ours, Deadline(30))
         gate.set()
     assert caught.value.phase == "link"
 
@@ -576,12 +576,12 @@ def test_deadline_in_a_full_backlog(stage: Stage) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
             first.connect("\0llm-datadist-full")
             with pytest.raises(DeadlineExceeded):
-                meet("@llm-datadist-full", TOKEN, stage.ours, Deadline(30))
+                exchange_memory("@llm-datadist-full", TOKEN, stage.ours, Deadline(30))
 
 
 def test_a_passed_deadline(stage: Stage) -> None:
     with unchanged(), pytest.raises(DeadlineExceeded):
-        meet(stage.listener.name, TOKEN, stage.ours, Deadline(0))
+        exchange_memory(stage.listener.name, TOKEN, stage.ours, Deadline(0))
 
 
 # Ends, forks, processes

@@ -6,63 +6,63 @@ import threading
 
 import pytest
 
-from llm_datadist._native import Meter, Timer, Turnstile
+from llm_datadist._native import Meter, Timer, UseGate
 
 
 def test_an_open_one_lets_everybody_in_and_out() -> None:
-    turnstile = Turnstile()
-    assert turnstile.is_open
-    assert turnstile.try_enter()
-    assert turnstile.try_enter()
-    assert turnstile.inside == 2
-    assert turnstile.try_leave()
-    assert turnstile.inside == 1
+    use_gate = UseGate()
+    assert use_gate.is_open
+    assert use_gate.try_enter()
+    assert use_gate.try_enter()
+    assert use_gate.inside == 2
+    assert use_gate.try_leave()
+    assert use_gate.inside == 1
 
 
 def test_a_shut_one_lets_nobody_in_and_the_last_one_out_knows() -> None:
-    turnstile = Turnstile()
+    use_gate = UseGate()
     for _ in range(2):
-        turnstile.try_enter()
-    assert turnstile.shut() == 2
-    assert not turnstile.is_open
-    assert not turnstile.try_enter()
-    assert not turnstile.try_leave()
-    assert turnstile.inside == 2  # neither has counted
-    assert [turnstile.leave(), turnstile.leave()] == [1, 0]
+        use_gate.try_enter()
+    assert use_gate.shut() == 2
+    assert not use_gate.is_open
+    assert not use_gate.try_enter()
+    assert not use_gate.try_leave()
+    assert use_gate.inside == 2  # neither has counted
+    assert [use_gate.leave(), use_gate.leave()] == [1, 0]
 
 
 def test_only_the_first_to_shut_it_is_told_how_many_are_inside() -> None:
-    turnstile = Turnstile()
-    assert [turnstile.shut(), turnstile.shut()] == [0, -1]
+    use_gate = UseGate()
+    assert [use_gate.shut(), use_gate.shut()] == [0, -1]
 
 
 def test_it_opens_again_and_may_begin_shut() -> None:
-    turnstile = Turnstile(is_open=False)
-    assert not turnstile.try_enter()
-    turnstile.enter()  # whoever has another right to
-    turnstile.open()
-    assert turnstile.try_enter()
-    assert turnstile.shut() == 2
+    use_gate = UseGate(is_open=False)
+    assert not use_gate.try_enter()
+    use_gate.enter()  # whoever has another right to
+    use_gate.open()
+    assert use_gate.try_enter()
+    assert use_gate.shut() == 2
 
 
 def test_one_of_many_threads_is_the_last_one_out() -> None:
-    turnstile, here = Turnstile(), threading.Barrier(9)
+    use_gate, here = UseGate(), threading.Barrier(9)
     last: list[int] = []
 
     def visit(number: int) -> None:
         here.wait(30)
-        while turnstile.try_enter():
-            if not turnstile.try_leave() and turnstile.leave() == 0:
+        while use_gate.try_enter():
+            if not use_gate.try_leave() and use_gate.leave() == 0:
                 last.append(number)
 
     visitors = [threading.Thread(target=visit, args=(number,)) for number in range(8)]
     for each in visitors:
         each.start()
     here.wait(30)
-    nobody = turnstile.shut() == 0
+    nobody = use_gate.shut() == 0
     for each in visitors:
         each.join(30)
-    assert turnstile.inside == 0
+    assert use_gate.inside == 0
     assert len(last) == (0 if nobody else 1)
 
 

@@ -17,7 +17,7 @@ from llm_datadist import _native
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory import MemoryPool, SharedSegment
 from llm_datadist._memory.quarantine import Quarantine, writers_named
-from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, Announcer, WriterPage, Writers
+from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, IntentWriter, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
 from tests.support.world import residue
@@ -36,10 +36,10 @@ def _held() -> tuple[object, object]:
 
 
 @pytest.fixture
-def writers() -> Iterator[Writers]:
+def writers() -> Iterator[WriteIntents]:
     """Nothing may be left of it."""
     before = _held()
-    writers = Writers()
+    writers = WriteIntents()
     yield writers
     writers.check_integrity()
     writers.close()
@@ -47,18 +47,18 @@ def writers() -> Iterator[Writers]:
 
 
 @pytest.fixture
-def page(writers: Writers) -> Iterator[WriterPage]:
+def page(writers: WriteIntents) -> Iterator[WriterPage]:
     """A page for a peer of this process, which parts at the end."""
     page = writers.open_here()
     yield page
     page.retire()
 
 
-def mapped(page: WriterPage) -> Announcer:
+def mapped(page: WriterPage) -> IntentWriter:
     """Return what a peer process makes of the page."""
     assert page.segment is not None
     with SharedSegment.attach(os.dup(page.segment.fd), WRITER_PAGE_BYTES, writable=True) as theirs:
-        return Announcer(theirs.view())
+        return IntentWriter(theirs.view())
 
 
 class Sleeper:
@@ -83,57 +83,57 @@ def sleeper() -> Iterator[Sleeper]:
     sleeper.kill()
 
 
-def test_a_writer_is_found_from_its_announcement_to_its_end(writers: Writers, page: WriterPage) -> None:
-    announcer = page.announcer()
+def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntents, page: WriterPage) -> None:
+    intent_writer = page.intent_writer()
     assert writers.busy(GUARD) == ()
-    with announcer.announce(GUARD, Deadline(SOON)):
+    with intent_writer.announce(GUARD, Deadline(SOON)):
         (hazard,) = writers.busy(GUARD)
         assert hazard.page is page
         assert writers.busy(OTHER) == ()
         assert writers.pending([hazard]) == (hazard,)
     assert writers.busy(GUARD) == writers.pending([hazard]) == ()
-    assert repr(announcer) == "<Announcer open: 0 at work>"
+    assert repr(intent_writer) == "<Announcer open: 0 at work>"
 
 
-def test_a_later_writer_in_the_same_slot_is_not_waited_for(writers: Writers, page: WriterPage) -> None:
-    announcer = page.announcer()
-    with announcer.announce(GUARD, Deadline(SOON)):
+def test_a_later_writer_in_the_same_slot_is_not_waited_for(writers: WriteIntents, page: WriterPage) -> None:
+    intent_writer = page.intent_writer()
+    with intent_writer.announce(GUARD, Deadline(SOON)):
         (first,) = writers.busy(GUARD)
-    with announcer.announce(GUARD, Deadline(SOON)):
+    with intent_writer.announce(GUARD, Deadline(SOON)):
         (second,) = writers.busy(GUARD)
         assert (second.slot, writers.pending([first, second])) == (first.slot, (second,))
 
 
-def test_an_error_inside_the_block_ends_it_too(writers: Writers, page: WriterPage) -> None:
-    with pytest.raises(ZeroDivisionError), page.announcer().announce(GUARD, Deadline(SOON)):
+def test_an_error_inside_the_block_ends_it_too(writers: WriteIntents, page: WriterPage) -> None:
+    with pytest.raises(ZeroDivisionError), page.intent_writer().announce(GUARD, Deadline(SOON)):
         1 / 0  # noqa: B018
     assert writers.busy(GUARD) == ()
 
 
-def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: Writers, page: WriterPage) -> None:
+def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: WriteIntents, page: WriterPage) -> None:
     """As a signal's exception between the announcement and its block leaves it."""
-    announcer = page.announcer()
-    announced = announcer.announce(GUARD, Deadline(SOON))
+    intent_writer = page.intent_writer()
+    announced = intent_writer.announce(GUARD, Deadline(SOON))
     assert len(writers.busy(GUARD)) == 1
     del announced
     gc.collect()
     assert writers.busy(GUARD) == ()
-    assert repr(announcer) == "<Announcer open: 0 at work>"
+    assert repr(intent_writer) == "<Announcer open: 0 at work>"
 
 
-def test_readers_count_only_where_they_are_asked_for(writers: Writers, page: WriterPage) -> None:
-    with page.announcer().announce(GUARD, Deadline(SOON), reading=True):
+def test_readers_count_only_where_they_are_asked_for(writers: WriteIntents, page: WriterPage) -> None:
+    with page.intent_writer().announce(GUARD, Deadline(SOON), reading=True):
         assert writers.busy(GUARD) == ()
         assert len(writers.busy(GUARD, readers=True)) == 1
         assert writers.busy(OTHER, readers=True) == ()
 
 
-def test_a_closed_page_lets_nobody_begin_and_those_inside_end(writers: Writers, page: WriterPage) -> None:
-    announcer = page.announcer()
-    announced = announcer.announce(GUARD, Deadline(SOON))
+def test_a_closed_page_lets_nobody_begin_and_those_inside_end(writers: WriteIntents, page: WriterPage) -> None:
+    intent_writer = page.intent_writer()
+    announced = intent_writer.announce(GUARD, Deadline(SOON))
     writers.shut()
     with pytest.raises(LinkError, match="the owner of the memory has closed the link"):
-        announcer.announce(GUARD, Deadline(SOON))
+        intent_writer.announce(GUARD, Deadline(SOON))
     (hazard,) = writers.busy(GUARD)
     announced.end()
     announced.end()
@@ -145,36 +145,36 @@ def test_a_closed_page_lets_nobody_begin_and_those_inside_end(writers: Writers, 
 
 
 def test_a_closed_announcer_announces_nobody(page: WriterPage) -> None:
-    announcer = page.announcer()
-    announcer.close()
+    intent_writer = page.intent_writer()
+    intent_writer.close()
     with pytest.raises(LinkError, match="link again"):
-        announcer.announce(GUARD, Deadline(SOON))
+        intent_writer.announce(GUARD, Deadline(SOON))
 
 
 @pytest.mark.parametrize("guard", [0, -1, 1 << 62, 2**64])
 def test_impossible_guards_are_refused(page: WriterPage, guard: int) -> None:
-    announcer = page.announcer()
+    intent_writer = page.intent_writer()
     with pytest.raises(ProtocolError):
-        announcer.announce(guard, Deadline(SOON))
-    assert repr(announcer) == "<Announcer open: 0 at work>"
+        intent_writer.announce(guard, Deadline(SOON))
+    assert repr(intent_writer) == "<Announcer open: 0 at work>"
 
 
-def test_when_every_slot_is_taken_the_next_one_waits(writers: Writers, page: WriterPage) -> None:
-    announcer = page.announcer()
-    taken = [announcer.announce(GUARD, Deadline(SOON)) for _ in range(WRITER_SLOTS)]
+def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page: WriterPage) -> None:
+    intent_writer = page.intent_writer()
+    taken = [intent_writer.announce(GUARD, Deadline(SOON)) for _ in range(WRITER_SLOTS)]
     assert sorted(each.slot for each in writers.busy(GUARD)) == list(range(1, WRITER_SLOTS + 1))
     with pytest.raises(DeadlineExceeded, match=f"{WRITER_SLOTS} writes to this peer"):
-        announcer.announce(GUARD, Deadline(NOW))
+        intent_writer.announce(GUARD, Deadline(NOW))
     opener = threading.Timer(0, taken.pop().end)
     opener.start()
-    announcer.announce(GUARD, Deadline(SOON)).end()
+    intent_writer.announce(GUARD, Deadline(SOON)).end()
     opener.join()
     for each in taken:
         each.end()
     assert writers.busy(GUARD) == ()
 
 
-def test_a_page_goes_when_its_link_ends_and_nobody_writes(writers: Writers, sleeper: Sleeper) -> None:
+def test_a_page_goes_when_its_link_ends_and_nobody_writes(writers: WriteIntents, sleeper: Sleeper) -> None:
     page = writers.open()
     page.belongs_to(sleeper.child.pid, sleeper.pidfd)
     page.retire()
@@ -184,11 +184,11 @@ def test_a_page_goes_when_its_link_ends_and_nobody_writes(writers: Writers, slee
         os.fstat(sleeper.pidfd)
 
 
-def test_a_page_of_a_lost_peer_is_kept_until_its_write_ends(writers: Writers, sleeper: Sleeper) -> None:
+def test_a_page_of_a_lost_peer_is_kept_until_its_write_ends(writers: WriteIntents, sleeper: Sleeper) -> None:
     page = writers.open()
     page.belongs_to(sleeper.child.pid, sleeper.pidfd)
-    announcer = mapped(page)
-    announced = announcer.announce(GUARD, Deadline(SOON))
+    intent_writer = mapped(page)
+    announced = intent_writer.announce(GUARD, Deadline(SOON))
     page.retire()
     assert writers.lost == 1
     (hazard,) = writers.busy(GUARD)
@@ -196,13 +196,13 @@ def test_a_page_of_a_lost_peer_is_kept_until_its_write_ends(writers: Writers, sl
     page.introduce("cluster 2", 2)
     assert (writers_named([hazard, hazard]), page.cluster_id) == ("cluster 2", 2)
     with pytest.raises(LinkError):
-        announcer.announce(OTHER, Deadline(SOON))
+        intent_writer.announce(OTHER, Deadline(SOON))
     announced.end()
     assert writers.pending([hazard]) == ()
     assert writers.lost == 0
 
 
-def test_the_end_of_the_process_ends_its_writes(writers: Writers, sleeper: Sleeper) -> None:
+def test_the_end_of_the_process_ends_its_writes(writers: WriteIntents, sleeper: Sleeper) -> None:
     page = writers.open()
     page.belongs_to(sleeper.child.pid, sleeper.pidfd)
     announced = mapped(page).announce(GUARD, Deadline(SOON))
@@ -214,7 +214,7 @@ def test_the_end_of_the_process_ends_its_writes(writers: Writers, sleeper: Sleep
     announced.end()
 
 
-def test_a_page_that_nobody_was_met_with_goes_whatever_it_shows(writers: Writers) -> None:
+def test_a_page_that_nobody_was_met_with_goes_whatever_it_shows(writers: WriteIntents) -> None:
     page = writers.open()
     announced = mapped(page).announce(GUARD, Deadline(SOON))
     page.retire()
@@ -223,7 +223,7 @@ def test_a_page_that_nobody_was_met_with_goes_whatever_it_shows(writers: Writers
 
 
 def test_a_page_outlives_the_ledger_that_was_closed_before_it(sleeper: Sleeper) -> None:
-    writers = Writers()
+    writers = WriteIntents()
     page = writers.open()
     page.belongs_to(sleeper.child.pid, sleeper.pidfd)
     writers.close()
@@ -234,7 +234,7 @@ def test_a_page_outlives_the_ledger_that_was_closed_before_it(sleeper: Sleeper) 
         os.fstat(sleeper.pidfd)
 
 
-def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: Writers) -> None:
+def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: WriteIntents) -> None:
     """As a ``__del__`` does that interrupts whoever holds the lock."""
     page = writers.open()
     with writers._lock:
@@ -243,10 +243,10 @@ def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: Writers) -> 
     assert repr(writers) == "<Writers 0 pages, 0 of lost peers>"
 
 
-def test_a_forked_child_gives_nothing_of_its_parent_up(writers: Writers, page: WriterPage) -> None:
+def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:
     shared = writers.open()
-    announcer = mapped(shared)
-    announced = announcer.announce(GUARD, Deadline(SOON))
+    intent_writer = mapped(shared)
+    announced = intent_writer.announce(GUARD, Deadline(SOON))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
         child = os.fork()
@@ -256,12 +256,12 @@ def test_a_forked_child_gives_nothing_of_its_parent_up(writers: Writers, page: W
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert len(writers.busy(GUARD)) == 1
-    announcer.announce(GUARD, Deadline(SOON)).end()
+    intent_writer.announce(GUARD, Deadline(SOON)).end()
     announced.end()
     shared.retire()
 
 
-def test_a_peer_can_say_what_it_likes_and_harms_itself_only(writers: Writers) -> None:
+def test_a_peer_can_say_what_it_likes_and_harms_itself_only(writers: WriteIntents) -> None:
     page = writers.open()
     assert page.segment is not None
     page.segment.view()[:] = 0xFF
@@ -290,7 +290,7 @@ def test_native_calls_refuse_what_is_no_page_or_slot(call: Callable[[], object])
 
 def test_what_is_no_page_is_no_announcer() -> None:
     with pytest.raises(ProtocolError, match="4096 bytes"):
-        Announcer(np.zeros(4096, np.uint8))
+        IntentWriter(np.zeros(4096, np.uint8))
 
 
 # --- quarantine -------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def pool() -> Iterator[MemoryPool]:
     pool.close()
 
 
-def test_memory_without_writers_is_free_at_once(writers: Writers, pool: MemoryPool) -> None:
+def test_memory_without_writers_is_free_at_once(writers: WriteIntents, pool: MemoryPool) -> None:
     quarantine = Quarantine(writers)
     quarantine.free(pool.allocate_many(2, 5000), ())
     assert (pool.statistics().used_bytes, quarantine.nbytes) == (0, 0)
@@ -313,11 +313,11 @@ def test_memory_without_writers_is_free_at_once(writers: Writers, pool: MemoryPo
 
 
 def test_quarantined_memory_is_used_and_counted_until_its_writers_end(
-    writers: Writers, page: WriterPage, pool: MemoryPool
+    writers: WriteIntents, page: WriterPage, pool: MemoryPool
 ) -> None:
     quarantine = Quarantine(writers)
     allocation = pool.allocate_many(2, 5000)
-    with page.announcer().announce(GUARD, Deadline(SOON)):
+    with page.intent_writer().announce(GUARD, Deadline(SOON)):
         quarantine.free(allocation, writers.busy(GUARD))
         assert not quarantine.sweep()
         now = pool.statistics()
@@ -329,9 +329,11 @@ def test_quarantined_memory_is_used_and_counted_until_its_writers_end(
     assert (now.used_bytes, now.quarantined_bytes, quarantine.nbytes, allocation.freed) == (0, 0, 0, True)
 
 
-def test_an_allocation_waits_or_names_who_it_waited_for(writers: Writers, page: WriterPage, pool: MemoryPool) -> None:
+def test_an_allocation_waits_or_names_who_it_waited_for(
+    writers: WriteIntents, page: WriterPage, pool: MemoryPool
+) -> None:
     quarantine = Quarantine(writers)
-    announced = page.announcer().announce(GUARD, Deadline(SOON))
+    announced = page.intent_writer().announce(GUARD, Deadline(SOON))
     quarantine.free(pool.allocate_many(1, 200 * KIB), writers.busy(GUARD))
     with pytest.raises(OutOfMemory) as caught:
         quarantine.allocate(pool, 1, 100 * KIB, Deadline(20))
@@ -345,10 +347,10 @@ def test_an_allocation_waits_or_names_who_it_waited_for(writers: Writers, page: 
 
 
 def test_an_allocation_that_nothing_can_help_does_not_wait(
-    writers: Writers, page: WriterPage, pool: MemoryPool
+    writers: WriteIntents, page: WriterPage, pool: MemoryPool
 ) -> None:
     quarantine = Quarantine(writers)
-    with page.announcer().announce(GUARD, Deadline(SOON)):
+    with page.intent_writer().announce(GUARD, Deadline(SOON)):
         quarantine.free(pool.allocate_many(1, 100 * KIB), writers.busy(GUARD))
         kept = pool.allocate_many(1, 100 * KIB)
         with pytest.raises(OutOfMemory) as caught:
@@ -359,8 +361,10 @@ def test_an_allocation_that_nothing_can_help_does_not_wait(
     assert pool.statistics().used_bytes == 0
 
 
-def test_many_threads_sweep_and_free_and_nothing_is_lost(writers: Writers, page: WriterPage, pool: MemoryPool) -> None:
-    quarantine, announcer, start = Quarantine(writers), page.announcer(), threading.Barrier(4)
+def test_many_threads_sweep_and_free_and_nothing_is_lost(
+    writers: WriteIntents, page: WriterPage, pool: MemoryPool
+) -> None:
+    quarantine, intent_writer, start = Quarantine(writers), page.intent_writer(), threading.Barrier(4)
     errors: list[BaseException] = []
 
     def live(guard: int) -> None:
@@ -368,7 +372,7 @@ def test_many_threads_sweep_and_free_and_nothing_is_lost(writers: Writers, page:
             start.wait(10)
             for _ in range(200):
                 allocation = quarantine.allocate(pool, 3, 4096, Deadline(SOON))
-                with announcer.announce(guard, Deadline(SOON)):
+                with intent_writer.announce(guard, Deadline(SOON)):
                     quarantine.free(allocation, writers.busy(guard))
         except BaseException as error:  # noqa: BLE001 (carried to the test)
             errors.append(error)

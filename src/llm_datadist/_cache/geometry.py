@@ -15,8 +15,8 @@ import msgspec
 
 from llm_datadist import _native
 from llm_datadist._native import BlockList, BlockPlanner, Plan
-from llm_datadist.data_type import DataType
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
+from llm_datadist.types.data_type import DataType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheKind",
+    "CachePair",
     "Cut",
-    "Ends",
     "Geometry",
     "LayerSelection",
     "cut_pairs",
@@ -211,7 +211,7 @@ class LayerSelection:
         return layers
 
 
-class Ends(msgspec.Struct, eq=False):
+class CachePair(msgspec.Struct, eq=False):
     """The remote cache of a transfer as seen from one local cache, and what comparing the two came to. Any thread.
 
     Attributes:

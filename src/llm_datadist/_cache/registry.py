@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import INVALID_ID
-from llm_datadist._native import Turnstile
+from llm_datadist._native import UseGate
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, StateError
 from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.types import BlocksCacheKey, CacheKey
@@ -39,9 +39,9 @@ __all__ = [
     "Pin",
     "Registry",
     "State",
-    "census",
     "check_tables",
     "key_of",
+    "registry_statistics",
     "show_key",
 ]
 
@@ -563,7 +563,7 @@ class Entry:
     owner: bool = True
     bindings: dict[Key, Binding] = field(default_factory=dict)
     pins: int = 0
-    holds: Turnstile = field(default_factory=Turnstile)
+    holds: UseGate = field(default_factory=UseGate)
     closing: bool = False
 
     def close(self) -> None:
@@ -671,7 +671,7 @@ def _require(condition: bool, what: str) -> None:
         raise AssertionError(f"registry: {what}")
 
 
-def census(registry: Registry) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
+def registry_statistics(registry: Registry) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
     """Return (caches, keys, pins) at this moment."""
     entries, bindings, pins = registry.snapshot()
     states = [entry.life.state for entry in entries]

@@ -18,13 +18,13 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import NOTHING, Effects, Registry, key_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
+from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import ExternalSegment
-from llm_datadist._memory.write_intents import Writers
+from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Tensors
-from llm_datadist._transport.connection import PRIVATE, Exports
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
@@ -95,7 +95,7 @@ class CacheStore:
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
         self.registry = Registry()
-        self.writers = Writers()
+        self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
         self._patience_ms = options.sync_kv_timeout_ms
         self._quarantine = Quarantine(self.writers)
@@ -384,7 +384,7 @@ def _bindable(keys: Sequence[tuple[CacheKey | BlocksCacheKey, int]]) -> Iterator
 
 
 def withdraw(
-    registry: Registry, writers: Writers, cache_id: int, void: Callable[[Entry], Guard], deadline: Deadline
+    registry: Registry, writers: WriteIntents, cache_id: int, void: Callable[[Entry], Guard], deadline: Deadline
 ) -> Effects:
     """Drop a registered cache once nobody is at its memory; any other id is a no-op. Runs at the owner.
 
@@ -420,7 +420,7 @@ def private_memory(entries: Iterable[Entry]) -> list[Entry]:
     return [each for each in entries if each.storage.private]
 
 
-def wait_at_the_end(writers: Writers, entries: list[Entry], deadline: Deadline) -> None:
+def wait_at_the_end(writers: WriteIntents, entries: list[Entry], deadline: Deadline) -> None:
     """Finalize: wait, in bounds, for who is at memory of the user; whoever does not end is named in the log."""
     hazards = tuple(hazard for each in entries for hazard in writers.busy(each.guard.slot, readers=True))
     if not deadline.poll(lambda: not any(each.holds.inside for each in entries) and not writers.pending(hazards)):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.link import Waiter
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import Message
 
@@ -52,6 +51,33 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+
+
+class Waiter:
+    """One caller waiting for one answer: a lock that whoever reads the answer opens."""
+
+    __slots__ = ("_gate", "answer")
+
+    def __init__(self) -> None:
+        self.answer: Message | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    @property
+    def waiting(self) -> bool:
+        """True until it is woken."""
+        return self._gate.locked()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when woken, or when the time is over. Called once, by the caller."""
+        woken = self._gate.acquire(blocking=False)  # already, as a rule: by the caller itself
+        while not woken and not deadline.expired():
+            woken = self._gate.acquire(timeout=deadline.wait_at_most())
+
+    def wake(self, answer: Message | None) -> None:
+        """Hand over the answer, or None: there will be none. Called once at most."""
+        self.answer = answer
+        self._gate.release()
 
 
 class FrameParser:

@@ -8,34 +8,30 @@ names the communicator. What results is an ordinary link.
 from __future__ import annotations
 
 import errno
-import secrets
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.communicator import Communicator, CommunicatorPlan
 from llm_datadist._links.handshake import listening_socket
-from llm_datadist._links.messages import Meeting
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
-from llm_datadist._links.retry import Approach, Approaches
+from llm_datadist._links.retry import MemberDial, MemberDials
 from llm_datadist._log import logger
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMException, LLMStatusCode, NotLinked, StateError
-from llm_datadist.metrics import CommunicatorStatistics
 from llm_datadist.types.enums import RegisterMemStatus
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
     from collections.abc import Callable
 
-    from llm_datadist._links.handshake import Listener
     from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._links.messages import Hello
+    from llm_datadist._links.messages import CommunicatorId, Hello
+    from llm_datadist.metrics import CommunicatorStatistics
 
-__all__ = ["Communicator", "CommunicatorDoor", "Communicators", "Plan"]
+__all__ = ["CommunicatorAdmission", "Communicators"]
 
 #: Who accepts and says nothing (a stranger at a port of ours, a stopped process) costs one attempt so long.
 _LONGEST_ATTEMPT_MS: Final = 5000
@@ -46,7 +42,7 @@ _INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
 class Communicators:
     """All communicators of one LLMDataDist.
 
-    Callers' threads open and close them, the threads of :class:`Approaches` dial, the control thread accepts, and ends
+    Callers' threads open and close them, the threads of :class:`MemberDials` dial, the control thread accepts, and ends
     what took too long. The lock guards the table and every communicator; nothing blocks under it.
 
     Attributes:
@@ -62,11 +58,11 @@ class Communicators:
         self._all: dict[int, Communicator] = {}
         self._last_id = 0
         self._stopped = False
-        self._approaches = Approaches(self._attempt)
+        self._approaches = MemberDials(self._attempt)
 
     # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
 
-    def open(self, plan: Plan) -> int:
+    def open(self, plan: CommunicatorPlan) -> int:
         """Begin to prepare a communicator; return its id at once.
 
         Raises:
@@ -81,7 +77,7 @@ class Communicators:
         try:
             self._control.call(self._start, communicator)
             for peer in candidates:
-                self._approaches.add(Approach(communicator, peer))
+                self._approaches.add(MemberDial(communicator, peer))
         except LLMException:
             self._forget(communicator)
             raise
@@ -89,7 +85,7 @@ class Communicators:
         logger.info("%s is being prepared: %s", communicator, plan.ranks)
         return communicator.comm_id
 
-    def _bind(self, plan: Plan) -> socket.socket:
+    def _bind(self, plan: CommunicatorPlan) -> socket.socket:
         """Listen at the first port that is free, at the table's address if it is one of this host."""
         host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
         reasons = []
@@ -103,7 +99,7 @@ class Communicators:
             f"{PORTS_VARIABLE} moves them, for all members"
         )
 
-    def _enter(self, plan: Plan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
+    def _enter(self, plan: CommunicatorPlan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
         with self._lock:
             if not self._stopped:
                 self._last_id += 1
@@ -199,12 +195,12 @@ class Communicators:
 
     # --- members are met: any thread -------------------------------------------------------------------------------
 
-    def met(self, communicator: Communicator, cluster_id: int, meeting: Meeting | None = None) -> bool:
+    def met(self, communicator: Communicator, cluster_id: int, meeting: CommunicatorId | None = None) -> bool:
         """A member is linked; by its greeting, where it dialled. False: nobody wants it, or the link is gone again."""
         with self._lock:
             if not (communicator.preparing and self._is_there(cluster_id)):
                 return False
-            communicator.meet(cluster_id, meeting)
+            communicator.has_linked(cluster_id, meeting)
             done = not communicator.preparing
             for peer in communicator.others:
                 self._open_link(peer)
@@ -222,7 +218,7 @@ class Communicators:
         for communicator in again:
             if peer in communicator.dialled:
                 try:
-                    self._approaches.add(Approach(communicator, peer, again=True))
+                    self._approaches.add(MemberDial(communicator, peer, again=True))
                 except LinkRefused as error:
                     self.note(communicator, str(error))
 
@@ -276,8 +272,8 @@ class Communicators:
             communicator.deadline.remaining(), self._expire, communicator
         )
         if communicator.sock is not None:
-            door = CommunicatorDoor(communicator, self._lock, self.note, self._fail)
-            communicator.listener = self._links.listener_for(door, communicator.sock)
+            admission = CommunicatorAdmission(communicator, self._lock, self.note, self._fail)
+            communicator.listener = self._links.listener_for(admission, communicator.sock)
             communicator.sock = None
 
     def _shut(self, communicator: Communicator) -> None:
@@ -324,26 +320,26 @@ class Communicators:
 
     # --- dialling: the threads of Approaches -----------------------------------------------------------------------
 
-    def _attempt(self, approach: Approach) -> bool:
+    def _attempt(self, member: MemberDial) -> bool:
         """Try every port once; return True when it has to be tried again."""
-        communicator = approach.communicator
-        for _ in approach.ports:
+        communicator = member.communicator
+        for _ in member.ports:
             if not communicator.preparing:
                 return False  # decided, maybe before this end began to dial
-            if approach.cancelled or communicator.deadline.expired():
+            if member.cancelled or communicator.deadline.expired():
                 break
             try:
-                self._links.meet(approach, self._attempt_deadline(communicator))
+                self._links.dial_member(member, self._attempt_deadline(communicator))
             except DeadlineExceeded as error:
                 self.note(communicator, str(error))
-                approach.next_port()
+                member.next_port()
                 break  # it has taken its time: others wait for this thread
             except LLMException as error:
                 if self._is_final(communicator, error):
                     return False
-                approach.next_port()
+                member.next_port()
             else:
-                return self._arrived(communicator, approach.cluster_id)
+                return self._arrived(communicator, member.cluster_id)
         return True
 
     def _attempt_deadline(self, communicator: Communicator) -> Deadline:
@@ -402,150 +398,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening_socket(("0.0.0.0", port))
 
 
-_TOKEN_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What ``link()`` was asked for, checked.
-
-    Attributes:
-        name: The communicator's.
-        ranks: Cluster id -> rank, this end's own among them.
-        addresses: Cluster id -> IPv4 address, from the rank table.
-        table: Digest of the rank table.
-        seconds: ``link_total_time``: all that the preparation may take.
-        attempts: ``link_retry_count``: no single attempt may take more than that part of it.
-    """
-
-    name: str
-    ranks: dict[int, int]
-    addresses: dict[int, str]
-    table: bytes
-    seconds: int
-    attempts: int
-
-
-class Communicator:
-    """A communicator of this end. Its fields change under the lock of :class:`Communicators`, but for the last three.
-
-    Of two members the one with the lower cluster id listens and the other one dials, as often as it takes; so nobody
-    has to be first.
-
-    Attributes:
-        comm_id: Its id here.
-        plan: What was asked for.
-        status: PREPARING until every other member is met; then OK or FAILED for good.
-        reason: Why it failed, or what was heard last while it is preparing.
-        waiting: Members that are not met yet.
-        meeting: What this end says in its greetings.
-        ports: Member that this end dials -> the ports where it may listen. Set once.
-        sock: The listening socket until the listener has it; None where this end only dials.
-        listener: While members are expected that dial. The control thread's.
-        timer: Ends the preparation. The control thread's.
-    """
-
-    def __init__(self, comm_id: int, own: int, plan: Plan, deadline: Deadline) -> None:
-        self.comm_id = comm_id
-        self.plan = plan
-        self.deadline = deadline
-        self.status = RegisterMemStatus.PREPARING
-        self.reason = ""
-        self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
-        self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
-        self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
-        self.waiting = set(self.others)
-        self.meeting = Meeting(plan.name, sorted(plan.ranks.items()), plan.table, secrets.token_bytes(_TOKEN_BYTES))
-        self.ports: dict[int, list[int]] = {}
-        self.sock: socket.socket | None = None
-        self.listener: Listener | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self._own = own
-        #: Cluster id -> token of the greeting that it was met by.
-        self._tokens: dict[int, bytes] = {}
-
-    @property
-    def preparing(self) -> bool:
-        """True until it is decided."""
-        return self.status is RegisterMemStatus.PREPARING
-
-    def names(self, cluster_id: int) -> bool:
-        """Return True when it holds that member: it has not failed, and is not unlinked."""
-        return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
-
-    def is_for(self, meeting: Meeting, cluster_id: int) -> bool:
-        """Return True when that greeting of that member may be for this communicator."""
-        return meeting.name == self.plan.name and cluster_id in self.expected
-
-    def taken(self, meeting: Meeting, cluster_id: int) -> bool:
-        """Return True when that member was met by another one of its communicators."""
-        return self._tokens.get(cluster_id, meeting.token) != meeting.token
-
-    def has_met(self, meeting: Meeting, cluster_id: int) -> bool:
-        """Return True when that member has joined by that greeting."""
-        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == meeting.token
-
-    def admits(self, meeting: Meeting, cluster_id: int) -> bool:
-        """Return True when that greeting may count for this communicator."""
-        return not self.taken(meeting, cluster_id) and self.difference(meeting, cluster_id) is None
-
-    def meet(self, cluster_id: int, meeting: Meeting | None) -> None:
-        """That member is met; by its greeting, where it dialled. Changes the status when it was the last one."""
-        self.waiting.discard(cluster_id)
-        if meeting is not None:
-            self._tokens[cluster_id] = meeting.token
-        if not self.waiting:
-            self.status, self.reason = RegisterMemStatus.OK, ""
-
-    def part(self, cluster_id: int) -> bool:
-        """That member's link has ended: wait for it again. False when it was not met."""
-        if cluster_id not in self.others or cluster_id in self.waiting:
-            return False
-        self.waiting.add(cluster_id)
-        self._tokens.pop(cluster_id, None)
-        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
-        return True
-
-    def fail(self, reason: str) -> None:
-        """It is not to be."""
-        self.status, self.reason = RegisterMemStatus.FAILED, reason
-
-    def difference(self, meeting: Meeting, cluster_id: int) -> str | None:
-        """Return in what a member of the same communicator differs; None where it does not."""
-        mine, theirs = self.meeting, meeting
-        if theirs.members != mine.members:
-            return (
-                f"cluster_rank_info differs: {dict(theirs.members)} at cluster {cluster_id}, "
-                f"{dict(mine.members)} at cluster {self._own}"
-            )
-        if theirs.table != mine.table:
-            return (
-                f"rank_table differs: digest {theirs.table.hex()[:8]} at cluster {cluster_id}, "
-                f"{mine.table.hex()[:8]} at cluster {self._own}; all members have to give the same table"
-            )
-        return None
-
-    def statistics(self) -> CommunicatorStatistics:
-        """Return what is known about it."""
-        return CommunicatorStatistics(
-            comm_id=self.comm_id,
-            name=self.plan.name,
-            status=self.status.name,
-            reason=self.reason,
-            members=tuple(self.plan.ranks),
-            waiting_for=tuple(sorted(self.waiting)),
-        )
-
-    def __str__(self) -> str:
-        name = "".join(c if c.isprintable() else "?" for c in self.plan.name)
-        return f"communicator {self.comm_id} {name!r}"
-
-    def __repr__(self) -> str:
-        return f"<Communicator {self.comm_id} {self.plan.name!r}: {self.status.name}, waits for {sorted(self.waiting)}>"
-
-
-class CommunicatorDoor:
-    """See ``listener.py:Door``. All on the control thread.
+class CommunicatorAdmission:
+    """See ``listener.py:AdmissionPolicy``. All on the control thread.
 
     Args:
         lock: Guards the communicator.

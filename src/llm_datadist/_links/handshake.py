@@ -30,15 +30,21 @@ from llm_datadist._links.messages import (
     PROTOCOL_VERSION,
     Hello,
     Linked,
-    Met,
     Refused,
+    TransportChoice,
     Welcome,
     decode,
     frame,
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import agree
-from llm_datadist._transport.connect import LANES_PER_LINK, Claim, LaneDialer, Opening, meet_peer
+from llm_datadist._transport.connect import (
+    LANES_PER_LINK,
+    ConnectionBuilder,
+    LaneDialer,
+    PeerIdentity,
+    exchange_memory_with,
+)
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, read_lane_greeting
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError, code_2_status
 
@@ -47,13 +53,14 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.messages import Meeting, Message
+    from llm_datadist._links.messages import CommunicatorId, Message
+    from llm_datadist._memory.exports import Exports
     from llm_datadist._transport import Choice, PeerMemory
-    from llm_datadist._transport.connection import DataPath, Exports
+    from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
 
-__all__ = ["GREETING_SECONDS", "Dial", "Door", "Host", "Identity", "Listener", "bind", "listening_socket"]
+__all__ = ["GREETING_SECONDS", "AdmissionPolicy", "Dial", "Host", "Identity", "Listener", "bind", "listening_socket"]
 
 GREETING_SECONDS: Final = 10.0
 M = TypeVar("M", bound="Message")
@@ -153,7 +160,7 @@ class Dial:
         deadline: Deadline,
         *,
         again: bytes | None = None,
-        meeting: Meeting | None = None,
+        meeting: CommunicatorId | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
         self.address = address
@@ -181,7 +188,9 @@ class Dial:
         welcome = self._wire.receive(Welcome)
         self._check(welcome, wanted)
         forced = self._agree(welcome)
-        memory = meet_peer(welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline)
+        memory = exchange_memory_with(
+            welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline
+        )
         try:
             self._open(welcome, memory, forced)
         except LinkRefused as error:
@@ -197,12 +206,12 @@ class Dial:
 
     def _open(self, welcome: Welcome, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
         """Choose the transports, dial the lanes where one goes over them, open the connection."""
-        claim = Claim(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
-        with closing(Opening(claim, memory, forced)) as opening:
+        claim = PeerIdentity(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
+        with closing(ConnectionBuilder(claim, memory, forced)) as opening:
             dialer = LaneDialer(self.address, welcome.lane_token)
             group = self._lanes.open(dialer.dial(LANES_PER_LINK, self._deadline) if opening.wants_lanes else ())
             self._undo.callback(self._lanes.shut, group)
-            self.connection = opening.open(self._lanes, group, writable=self._exports.writable, redial=dialer.dial)
+            self.connection = opening.open(self._lanes, group, writable=self._exports.writable, reconnect=dialer.dial)
             self.choice = opening.choice
 
     def settle(self, sequence: int, *, present: bool = False) -> int:
@@ -210,7 +219,7 @@ class Dial:
 
         ``present``: the link with that number is to be used, not this one.
         """
-        self._wire.send(frame(Met(self.choice.name, self.choice.reason[:4000], sequence, present)))
+        self._wire.send(frame(TransportChoice(self.choice.name, self.choice.reason[:4000], sequence, present)))
         return self._wire.receive(Linked).sequence
 
     def take(self) -> tuple[socket.socket, bytes]:
@@ -293,7 +302,13 @@ class Host(Protocol):
         """Raise LinkError when there may be no link to that peer now."""
 
     def install(
-        self, hello: Hello, met: Met, connection: DataPath, choice: Choice, sock: socket.socket, leftover: bytes
+        self,
+        hello: Hello,
+        met: TransportChoice,
+        connection: DataPath,
+        choice: Choice,
+        sock: socket.socket,
+        leftover: bytes,
     ) -> None:
         """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
 
@@ -301,7 +316,7 @@ class Host(Protocol):
         """A communicator is to use the link that there is; return its number. Raises LinkError if there is none."""
 
 
-class Door(Protocol):
+class AdmissionPolicy(Protocol):
     """Who is let in at a listener that is not open to everybody. All on the control thread."""
 
     def check(self, hello: Hello) -> None:
@@ -378,7 +393,7 @@ class _Stream:
 class Listener:
     """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only.
 
-    With a ``door`` it is there for one communicator and lets nobody else in; without one it lets no communicator in.
+    With ``admission`` it serves for one communicator only; without one it lets no communicator in.
     """
 
     def __init__(
@@ -390,7 +405,7 @@ class Listener:
         rendezvous: SameHostListener,
         lanes: Lanes,
         host: Host,
-        door: Door | None = None,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         self._control = control
         self._sock = sock
@@ -399,7 +414,7 @@ class Listener:
         self._rendezvous = rendezvous
         self._lanes = lanes
         self._host = host
-        self._door = door
+        self._admission = admission
         #: The oldest first, as below.
         self._greetings: dict[socket.socket, None] = {}
         #: Those of them that have not said who they are.
@@ -496,8 +511,8 @@ class Listener:
             await stream.send(Refused(int(error.status_code), str(error)[:4000]))
         finally:
             # Last, because it may close this listener, and every connection here with it.
-            if self._door is not None:
-                self._door.refused(hello, error)
+            if self._admission is not None:
+                self._admission.refused(hello, error)
 
     async def _recognise(
         self, stream: _Stream, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
@@ -525,8 +540,8 @@ class Listener:
                 f"remote_cluster_id={hello.wanted}: the listener at {self.address[0]}:{self.address[1]} is cluster "
                 f"{mine.cluster_id}"
             )
-        if self._door is not None:
-            self._door.check(hello)
+        if self._admission is not None:
+            self._admission.check(hello)
         elif hello.meeting is not None:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if hello.remote_accessible != mine.remote_accessible:
@@ -538,13 +553,13 @@ class Listener:
 
     async def _meet(
         self, sock: socket.socket, stream: _Stream, hello: Hello, group: LaneGroup
-    ) -> tuple[Met, PeerMemory | LinkError | None]:
+    ) -> tuple[TransportChoice, PeerMemory | LinkError | None]:
         """Let the peer into the rendezvous, and wait until it says what came of it."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
             await stream.send(self._welcome(group.token))
-            met = await stream.receive(Met)
+            met = await stream.receive(TransportChoice)
             if sock not in self._greetings:
                 # Its last word came, but this end has hung up meanwhile and can tell it nothing any more.
                 raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
@@ -577,13 +592,13 @@ class Listener:
         sock: socket.socket,
         stream: _Stream,
         hello: Hello,
-        met: Met,
+        met: TransportChoice,
         memory: PeerMemory | LinkError | None,
         group: LaneGroup,
     ) -> None:
         """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
-        claim = Claim(hello.incarnation, hello.cookie, hello.cookie_address, hello.exports)
-        with closing(Opening(claim, memory, agree(self._identity.transport, hello.transport))) as opening:
+        claim = PeerIdentity(hello.incarnation, hello.cookie, hello.cookie_address, hello.exports)
+        with closing(ConnectionBuilder(claim, memory, agree(self._identity.transport, hello.transport))) as opening:
             mine = opening.choice
             if met.transport != mine.name:
                 theirs = " ".join(f"{met.transport} ({met.reason})".split())

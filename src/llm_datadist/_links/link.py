@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.messages import Failed, Message, Ping
 from llm_datadist._log import logger
-from llm_datadist._native import Turnstile
+from llm_datadist._native import UseGate
 from llm_datadist.errors import (
     AlreadyLinked,
     CacheMismatch,
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.channel import Channel
     from llm_datadist._links.messages import Hello
     from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
 
-__all__ = ["TRANSITIONS", "USABLE", "Link", "LinkEvent", "LinkMachine", "LinkState", "Peer", "RemoteFailure", "Waiter"]
+__all__ = ["TRANSITIONS", "USABLE", "Link", "LinkEvent", "LinkMachine", "LinkState", "Peer", "RemoteFailure"]
 
 
 class Link:
@@ -92,14 +92,14 @@ class Link:
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = Turnstile(is_open=False)  # open while the link is usable, changed under the lock
+        self._operations = UseGate(is_open=False)  # open while the link is usable, changed under the lock
         self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
         self._waiters: dict[int, Waiter] = {}
         self._ids = itertools.count(1)
         # Who is giving the link up: this end, the peer, or both at once. The farewell waits for operations to end.
-        self._unlinking = self._parting = False
-        self._farewell: Callable[[], None] | None = None
+        self._unlinking = self._unlink_pending = False
+        self._unlink_ack: Callable[[], None] | None = None
         self._end_reason, self._lost = "", False
 
     @property
@@ -161,7 +161,7 @@ class Link:
         with self._lock:
             if self._operations.leave() == 0:
                 self._idle.notify_all()
-            due = self._due_farewell()
+            due = self._due_unlink_ack()
         if due is not None:
             due()
 
@@ -293,7 +293,7 @@ class Link:
             self._fire(LinkEvent.SILENT)
             return True
 
-    # --- parting ---------------------------------------------------------------------------------------------------
+    # --- unlink ----------------------------------------------------------------------------------------------------
 
     def begin_unlink(self) -> bool:
         """Let no operation start any more; False when the link is not usable anyway."""
@@ -320,26 +320,26 @@ class Link:
         with self._lock:
             if self._machine.can(LinkEvent.UNLINK):
                 self._fire(LinkEvent.UNLINK)
-            self._parting = True
-            self._farewell = farewell
-            due = self._due_farewell()
+            self._unlink_pending = True
+            self._unlink_ack = farewell
+            due = self._due_unlink_ack()
         if due is not None:
             due()
 
     def peer_stays(self) -> None:
         """The peer has taken its goodbye back."""
         with self._lock:
-            self._parting, self._farewell = False, None
+            self._unlink_pending, self._unlink_ack = False, None
             self._resume()
 
     @property
     def parted(self) -> bool:
         """True once the peer's goodbye has been answered: it closes next."""
-        return self._parting and self._farewell is None
+        return self._unlink_pending and self._unlink_ack is None
 
     def _resume(self) -> None:
         """Under the lock."""
-        if not self._unlinking and not self._parting and self._machine.can(LinkEvent.RESUME):
+        if not self._unlinking and not self._unlink_pending and self._machine.can(LinkEvent.RESUME):
             self._fire(LinkEvent.RESUME)
 
     def _fire(self, event: LinkEvent) -> None:
@@ -349,12 +349,12 @@ class Link:
         else:
             self._operations.shut()
 
-    def _due_farewell(self) -> Callable[[], None] | None:
+    def _due_unlink_ack(self) -> Callable[[], None] | None:
         """Under the lock: the farewell, if it waits and no operation runs."""
         if self.busy:
             return None
-        farewell, self._farewell = self._farewell, None
-        return farewell
+        acknowledged, self._unlink_ack = self._unlink_ack, None
+        return acknowledged
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -437,33 +437,6 @@ class RemoteFailure(LLMException):
         code = self.status_code if self.status_code is not LLMStatusCode.LLM_SUCCESS else LLMStatusCode.LLM_FAILED
         text = " ".join(f"{what}: {self}".splitlines())
         return _KINDS.get(code, TransferFailed)(text, status_code=code, peer=self.peer, phase=self.phase)
-
-
-class Waiter:
-    """One caller waiting for one answer: a lock that whoever reads the answer opens."""
-
-    __slots__ = ("_gate", "answer")
-
-    def __init__(self) -> None:
-        self.answer: Message | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    @property
-    def waiting(self) -> bool:
-        """True until it is woken."""
-        return self._gate.locked()
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return when woken, or when the time is over. Called once, by the caller."""
-        woken = self._gate.acquire(blocking=False)  # already, as a rule: by the caller itself
-        while not woken and not deadline.expired():
-            woken = self._gate.acquire(timeout=deadline.wait_at_most())
-
-    def wake(self, answer: Message | None) -> None:
-        """Hand over the answer, or None: there will be none. Called once at most."""
-        self.answer = answer
-        self._gate.release()
 
 
 class LinkState(Enum):

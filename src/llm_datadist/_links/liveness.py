@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.table import LinkTable
 
-__all__ = ["Beats", "Rivals", "survives"]
+__all__ = ["Heartbeat", "LinkConflicts", "peer_responds"]
 
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
@@ -35,7 +35,7 @@ class End(Protocol):
     def __call__(self, link: Link, reason: str, *, lost: bool) -> None: ...
 
 
-class Beats:
+class Heartbeat:
     """The heart of one LLMDataDist: one timer for all links. Made anywhere, used on the control thread.
 
     Args:
@@ -102,7 +102,7 @@ class Beats:
                 link.ping()  # it may beat at its own, slower pace
 
 
-def survives(link: Link, deadline: Deadline) -> bool:
+def peer_responds(link: Link, deadline: Deadline) -> bool:
     """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first.
 
     Waits in a caller's thread.
@@ -121,7 +121,7 @@ _ANSWER_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.01
 
 
-class Rivals:
+class LinkConflicts:
     """Asks the peers of links that are in the way, and ends the links of those who do not answer.
 
     Args:

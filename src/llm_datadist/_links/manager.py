@@ -9,24 +9,24 @@ from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, Listener
 from llm_datadist._links.link import Link, LinkState, Peer
-from llm_datadist._links.liveness import Beats, Rivals
+from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
     Failed,
-    Farewell,
-    Goodbye,
     Hello,
     Linked,
     Located,
     Message,
-    Met,
     Ping,
     Pong,
     Resolved,
-    Stay,
+    TransportChoice,
+    UnlinkAck,
+    UnlinkCancel,
+    UnlinkRequest,
     Verified,
 )
-from llm_datadist._links.retry import Redialler
+from llm_datadist._links.retry import Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
 from llm_datadist._transport.samehost import SameHostListener
@@ -45,22 +45,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.handshake import Door, Identity
+    from llm_datadist._links.handshake import AdmissionPolicy, Identity
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.retry import Approach, Redial
+    from llm_datadist._links.retry import MemberDial, Reconnect
+    from llm_datadist._memory.exports import Exports
     from llm_datadist._transport import Choice
-    from llm_datadist._transport.connection import DataPath, Exports
+    from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import Lanes
     from llm_datadist.metrics import LinkStatistics, RedialStatistics
 
-__all__ = ["LinkManager", "give_up", "on_goodbye"]
+__all__ = ["LinkManager", "give_up", "on_unlink_request"]
 
 #: Whoever has said goodbye, and was answered, closes next.
 _PARTING_SECONDS: Final = 1.0
 
 
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is nobody's.
-_FINAL: Final = (Failed, Farewell, Located, Verified)
+_FINAL: Final = (Failed, UnlinkAck, Located, Verified)
 _ANSWERS: Final = (Resolved, *_FINAL)
 
 
@@ -100,8 +101,8 @@ class LinkManager:
         self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Ping: lambda link, message: link.tell(Pong(message.id)),
             Pong: self._on_pong,
-            Goodbye: on_goodbye,
-            Stay: lambda link, _: self._on_stay(link),
+            UnlinkRequest: on_unlink_request,
+            UnlinkCancel: lambda link, _: self._on_unlink_cancel(link),
             **handlers,
         }
         self._on_end = on_end
@@ -109,9 +110,9 @@ class LinkManager:
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(exports, socket_dir)
         self._started = False
-        self._rivals = Rivals(self._table, self._end)
-        self._redialler = Redialler(self._dial_again, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._beats = Beats(control, self._table.all, self._end, on_tick, peer_timeout)
+        self._conflicts = LinkConflicts(self._table, self._end)
+        self._reconnector = Reconnector(self._dial_again, lambda cluster_id: self._usable(cluster_id) is not None)
+        self._heartbeat = Heartbeat(control, self._table.all, self._end, on_tick, peer_timeout)
         self.communicators = Communicators(self, control, identity.cluster_id)
 
     # --- start and stop: init and finalize -------------------------------------------------------------------------
@@ -125,18 +126,18 @@ class LinkManager:
         self._rendezvous.start(self._control.loop)
         if listening is not None:
             self._listener = self.listener_for(None, listening)
-        self._beats.start()
+        self._heartbeat.start()
 
-    def listener_for(self, door: Door | None, listening: socket.socket) -> Listener:
+    def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
         """Return a listener on a bound socket, which its owner closes. On the control thread."""
         return Listener(
-            self._control, listening, self._identity, self._exports, self._rendezvous, self._lanes, self, door
+            self._control, listening, self._identity, self._exports, self._rendezvous, self._lanes, self, admission
         )
 
     def stop(self, reason: str) -> None:
         """End every link without a word to the peers (API §3.2), then the listener and the rendezvous."""
         self.communicators.stop()
-        self._redialler.stop()
+        self._reconnector.stop()
         for link in self._table.close():
             link.begin_unlink()
             self._end(link, reason, lost=False)
@@ -146,7 +147,7 @@ class LinkManager:
             self._stop()
 
     def _stop(self) -> None:
-        self._beats.stop()
+        self._heartbeat.stop()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -155,7 +156,7 @@ class LinkManager:
     def abandon(self) -> None:
         """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
         self._rendezvous.close()
-        self._redialler.abandon()
+        self._reconnector.abandon()
         self.communicators.abandon()
         if self._listener is not None:
             self._listener.abandon()
@@ -184,7 +185,7 @@ class LinkManager:
             self._listener.close()
         self._listener = None if listening is None else self.listener_for(None, listening)
 
-    def settle_partings(self) -> None:
+    def settle_unlinks(self) -> None:
         """Wait a moment for the ends of links whose peer has said goodbye: they are on their way. A caller's thread."""
         self._table.wait(lambda: not any(link.parted for link in self._table.snapshot()), _PARTING_SECONDS)
 
@@ -209,7 +210,7 @@ class LinkManager:
         """
         link = self._table.get(cluster_id)
         if link is None or not (link.usable and link.open):
-            story = self._redialler.story(cluster_id) or self.communicators.story(cluster_id)
+            story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
             story = story or "; link_clusters makes the link, from either side"
             raise NotLinked(f"cluster {cluster_id} is not linked{story}", peer=cluster_id)
         return link
@@ -232,7 +233,7 @@ class LinkManager:
 
     def redials(self) -> tuple[RedialStatistics, ...]:
         """Return one value per lost link that is being dialled again."""
-        return self._redialler.statistics()
+        return self._reconnector.statistics()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the links contradict themselves or the table."""
@@ -258,10 +259,16 @@ class LinkManager:
     async def admit(self, hello: Hello) -> None:
         """Refuse a second process under a linked cluster id, unless the first one is gone (rule 8)."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
-        await self._rivals.give_way(peer)
+        await self._conflicts.give_way(peer)
 
     def install(
-        self, hello: Hello, met: Met, connection: DataPath, choice: Choice, sock: socket.socket, leftover: bytes
+        self,
+        hello: Hello,
+        met: TransportChoice,
+        connection: DataPath,
+        choice: Choice,
+        sock: socket.socket,
+        leftover: bytes,
     ) -> None:
         """Make the link of a stranger usable, and tell it so; an older link of the same incarnation is replaced."""
         peer = Peer(hello.cluster_id, hello.incarnation, hello.pid, hello.host)
@@ -276,7 +283,7 @@ class LinkManager:
         link.connection.begin(link)
         self._table.touch()
         channel.begin(leftover)
-        self._redialler.linked(peer.cluster_id)
+        self._reconnector.linked(peer.cluster_id)
         if link.by_table:
             link.greetings.append(hello)
         self._await_answer(link, old)
@@ -318,7 +325,7 @@ class LinkManager:
         Raises:
             DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
         """
-        self._redialler.cancel(cluster_id, deadline)
+        self._reconnector.cancel(cluster_id, deadline)
         try:
             link = self._table.get(cluster_id)
             if link is not None:
@@ -331,7 +338,7 @@ class LinkManager:
             if back is not None and back.redialled and not back.asked_for:
                 self._end(back, "unlinked", lost=False)
         finally:
-            self._redialler.cancel(cluster_id, deadline)  # what the loss of the link began meanwhile
+            self._reconnector.cancel(cluster_id, deadline)  # what the loss of the link began meanwhile
 
     def drop(self, link: Link, reason: str) -> None:
         """End a link at once: operations that run on it fail. Any thread; the peer sees it end."""
@@ -355,7 +362,7 @@ class LinkManager:
             raise ProtocolError(f"{type(message).__name__} has no place on a link that is up")
         handler(link, message)
 
-    def _on_stay(self, link: Link) -> None:
+    def _on_unlink_cancel(self, link: Link) -> None:
         link.peer_stays()
         self._table.touch()
 
@@ -364,11 +371,11 @@ class LinkManager:
         expected = not lost or link.state is LinkState.DRAINING
         # Before the link is gone: whoever unlinks what is gone must find what has been begun.
         in_table = self._table.get(link.peer.cluster_id) is link
-        redial = self._redialler.begin(link) if in_table and not expected else None
+        reconnect = self._reconnector.begin(link) if in_table and not expected else None
         self._table.remove(link)
         ended = link.end(reason, lost=lost)
-        if redial is not None and not ended:
-            self._redialler.forget(redial)  # another call was first
+        if reconnect is not None and not ended:
+            self._reconnector.forget(reconnect)  # another call was first
         if ended:
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
@@ -405,7 +412,7 @@ class LinkManager:
         """
         since = self._table.now()
         silent = self._usable(wanted)
-        if silent is not None and self._rivals.answers(silent, deadline):
+        if silent is not None and self._conflicts.answers(silent, deadline):
             _claim(silent, since, address, mutual=mutual)
             return
         try:
@@ -431,17 +438,17 @@ class LinkManager:
                 if not self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS):
                     deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
                 continue
-            if present is None or self._rivals.answers(present, deadline):
+            if present is None or self._conflicts.answers(present, deadline):
                 return present
             # The process lives, it has just answered, but it knows nothing of this link any more.
-            self._rivals.lose(present, "its peer answers new dials only", deadline)
+            self._conflicts.lose(present, "its peer answers new dials only", deadline)
 
     def _is_new(self, cluster_id: int | None, since: int) -> bool:
         link = self._usable(cluster_id)
         return link is not None and link.sequence > since
 
     def _dial(
-        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, again: Redial | None = None
+        self, wanted: int | None, address: tuple[str, int], deadline: Deadline, again: Reconnect | None = None
     ) -> Link | None:
         """Make one link; return the one that there is already, when it was there first."""
         incarnation = None if again is None else again.peer.incarnation
@@ -449,7 +456,7 @@ class LinkManager:
             if again is not None:
                 again.begin(dial)
             dial.greet(wanted)
-            self._rivals.replace(dial.peer, deadline)
+            self._conflicts.replace(dial.peer, deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
                 return number
@@ -459,14 +466,14 @@ class LinkManager:
                 self._table.withdraw(dial.peer)
         return None
 
-    def _dial_again(self, again: Redial, deadline: Deadline) -> None:
+    def _dial_again(self, again: Reconnect, deadline: Deadline) -> None:
         """One attempt of the redialler, on its thread."""
         self._dial(None, again.address, deadline, again)
         link = self._table.get(again.peer.cluster_id)
         if again.cancelled and link is not None and link.redialled:
             self._end(link, "unlinked", lost=False)
 
-    def _install_dialled(self, dial: Dial, number: int, peer_number: int, again: Redial | None) -> None:
+    def _install_dialled(self, dial: Dial, number: int, peer_number: int, again: Reconnect | None) -> None:
         link = Link(dial.peer, dial.connection, dial.choice, dialled=True, sequence=number, peer_sequence=peer_number)
         link.redialled = again is not None
         link.asked_for = again is None and not dial.by_table
@@ -484,7 +491,7 @@ class LinkManager:
             raise
         link.connection.begin(link)
         channel.begin(leftover)
-        self._redialler.linked(link.peer.cluster_id)
+        self._reconnector.linked(link.peer.cluster_id)
         self._await_answer(link, old)
         if old is not None:
             self._end(old, "replaced by a newer link", lost=True)
@@ -492,18 +499,18 @@ class LinkManager:
 
     # --- for a communicator: a thread of Approaches ----------------------------------------------------------------
 
-    def meet(self, approach: Approach, deadline: Deadline) -> None:
+    def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
         """One attempt to find a member of a communicator; a link to it that is there already will do.
 
         Raises:
             LinkRefused: Not there; with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
             DeadlineExceeded: Not done in time.
         """
-        meeting = approach.communicator.meeting
-        with Dial(approach.address, self._identity, self._exports, self._lanes, deadline, meeting=meeting) as dial:
-            approach.begin(dial)
-            dial.greet(approach.cluster_id)
-            self._rivals.replace(dial.peer, deadline)
+        meeting = member.communicator.meeting
+        with Dial(member.address, self._identity, self._exports, self._lanes, deadline, meeting=meeting) as dial:
+            member.begin(dial)
+            dial.greet(member.cluster_id)
+            self._conflicts.replace(dial.peer, deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
                 self._recognise(dial, number, deadline)
@@ -518,8 +525,8 @@ class LinkManager:
         try:
             dial.settle(present.sequence, present=True)
         except LinkRefused:
-            if not self._rivals.answers(present, deadline):
-                self._rivals.lose(present, "its peer knows nothing of it", deadline)
+            if not self._conflicts.answers(present, deadline):
+                self._conflicts.lose(present, "its peer knows nothing of it", deadline)
             raise
 
 
@@ -558,9 +565,9 @@ def _part(table: LinkTable, link: Link, deadline: Deadline) -> None:
     try:
         if not link.wait_idle(deadline):
             raise deadline.error(what, "drain", link.peer.cluster_id)
-        link.request(Goodbye, deadline, what, "unlink")
+        link.request(UnlinkRequest, deadline, what, "unlink")
     except DeadlineExceeded:
-        link.tell(Stay())
+        link.tell(UnlinkCancel())
         link.resume()
         table.touch()
         raise
@@ -568,6 +575,6 @@ def _part(table: LinkTable, link: Link, deadline: Deadline) -> None:
         logger.info("%s: %s", what, error)
 
 
-def on_goodbye(link: Link, message: Goodbye) -> None:
+def on_unlink_request(link: Link, message: UnlinkRequest) -> None:
     """The peer wants to part: say farewell once nothing runs here. The control thread."""
-    link.peer_parts(lambda: link.tell(Farewell(message.id)))
+    link.peer_parts(lambda: link.tell(UnlinkAck(message.id)))

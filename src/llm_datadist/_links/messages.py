@@ -26,25 +26,25 @@ __all__ = [
     "PREAMBLE_BYTES",
     "PROTOCOL_VERSION",
     "Beat",
+    "CommunicatorId",
     "Consumed",
     "Failed",
-    "Farewell",
-    "Goodbye",
     "Guarded",
     "Hello",
     "Linked",
     "Locate",
     "Located",
-    "Meeting",
     "Message",
-    "Met",
     "Ping",
     "Pong",
     "Refused",
     "Release",
     "Resolve",
     "Resolved",
-    "Stay",
+    "TransportChoice",
+    "UnlinkAck",
+    "UnlinkCancel",
+    "UnlinkRequest",
     "Verified",
     "Verify",
     "Welcome",
@@ -84,7 +84,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything on the control connection."""
 
 
-class Meeting(Message, frozen=True, array_like=True):
+class CommunicatorId(Message, frozen=True, array_like=True):
     """Which communicator a :class:`Hello` is for: both ends called ``link()`` with this name, these ranks, this table.
 
     ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` tells one ``link()`` of the
@@ -121,7 +121,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     cookie_address: U64
     exports: Regions
     transport: Name | None
-    meeting: Meeting | None = None
+    meeting: CommunicatorId | None = None
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
@@ -151,7 +151,7 @@ class Refused(Message, frozen=True, array_like=True, tag="refused"):
     text: Text
 
 
-class Met(Message, frozen=True, array_like=True, tag="met"):
+class TransportChoice(Message, frozen=True, array_like=True, tag="met"):
     """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
 
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
@@ -191,20 +191,20 @@ class Pong(Message, frozen=True, array_like=True, tag="pong"):
     id: Id
 
 
-class Goodbye(Message, frozen=True, array_like=True, tag="goodbye"):
-    """Either way: let us unlink. Answered by :class:`Farewell` as soon as the receiver's own operations are done."""
+class UnlinkRequest(Message, frozen=True, array_like=True, tag="goodbye"):
+    """Either way: let us unlink. Answered by :class:`UnlinkAck` as soon as the receiver's own operations are done."""
 
     id: Id
 
 
-class Farewell(Message, frozen=True, array_like=True, tag="farewell"):
-    """Answer to :class:`Goodbye`: nothing runs here any more. Whoever said goodbye closes, or says :class:`Stay`."""
+class UnlinkAck(Message, frozen=True, array_like=True, tag="farewell"):
+    """Answer to :class:`UnlinkRequest`: no operation runs here now. The asking end closes, or sends UnlinkCancel."""
 
     id: Id
 
 
-class Stay(Message, frozen=True, array_like=True, tag="stay"):
-    """Takes a :class:`Goodbye` back: its answer did not come in time, the link is kept (API §3.4)."""
+class UnlinkCancel(Message, frozen=True, array_like=True, tag="stay"):
+    """Takes a :class:`UnlinkRequest` back: its answer did not come in time, the link is kept (API §3.4)."""
 
 
 class Resolve(Message, frozen=True, array_like=True, tag="resolve"):
@@ -332,14 +332,14 @@ _ANY = (
     Hello
     | Welcome
     | Refused
-    | Met
+    | TransportChoice
     | Linked
     | Beat
     | Ping
     | Pong
-    | Goodbye
-    | Farewell
-    | Stay
+    | UnlinkRequest
+    | UnlinkAck
+    | UnlinkCancel
     | Resolve
     | Resolved
     | Failed

@@ -23,11 +23,11 @@ from llm_datadist.metrics import RedialStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._links.communicators import Communicator
+    from llm_datadist._links.communicator import Communicator
     from llm_datadist._links.handshake import Dial
     from llm_datadist._links.link import Link, Peer
 
-__all__ = ["Approach", "Approaches", "Redial", "Redialler"]
+__all__ = ["MemberDial", "MemberDials", "Reconnect", "Reconnector"]
 
 _FIRST_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 10.0
@@ -41,7 +41,7 @@ _FINAL: Final = frozenset(
 )
 
 
-class Redial:
+class Reconnect:
     """One lost link on its way back. Owns a descriptor of the peer's process, where the transport had one.
 
     Fields change under the redialler's lock; the dial is the redialler's thread's.
@@ -123,7 +123,7 @@ class Redial:
         return f"<Redial of {self.peer} at {self.address[0]}:{self.address[1]}: {self.attempts} attempts>"
 
 
-class Redialler:
+class Reconnector:
     """All redials of one LLMDataDist, by cluster id. Any thread; nothing blocks under the lock.
 
     The thread ``llm-datadist-redial`` runs while there is something to dial; :meth:`stop` joins it.
@@ -133,12 +133,12 @@ class Redialler:
         linked: Tells whether a cluster is linked by now.
     """
 
-    def __init__(self, dial: Callable[[Redial, Deadline], None], linked: Callable[[int], bool]) -> None:
+    def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[int], bool]) -> None:
         self._dial = dial
         self._linked = linked
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: dict[int, Redial] = {}
-        self._current: Redial | None = None
+        self._waiting: dict[int, Reconnect] = {}
+        self._current: Reconnect | None = None
         #: Clusters that were dialled again with success: which delay that had taken, and when it was.
         self._made: dict[int, tuple[float, float]] = {}
         self._thread: threading.Thread | None = None
@@ -147,17 +147,17 @@ class Redialler:
 
     # --- what happens to links: any thread -------------------------------------------------------------------------
 
-    def begin(self, link: Link) -> Redial | None:
+    def begin(self, link: Link) -> Reconnect | None:
         """A link is being lost: dial it again soon. None when this end did not dial it, or it is not to be."""
         if link.address is None or link.ended:
             return None
-        redial = Redial(link, link.address, self._first_delay(link.peer.cluster_id))
-        if redial.gone():
+        reconnect = Reconnect(link, link.address, self._first_delay(link.peer.cluster_id))
+        if reconnect.gone():
             logger.info("%s is not dialled again: its process has ended", link.peer)
-        elif self._add(redial):
+        elif self._add(reconnect):
             logger.info("%s is being dialled again at %s:%d", link.peer, *link.address)
-            return redial
-        redial.close()
+            return reconnect
+        reconnect.close()
         return None
 
     def _first_delay(self, cluster_id: int) -> float:
@@ -165,50 +165,50 @@ class Redialler:
         calm = time.monotonic() - when > _CALM_SECONDS
         return _FIRST_SECONDS if calm else min(2 * delay, _LONGEST_SECONDS)
 
-    def _add(self, redial: Redial) -> bool:
+    def _add(self, reconnect: Reconnect) -> bool:
         with self._changed:
-            if self._stopped or self._waiting.setdefault(redial.peer.cluster_id, redial) is not redial:
+            if self._stopped or self._waiting.setdefault(reconnect.peer.cluster_id, reconnect) is not reconnect:
                 return False
             if not self._running:
                 self._thread = threading.Thread(target=self._run, name="llm-datadist-redial", daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError as error:
-                    del self._waiting[redial.peer.cluster_id]
-                    logger.warning("%s is not dialled again: %s; link_clusters links again", redial.peer, error)
+                    del self._waiting[reconnect.peer.cluster_id]
+                    logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, error)
                     self._thread = None
                     return False
                 self._running = True
             self._changed.notify_all()
             return True
 
-    def forget(self, redial: Redial) -> None:
+    def forget(self, reconnect: Reconnect) -> None:
         """It was begun for nothing: somebody else ended the link."""
         with self._changed:
-            known = self._waiting.get(redial.peer.cluster_id) is redial
+            known = self._waiting.get(reconnect.peer.cluster_id) is reconnect
             if known:
-                del self._waiting[redial.peer.cluster_id]
+                del self._waiting[reconnect.peer.cluster_id]
                 self._changed.notify_all()
         if known:
-            redial.close()
+            reconnect.close()
 
     def linked(self, cluster_id: int) -> None:
         """There is a link again, whoever made it."""
-        redial = self._waiting.get(cluster_id)
-        if redial is not None:
-            self.forget(redial)
+        reconnect = self._waiting.get(cluster_id)
+        if reconnect is not None:
+            self.forget(reconnect)
 
     def cancel(self, cluster_id: int, deadline: Deadline) -> None:
         """The cluster is being unlinked: dial it no more. Returns once no attempt goes on, or at the deadline."""
         with self._changed:
             self._made.pop(cluster_id, None)
-            redial = self._waiting.pop(cluster_id, None)
+            reconnect = self._waiting.pop(cluster_id, None)
             current = self._current
             if current is not None and current.peer.cluster_id != cluster_id:
                 current = None
             self._changed.notify_all()
-        if redial is not None:
-            redial.close()
+        if reconnect is not None:
+            reconnect.close()
         if current is not None:
             current.hang_up()
             with self._changed:
@@ -222,8 +222,8 @@ class Redialler:
             self._waiting.clear()
             current, thread = self._current, self._thread
             self._changed.notify_all()
-        for redial in dropped:
-            redial.close()
+        for reconnect in dropped:
+            reconnect.close()
         if current is not None:
             current.hang_up()
         if thread is not None:
@@ -232,8 +232,8 @@ class Redialler:
     def abandon(self) -> None:
         """In a forked child, without any lock: the thread is the parent's; close the child's copies of descriptors."""
         current = self._current
-        for redial in [*self._waiting.values(), *([] if current is None else [current])]:
-            redial.abandon()
+        for reconnect in [*self._waiting.values(), *([] if current is None else [current])]:
+            reconnect.abandon()
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Redialler:
             current = [] if self._current is None else [self._current]
             redials = [*current, *self._waiting.values()]
         # An attempt that has made its link is over, whatever its thread still does.
-        return tuple(redial.statistics() for redial in redials if not self._linked(redial.peer.cluster_id))
+        return tuple(reconnect.statistics() for reconnect in redials if not self._linked(reconnect.peer.cluster_id))
 
     def story(self, cluster_id: int) -> str:
         """Return what goes on about a cluster, as the end of an error text; "" when nothing does."""
@@ -256,53 +256,53 @@ class Redialler:
     # --- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (redial := self._next()) is not None:
-            self._finish(redial, again=self._attempt(redial))
+        while (reconnect := self._next()) is not None:
+            self._finish(reconnect, again=self._attempt(reconnect))
 
-    def _next(self) -> Redial | None:
+    def _next(self) -> Reconnect | None:
         """Wait for the next one that is due; None when there is nothing left to dial."""
         with self._changed:
             while self._waiting and not self._stopped:
-                redial = min(self._waiting.values(), key=lambda each: each.due)
-                seconds = redial.due - time.monotonic()
+                reconnect = min(self._waiting.values(), key=lambda each: each.due)
+                seconds = reconnect.due - time.monotonic()
                 if seconds <= 0:
-                    self._current = self._waiting.pop(redial.peer.cluster_id)
-                    redial.attempts += 1
-                    return redial
+                    self._current = self._waiting.pop(reconnect.peer.cluster_id)
+                    reconnect.attempts += 1
+                    return reconnect
                 self._changed.wait(seconds)
             self._running = False
             return None
 
-    def _attempt(self, redial: Redial) -> bool:
+    def _attempt(self, reconnect: Reconnect) -> bool:
         """Dial once; return True when it must be tried again."""
         try:
-            if self._linked(redial.peer.cluster_id):
+            if self._linked(reconnect.peer.cluster_id):
                 return False
-            if redial.gone():
+            if reconnect.gone():
                 raise LinkRefused("its process has ended", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            self._dial(redial, Deadline(_ATTEMPT_MS))
+            self._dial(reconnect, Deadline(_ATTEMPT_MS))
         except LLMException as error:
-            if redial.cancelled:
+            if reconnect.cancelled:
                 return False
             final = error.status_code in _FINAL
             if final:
-                logger.warning("%s is not dialled again: %s; link_clusters links again", redial.peer, error)
-            redial.later(str(error))
+                logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, error)
+            reconnect.later(str(error))
             return not final
         except Exception as error:  # noqa: BLE001 (a bug may cost this redial, not those of the other peers)
-            logger.error("unexpected error while %s was dialled again", redial.peer, exc_info=error)
+            logger.error("unexpected error while %s was dialled again", reconnect.peer, exc_info=error)
             return False
-        self._made[redial.peer.cluster_id] = (redial.delay, time.monotonic())
+        self._made[reconnect.peer.cluster_id] = (reconnect.delay, time.monotonic())
         return False
 
-    def _finish(self, redial: Redial, *, again: bool) -> None:
+    def _finish(self, reconnect: Reconnect, *, again: bool) -> None:
         with self._changed:
             self._current = None
-            keep = again and not (self._stopped or redial.cancelled)
-            keep = keep and self._waiting.setdefault(redial.peer.cluster_id, redial) is redial
+            keep = again and not (self._stopped or reconnect.cancelled)
+            keep = keep and self._waiting.setdefault(reconnect.peer.cluster_id, reconnect) is reconnect
             self._changed.notify_all()
         if not keep:
-            redial.close()
+            reconnect.close()
 
 
 def _jittered(seconds: float) -> float:
@@ -319,7 +319,7 @@ _GROWTH: Final = 1.5
 _ATTEMPTS_PER_SECOND: Final = 150
 
 
-class Approach:
+class MemberDial:
     """One member that is to be dialled. Used by one thread at a time; :meth:`hang_up` by any.
 
     Args:
@@ -378,7 +378,7 @@ class Approach:
         self.due = time.monotonic() + max(self._delay, crowd / _ATTEMPTS_PER_SECOND)
         self._delay = min(_GROWTH * self._delay, _LONGEST_ATTEMPT_SECONDS)
 
-    def __lt__(self, other: Approach) -> bool:
+    def __lt__(self, other: MemberDial) -> bool:
         return self.due < other.due
 
     def abandon(self) -> None:
@@ -390,7 +390,7 @@ class Approach:
         return f"<Approach to cluster {self.cluster_id} at {self.host} {self.ports} for {self.communicator}>"
 
 
-class Approaches:
+class MemberDials:
     """All approaches of one LLMDataDist. Any thread; nothing blocks under the lock.
 
     Up to 16 threads ``llm-datadist-meet_<n>`` run while there is something to dial; :meth:`stop` joins them.
@@ -399,17 +399,17 @@ class Approaches:
         attempt: Tries once; returns True when it has to be tried again.
     """
 
-    def __init__(self, attempt: Callable[[Approach], bool]) -> None:
+    def __init__(self, attempt: Callable[[MemberDial], bool]) -> None:
         self._attempt = attempt
         self._changed = threading.Condition(threading.Lock())
         #: A heap: who is due first is first.
-        self._waiting: list[Approach] = []
-        self._current: list[Approach] = []
+        self._waiting: list[MemberDial] = []
+        self._current: list[MemberDial] = []
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._stopped = False
 
-    def add(self, approach: Approach) -> None:
+    def add(self, member: MemberDial) -> None:
         """Begin to dial.
 
         Raises:
@@ -418,12 +418,12 @@ class Approaches:
         with self._changed:
             if self._stopped:
                 raise LinkRefused("this end is being finalised")
-            heapq.heappush(self._waiting, approach)
+            heapq.heappush(self._waiting, member)
             if len(self._threads) < min(_THREADS, len(self._waiting) + len(self._current)):
-                self._start(approach)
+                self._start(member)
             self._changed.notify_all()
 
-    def _start(self, approach: Approach) -> None:
+    def _start(self, member: MemberDial) -> None:
         """Under the lock: one more thread."""
         thread = threading.Thread(target=self._run, name=f"llm-datadist-meet_{self._started}", daemon=True)
         try:
@@ -431,9 +431,9 @@ class Approaches:
         except RuntimeError as error:
             if self._threads:
                 return
-            self._waiting.remove(approach)
+            self._waiting.remove(member)
             heapq.heapify(self._waiting)
-            raise LinkRefused(f"no thread to prepare {approach.communicator} with: {error}") from error
+            raise LinkRefused(f"no thread to prepare {member.communicator} with: {error}") from error
         self._started += 1
         self._threads.add(thread)
 
@@ -444,8 +444,8 @@ class Approaches:
             heapq.heapify(self._waiting)
             current = [each for each in self._current if each.communicator is communicator]
             self._changed.notify_all()
-        for approach in current:
-            approach.hang_up()
+        for member in current:
+            member.hang_up()
 
     def wait(self, communicator: Communicator, deadline: Deadline) -> None:
         """Return once no attempt for it goes on, or at the deadline. Not from an attempt."""
@@ -461,49 +461,49 @@ class Approaches:
             self._waiting.clear()
             current, threads = list(self._current), list(self._threads)
             self._changed.notify_all()
-        for approach in current:
-            approach.hang_up()
+        for member in current:
+            member.hang_up()
         for thread in threads:
             thread.join()
 
     def abandon(self) -> None:
         """In a forked child, without any lock: the threads are the parent's; close the child's copies of sockets."""
-        for approach in list(self._current):
-            approach.abandon()
+        for member in list(self._current):
+            member.abandon()
 
     # --- the threads -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (approach := self._next()) is not None:
-            self._finish(approach, again=self._try(approach))
+        while (member := self._next()) is not None:
+            self._finish(member, again=self._try(member))
 
-    def _next(self) -> Approach | None:
+    def _next(self) -> MemberDial | None:
         """Wait for the next one that is due; None when no other waits for its turn."""
         with self._changed:
             while self._waiting and not self._stopped:
-                approach = self._waiting[0]
-                seconds = approach.due - time.monotonic()
+                member = self._waiting[0]
+                seconds = member.due - time.monotonic()
                 if seconds <= 0:
                     heapq.heappop(self._waiting)
-                    self._current.append(approach)
-                    return approach
+                    self._current.append(member)
+                    return member
                 self._changed.wait(seconds)
             self._threads.discard(threading.current_thread())
             return None
 
-    def _try(self, approach: Approach) -> bool:
+    def _try(self, member: MemberDial) -> bool:
         try:
-            return self._attempt(approach)
+            return self._attempt(member)
         except LLMException as error:  # what an attempt may end with was dealt with: this end is being closed
-            logger.info("%r: %s", approach, error)
+            logger.info("%r: %s", member, error)
         except Exception as error:  # noqa: BLE001 (a bug may cost this member, not the others)
-            logger.error("unexpected error in %r", approach, exc_info=error)
+            logger.error("unexpected error in %r", member, exc_info=error)
         return False
 
-    def _finish(self, approach: Approach, *, again: bool) -> None:
+    def _finish(self, member: MemberDial, *, again: bool) -> None:
         with self._changed:
-            self._current.remove(approach)
-            approach.later(len(self._waiting))
-            if again and not (self._stopped or approach.cancelled):
-                heapq.heappush(self._waiting, approach)
+            self._current.remove(member)
+            member.later(len(self._waiting))
+            if again and not (self._stopped or member.cancelled):
+                heapq.heappush(self._waiting, member)
             self._changed.notify_all()

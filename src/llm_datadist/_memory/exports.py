@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from llm_datadist._memory.write_intents import Writers
+from llm_datadist._memory.write_intents import WriteIntents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Exports:
     regions: Mapping[int, Segment]
     guards: GuardTable
     writable: bool
-    writers: Writers = field(default_factory=Writers)
+    writers: WriteIntents = field(default_factory=WriteIntents)
     by_address: bool = False
 
     def descriptors(self) -> list[RegionDescriptor]:

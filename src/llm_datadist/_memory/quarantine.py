@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool
-    from llm_datadist._memory.write_intents import Hazard, Writers
+    from llm_datadist._memory.write_intents import Hazard, WriteIntents
 
 __all__ = ["Quarantine", "writers_named"]
 
@@ -33,7 +33,7 @@ class Quarantine:
         writers: Knows which writers have ended.
     """
 
-    def __init__(self, writers: Writers) -> None:
+    def __init__(self, writers: WriteIntents) -> None:
         self._writers = writers
         self._lock = threading.Lock()  # guards the list
         self._held: list[_Held] = []

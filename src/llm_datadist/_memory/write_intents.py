@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-__all__ = ["WRITER_PAGE_BYTES", "Announced", "Announcer", "Hazard", "WriterPage", "Writers"]
+__all__ = ["WRITER_PAGE_BYTES", "Hazard", "IntentWriter", "WriteIntent", "WriteIntents", "WriterPage"]
 
 #: How often somebody who found every slot of a page taken looks again, if nobody wakes it.
 _FULL_PAUSE_S: Final = 0.05
@@ -54,9 +54,9 @@ def _what(guard: int, *, reading: bool) -> int:
 
 
 class WriterPage:
-    """One page, of the owner of the memory: who may write there announces it here. Made by :class:`Writers`.
+    """One page, of the owner of the memory: who may write there announces it here. Made by :class:`WriteIntents`.
 
-    Its fields are guarded by the lock of its :class:`Writers`.
+    Its fields are guarded by the lock of its :class:`WriteIntents`.
 
     Attributes:
         who: The peer, for messages.
@@ -66,7 +66,7 @@ class WriterPage:
 
     __slots__ = ("_memory", "_owner", "_pidfd", "_writers", "address", "cluster_id", "retired", "segment", "who")
 
-    def __init__(self, writers: Writers, segment: SharedSegment | None, who: str) -> None:
+    def __init__(self, writers: WriteIntents, segment: SharedSegment | None, who: str) -> None:
         self.segment = segment
         # Keeps the memory until the page is let go, whatever became of the segment.
         self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
@@ -87,10 +87,10 @@ class WriterPage:
         """Learn the peer's name, for messages."""
         self.who, self.cluster_id = who, cluster_id
 
-    def announcer(self) -> Announcer:
+    def intent_writer(self) -> IntentWriter:
         """Return the writer's side, for a peer in this process. Before :meth:`retire`."""
         assert self._memory is not None
-        return Announcer(self._memory)
+        return IntentWriter(self._memory)
 
     def retire(self) -> None:
         """The link is over: nobody may begin any more; takes the pidfd over. The page goes when nobody writes.
@@ -133,7 +133,7 @@ class Hazard:
     sequence: int
 
 
-class Writers:
+class WriteIntents:
     """All pages of one process, as the owner of the memory. Any thread.
 
     One lock; under it memory is looked at and a pidfd is asked whether it is readable, neither of which blocks.
@@ -144,7 +144,7 @@ class Writers:
         self._pages: list[WriterPage] = []
         self._addresses: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._closed = False
-        self._parting: deque[WriterPage] = deque()
+        self._retiring: deque[WriterPage] = deque()
 
     def open(self) -> WriterPage:
         """Return a page to be given to a peer process.
@@ -194,7 +194,7 @@ class Writers:
 
     def tidy(self) -> None:
         """Let retired pages go in which nobody writes any more."""
-        if self._parting or any(page.retired for page in self._pages):
+        if self._retiring or any(page.retired for page in self._pages):
             with self._lock:
                 self._tidy()
 
@@ -241,7 +241,7 @@ class Writers:
         return page
 
     def _retire(self, page: WriterPage) -> None:
-        self._parting.append(page)
+        self._retiring.append(page)
         # A __del__ may interrupt whoever holds the lock in this very thread; then the next call does it.
         if self._lock.acquire(blocking=False):
             try:
@@ -251,8 +251,8 @@ class Writers:
 
     def _tidy(self) -> None:
         """Under the lock."""
-        while self._parting:
-            page = self._parting.popleft()
+        while self._retiring:
+            page = self._retiring.popleft()
             page.retired = True
             if page not in self._pages:
                 page._release()  # closed already
@@ -283,7 +283,7 @@ def _private_page() -> NDArray[np.uint8]:
 # --- the writer's side ------------------------------------------------------------------------------------------------
 
 
-class Announcer:
+class IntentWriter:
     """The writer's side of one page: its slots, each one call's at a time. Any thread.
 
     Args:
@@ -307,7 +307,7 @@ class Announcer:
         self._someone_waits = 0
         self._came_back = threading.Condition()
 
-    def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> Announced:
+    def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
         """Say that memory under the guard slot ``guard`` is being written from now on, or read.
 
         Generations must be looked at after this, and are decisive.
@@ -326,7 +326,7 @@ class Announcer:
             slot = self._free.pop()
         except IndexError:
             slot = self._wait(deadline)
-        announced = Announced(self, page, self._address, slot)
+        announced = WriteIntent(self, page, self._address, slot)
         if not announce_writer(self._address, slot, _what(guard, reading=reading)):
             announced.end()
             raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
@@ -360,13 +360,13 @@ class Announcer:
         return f"<Announcer {state}: {WRITER_SLOTS - len(self._free)} at work>"
 
 
-class Announced:
+class WriteIntent:
     """One announcement, from its making to :meth:`end`. Used by one thread."""
 
-    __slots__ = ("_address", "_announcer", "_page", "_slot")
+    __slots__ = ("_address", "_intent_writer", "_page", "_slot")
 
-    def __init__(self, announcer: Announcer, page: NDArray[np.uint8], address: int, slot: int) -> None:
-        self._announcer = announcer
+    def __init__(self, intent_writer: IntentWriter, page: NDArray[np.uint8], address: int, slot: int) -> None:
+        self._intent_writer = intent_writer
         self._page: NDArray[np.uint8] | None = page  # keeps it mapped
         self._address = address
         self._slot = slot
@@ -376,7 +376,7 @@ class Announced:
         if self._page is not None:
             retract_writer(self._address, self._slot)
             self._page = None
-            self._announcer._give_back(self._slot)
+            self._intent_writer._give_back(self._slot)
 
     def __enter__(self) -> None:
         pass
@@ -387,6 +387,6 @@ class Announced:
     def __del__(self) -> None:
         # A signal's exception may come between announcing and the work, or on the way out of it. In a forked child
         # the work is the parent's, and goes on.
-        if self._page is not None and os.getpid() == self._announcer.pid:
+        if self._page is not None and os.getpid() == self._intent_writer.pid:
             retract_writer(self._address, self._slot)
-            self._announcer._free.append(self._slot)
+            self._intent_writer._free.append(self._slot)

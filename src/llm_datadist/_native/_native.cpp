@@ -17,8 +17,8 @@
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
-#include "turnstile_python.hpp"
-#include "writers_python.hpp"
+#include "use_gate_python.hpp"
+#include "write_intents_python.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,10 +87,10 @@ NB_MODULE(_native, m) {
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
           "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false);
-    nb::class_<Promises>(m, "Promises", nb::is_final(), "Generations that slots of a peer's guard table must show.")
+    nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)
-        .def("hold", &Promises::hold, "base"_a, "nbytes"_a,
+        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a,
              "Return True while every slot of the table at `base` shows its generation, loaded as by load_generation.\n"
              "ParamError: a slot outside the table.");
     m.def("load_generation", &load_generation, "address"_a,

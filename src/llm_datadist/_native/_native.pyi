@@ -29,7 +29,7 @@ class TensorList:
         """Return True when both have the same addresses."""
 
 @final
-class Turnstile:
+class UseGate:
     """Counts who is inside of something that can be shut. Any thread; takes no lock, each call is one step.
 
     Whoever is inside when it is shut leaves by :meth:`leave`, where the last one finds 0.
@@ -128,11 +128,11 @@ class Plan:
         """Return a plan that differs in the fields that are named."""
 
 @final
-class Promises:
+class GuardSet:
     """Generations that slots of a peer's guard table must show."""
 
     def __init__(self, promised: list[tuple[int, int]], slot_bytes: int) -> None: ...
-    def hold(self, base: int, nbytes: int) -> bool:
+    def unchanged(self, base: int, nbytes: int) -> bool:
         """Return True while every slot of the table at ``base`` shows its generation, loaded as by load_generation.
 
         ParamError: a slot outside the table.

@@ -35,16 +35,16 @@ private:
     std::vector<Guard> guards_;
 };
 
-// Promises of a peer: slots of its guard table, which is mapped here, and the generations they must still show.
-class Promises {
+// GuardSet of a peer: slots of its guard table, which is mapped here, and the generations they must still show.
+class GuardSet {
 public:
-    Promises(std::vector<std::pair<std::uint64_t, std::uint64_t>> promised, std::uint64_t slot_bytes)
+    GuardSet(std::vector<std::pair<std::uint64_t, std::uint64_t>> promised, std::uint64_t slot_bytes)
         : promised_(std::move(promised)), slot_bytes_(slot_bytes) {
         if (slot_bytes == 0) refuse("slot_bytes is 0: must be positive");
     }
 
     // `base`: where the table of `nbytes` bytes is mapped. Judges every byte read before. Slot 0 is the table's header.
-    bool hold(std::uint64_t base, std::uint64_t nbytes) const {
+    bool unchanged(std::uint64_t base, std::uint64_t nbytes) const {
         const std::uint64_t slots = nbytes / slot_bytes_;
         for (const auto& [slot, generation] : promised_) {
             if (slot < 1 || slot >= slots)

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
 
-__all__ = ["AddressBook", "Locations", "Locator", "Place", "places_in"]
+__all__ = ["AddressBook", "Locations", "Locator", "RemoteOffset", "places_in"]
 
 #: Ids kept per link; beyond, those whose caches are gone are forgotten.
 _MANY_IDS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RemoteOffset:
     """Where an address of the peer lies: ``offset`` bytes into a tensor of one of its caches."""
 
     cache_id: int
@@ -58,7 +58,7 @@ class Locations:
     Such memory is a cache's only until that is freed; memory of the user is what it is, however it is registered.
     """
 
-    places: list[Place]
+    places: list[RemoteOffset]
     allocated: bool
 
 
@@ -109,7 +109,7 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
     return Locations(places_in(answer, len(addresses), f"{what}: {link.peer}"), answer.allocated)
 
 
-def places_in(answer: Located, count: int, who: str) -> list[Place]:
+def places_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
     """Return the places in an answer about ``count`` addresses; whether a cache has such a place is seen at the push.
 
     Raises:
@@ -118,7 +118,7 @@ def places_in(answer: Located, count: int, who: str) -> list[Place]:
     if not count * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
         raise ProtocolError(f"{who} located {len(answer.tensors) // 4} of {count} addresses")
     columns = ((answer.cache_ids, "<u8"), (answer.tensors, "<u4"), (answer.offsets, "<u8"))
-    return [Place(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
+    return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
 # --- the target ------------------------------------------------------------------------------------------------------

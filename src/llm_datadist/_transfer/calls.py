@@ -17,7 +17,7 @@ from llm_datadist.errors import LLMStatusCode, StateError
 from llm_datadist.types import Cache
 
 if TYPE_CHECKING:
-    from llm_datadist._cache.geometry import Ends, LayerSelection
+    from llm_datadist._cache.geometry import CachePair, LayerSelection
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import BlockList, Plan
     from llm_datadist._transfer.engine import Engine
@@ -79,7 +79,7 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
         arguments.check_size(size, dst, dst_offset)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             return geometry.plan_row(
                 ends.remote,
                 dst,
@@ -116,7 +116,7 @@ def pull_blocks(
         arguments.check_blocks(name, dst_blocks, dst)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             if src_blocks is None:
                 return geometry.plan_pieces(ends.remote, dst, src_row=ends.row, dst_blocks=dst_blocks, layers=layers)
             return ends.block_planner(ends.remote, dst, layers).plan(dst_blocks, src_blocks)
@@ -135,7 +135,7 @@ def push_row(move: Move, row: int) -> None:
         src.require_row("src_batch_index", row)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             return geometry.plan_row(src, ends.remote, src_row=row, dst_row=ends.row, size=src.stride, layers=layers)
 
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
@@ -152,7 +152,7 @@ def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> Non
         arguments.check_blocks("src_blocks", src_blocks, src)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             return ends.block_planner(src, ends.remote, layers).plan(dst_blocks, src_blocks)
 
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)

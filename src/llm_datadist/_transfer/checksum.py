@@ -24,7 +24,7 @@ from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Verified, Veri
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
-from llm_datadist._transport.tcp import cut_plan
+from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -40,7 +40,14 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Guarded, Message
     from llm_datadist._native import CopyPool
 
-__all__ = ["MAX_QUESTION_BYTES", "MAX_QUESTION_TENSORS", "Moved", "Remote", "Verifier", "Witness"]
+__all__ = [
+    "MAX_QUESTION_BYTES",
+    "MAX_QUESTION_TENSORS",
+    "ChecksumClient",
+    "ChecksumServer",
+    "CompletedTransfer",
+    "Remote",
+]
 
 #: A place that differs is looked for among about so many pieces at a time.
 _PIECES: Final = 1024
@@ -74,7 +81,7 @@ class Remote(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CompletedTransfer:
     """A transfer that is done but for the comparison.
 
     Attributes:
@@ -104,7 +111,7 @@ class Moved:
         return 0 if here is not self.push else 1
 
 
-class Verifier:
+class ChecksumClient:
     """Compares both ends after a transfer. Runs in the caller's thread and keeps nothing.
 
     Args:
@@ -114,7 +121,7 @@ class Verifier:
     def __init__(self, pool: CopyPool | None) -> None:
         self._pool = pool
 
-    def verify(self, done: Moved, plan: Plan) -> None:
+    def verify(self, done: CompletedTransfer, plan: Plan) -> None:
         """Return once both ends were seen to hold the same bytes wherever ``plan`` has put them.
 
         Of an ordered plan that is what no later run has written over (R26).
@@ -141,7 +148,7 @@ class Verifier:
             raise self._mismatch(done, plan, differing)
         done.link.count_verified(plan.nbytes)
 
-    def _agree(self, done: Moved, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
+    def _agree(self, done: CompletedTransfer, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
         """Return, of shape (tensors, 1 or runs), which digests agree."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         ours: list[NDArray[np.uint64]] = []
@@ -165,7 +172,7 @@ class Verifier:
         agree: NDArray[np.bool_] = (ours[0] == theirs).all(axis=2)
         return agree
 
-    def _digest(self, done: Moved, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
+    def _digest(self, done: CompletedTransfer, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
         found = digest(
             part,
             done.local.storage.tensors,
@@ -182,7 +189,7 @@ class Verifier:
 
     # --- when they differ ------------------------------------------------------------------------------------------
 
-    def _mismatch(self, done: Moved, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
+    def _mismatch(self, done: CompletedTransfer, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
         tensor, part = next(iter(differing.items()))
         with suppress(LLMException):  # a mismatch it is, wherever
             part = self._locate(done, part)
@@ -202,7 +209,7 @@ class Verifier:
             phase="verify",
         )
 
-    def _locate(self, done: Moved, part: Plan) -> Plan:
+    def _locate(self, done: CompletedTransfer, part: Plan) -> Plan:
         """Return the first block (or piece of a row) of one tensor that differs, or how far the search came."""
         column, block = _grid(done)
         unit = 0
@@ -228,7 +235,7 @@ class _Place:
     end: int
 
     @classmethod
-    def of(cls, done: Moved, part: Plan, *, here: bool) -> _Place:
+    def of(cls, done: CompletedTransfer, part: Plan, *, here: bool) -> _Place:
         geometry = done.local.geometry if here else done.remote.geometry
         word = "row" if geometry.kind is CacheKind.CACHE else "block"
         begins = part.runs[:, done.column(here=here)]
@@ -246,7 +253,7 @@ class _Place:
 def _parts(plan: Plan, max_runs: int) -> list[Plan]:
     """Cut a plan into parts that one question each may be about."""
     per_tensor = plan.nbytes // plan.count if plan.count else 0
-    return list(cut_plan(plan, min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS), max_runs))
+    return list(split_plan(plan, min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS), max_runs))
 
 
 def _one_tensor(part: Plan, pair: int) -> Plan:
@@ -258,7 +265,7 @@ def _one_tensor(part: Plan, pair: int) -> Plan:
     )
 
 
-def _question(done: Moved, part: Plan, number: int, nonce: bytes, *, each_run: bool) -> Verify:
+def _question(done: CompletedTransfer, part: Plan, number: int, nonce: bytes, *, each_run: bool) -> Verify:
     spans = part.runs[:, (done.column(here=False), 2)].astype("<u8", order="C")
     return Verify(
         id=number,
@@ -276,7 +283,7 @@ def _question(done: Moved, part: Plan, number: int, nonce: bytes, *, each_run: b
     )
 
 
-def _ask(done: Moved, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
+def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
     """Ask the peer, again and again while it is busy with our other questions: the transfer itself is done."""
     link, what, pause = done.link, f"{done.what}: verifying", _FIRST_PAUSE
     while True:
@@ -292,7 +299,7 @@ def _ask(done: Moved, build: Callable[[int], Verify], meanwhile: Callable[[], No
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _refused(done: Moved, failure: RemoteFailure) -> TransferFailed:
+def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
     """Turn any refusal into a failed transfer: the bytes were not seen to be right. What was kept may be old."""
     done.link.kept.clear()
     code = failure.status_code
@@ -302,7 +309,7 @@ def _refused(done: Moved, failure: RemoteFailure) -> TransferFailed:
     return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
 
 
-def _grid(done: Moved) -> tuple[int, int]:
+def _grid(done: CompletedTransfer) -> tuple[int, int]:
     """Return the column whose offsets fall into blocks, and the bytes of a block."""
     for here, geometry in ((False, done.remote.geometry), (True, done.local.geometry)):
         if geometry.kind is not CacheKind.CACHE:
@@ -359,7 +366,7 @@ class _Queue:
         return question, expires_ns
 
 
-class Witness:
+class ChecksumServer:
     """Answers :class:`~llm_datadist._links.messages.Verify`.
 
     The control thread puts questions into the queues, the thread ``llm-datadist-verify``, which exists from the first

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import _native
-from llm_datadist._cache.registry import census
+from llm_datadist._cache.registry import registry_statistics
 from llm_datadist._cache.store import CacheStore
-from llm_datadist._links.communicators import Plan
+from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Identity, bind
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
@@ -25,13 +25,13 @@ from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._transfer.addresses import AddressBook, Locator
-from llm_datadist._transfer.checksum import Verifier, Witness
+from llm_datadist._transfer.checksum import ChecksumClient, ChecksumServer
 from llm_datadist._transfer.grants import Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
-from llm_datadist._transfer.target import LaneMender, LaneTarget, Target
+from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
 from llm_datadist._transport.lanes import Lanes
@@ -102,11 +102,11 @@ class Engine:
             self.grants = Grants(self.cluster_id, self.store, self._call_at)
             undo.callback(self.grants.close)
             self._target = Target(self.store)
-            self._witness = Witness(self.store, self._copy_pool)
+            self._witness = ChecksumServer(self.store, self._copy_pool)
             undo.callback(self._witness.close)
-            mender = LaneMender()
-            undo.callback(mender.close)
-            self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, mender))
+            lane_reconnector = LaneReconnector()
+            undo.callback(lane_reconnector.close)
+            self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, lane_reconnector))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
             # Joined once the links are gone, which ends what they wait for.
@@ -116,7 +116,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links(incarnation)
             undo.callback(self.links.stop, "finalized")
-            verifier = Verifier(self._copy_pool) if options.checksum else None
+            verifier = ChecksumClient(self._copy_pool) if options.checksum else None
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
             self.locator = Locator(self.links)
             undo.callback(self.tasks.stop)
@@ -170,7 +170,7 @@ class Engine:
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options
-        plan = Plan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
+        plan = CommunicatorPlan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
         return self.links.communicators.open(plan)
 
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
@@ -180,7 +180,7 @@ class Engine:
             StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound; the old listener goes on.
         """
-        self.links.settle_partings()
+        self.links.settle_unlinks()
         self.links.refuse_if_linked()
         now = self.links.listen_address
         same = now is None if listen is None else now is not None and listen in (now, self.options.listen)
@@ -253,7 +253,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = census(self.store.registry)
+        caches, keys, pins = registry_statistics(self.store.registry)
         quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools()),

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.geometry import CacheKind, Ends, Geometry, decode_geometry
+from llm_datadist._cache.geometry import CacheKind, CachePair, Geometry, decode_geometry
 from llm_datadist._cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
 from llm_datadist._links.link import Link, RemoteFailure
-from llm_datadist._links.liveness import survives
+from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Guarded, Release, Resolve, Resolved
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import Plan, Promises
-from llm_datadist._transfer.checksum import Moved
+from llm_datadist._native import GuardSet, Plan
+from llm_datadist._transfer.checksum import CompletedTransfer
 from llm_datadist._transfer.target import encode_handle
-from llm_datadist._transport.connection import PRIVATE, MemoryChanged
+from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import (
     LinkError,
     LLMException,
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Peer
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._memory.write_intents import Announced
+    from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool, Tensors
-    from llm_datadist._transfer.checksum import Verifier
+    from llm_datadist._transfer.checksum import ChecksumClient
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
 __all__ = ["Initiator", "RemoteName"]
 
 #: The two ends -> what to copy.
-MakePlan = Callable[[Ends], Plan]
+MakePlan = Callable[[CachePair], Plan]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -93,9 +94,9 @@ class _Resolution(msgspec.Struct, eq=False):
     row: int
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
-    promises: Promises
+    guard_set: GuardSet
     pin: int
-    ends: Ends | None = None  # the answer beside the local cache that was used with it last
+    ends: CachePair | None = None  # the answer beside the local cache that was used with it last
 
 
 class _Copied(Enum):
@@ -106,7 +107,7 @@ class _Copied(Enum):
     CUT = "cut"  # somewhere, when its data lanes broke
 
 
-class Recipient(msgspec.Struct, eq=False):
+class DestinationPin(msgspec.Struct, eq=False):
     """The process, and the caches in it, that hold parts of what one destination is to get. Used by one thread.
 
     Between two parts a link may break and be made again, to a peer that has been initialised anew, and a key may move
@@ -147,7 +148,7 @@ class Recipient(msgspec.Struct, eq=False):
 class Initiator:
     """Pulls and pushes. Runs in the caller's thread; keeps nothing but what is in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: Verifier | None = None) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: ChecksumClient | None = None) -> None:
         self._links = links
         self._pool = pool
         self._verifier = verifier
@@ -186,16 +187,23 @@ class Initiator:
         what: str,
         *,
         consumes: bool = True,
-        recipient: Recipient | None = None,
+        destination_pin: DestinationPin | None = None,
     ) -> int:
         """Move the ``local`` cache into the remote one ``name``; return the bytes moved. Errors as :meth:`pull`.
 
         Without remote cache access the target answers only for caches that were located before (:mod:`addresses`).
-        ``consumes``: a complete one consumes the key of the row at the target (R5). With a ``recipient`` this is a
-        part: TransferFailed unless it goes to where the parts before it went.
+        ``consumes``: a complete one consumes the key of the row at the target (R5). With a ``destination_pin`` this is
+        a part: TransferFailed unless it goes to where the parts before it went.
         """
         return self._move(
-            name, local, make_plan, deadline, what, push=True, consumes=consumes, recipient=recipient or Recipient()
+            name,
+            local,
+            make_plan,
+            deadline,
+            what,
+            push=True,
+            consumes=consumes,
+            destination_pin=destination_pin or DestinationPin(),
         )
 
     def _move(
@@ -209,7 +217,7 @@ class Initiator:
         push: bool,
         grant: Grant | None = None,
         consumes: bool = False,
-        recipient: Recipient | None = None,
+        destination_pin: DestinationPin | None = None,
     ) -> int:
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
@@ -220,8 +228,8 @@ class Initiator:
                 remote = kept or self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
-                    if recipient is not None:  # repeated, or continued, elsewhere it would leave a part behind
-                        recipient.require(link.peer, name, remote.cache_id, what)
+                    if destination_pin is not None:  # repeated, or continued, elsewhere it would leave a part behind
+                        destination_pin.require(link.peer, name, remote.cache_id, what)
                     if grant is not None:
                         remote = _under(grant, link, remote, what)
                     announced = _announced(link, remote, deadline, what, push=push) if announces else None
@@ -231,18 +239,20 @@ class Initiator:
                         if current:
                             ends = remote.ends
                             if ends is None or ends.cache_id != local.cache_id:
-                                ends = remote.ends = self._beside(link, local, remote)
+                                ends = remote.ends = self._compare(link, local, remote)
                             same, plan = ends.same_memory, make_plan(ends)
                             copied = self._copy(link, plan, tensors, remote, deadline, what, push=push)
                             current = copied is _Copied.WHOLE
-                            if recipient is not None and copied is not _Copied.REFUSED:
-                                recipient.took(link.peer, name, remote.cache_id)
+                            if destination_pin is not None and copied is not _Copied.REFUSED:
+                                destination_pin.took(link.peer, name, remote.cache_id)
                     finally:
                         if announced is not None:
                             announced.end()
                     if current:
                         if self._verifier is not None:  # while the pin keeps what the peer is asked about
-                            self._verifier.verify(Moved(link, local, remote, push, same, deadline, what), plan)
+                            self._verifier.verify(
+                                CompletedTransfer(link, local, remote, push, same, deadline, what), plan
+                            )
                         moved = plan
                         return plan.nbytes
                 except ParamError:
@@ -261,13 +271,13 @@ class Initiator:
         )
 
     @staticmethod
-    def _beside(link: Link, local: Entry, remote: _Resolution) -> Ends:
+    def _compare(link: Link, local: Entry, remote: _Resolution) -> CachePair:
         """Compare the memory of both ends: it is one where a link leads to ourselves, or both are the same tensors."""
         ours: Tensors = local.storage.tensors
         theirs = remote.tensors
         comparable = link.connection.capabilities.same_addresses or not theirs.private
         same_memory = comparable and ours.native.same_bases(theirs.native)
-        return Ends(remote.geometry, remote.row, local.cache_id, same_memory)
+        return CachePair(remote.geometry, remote.row, local.cache_id, same_memory)
 
     # --- steps 3 and 4: resolve ------------------------------------------------------------------------------------
 
@@ -309,7 +319,7 @@ class Initiator:
                 raise
             raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
         guards = tuple(answer.guards)
-        return _Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _promises(guards), answer.pin)
+        return _Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
 
     # --- steps 6 to 8: guards, copy, guards ------------------------------------------------------------------------
 
@@ -333,7 +343,7 @@ class Initiator:
             # that is not there any more should be named so.
             return _Copied.REFUSED
         except (LinkError, TransferAborted) as error:
-            if survives(link, deadline):
+            if peer_responds(link, deadline):
                 return _Copied.CUT
             if not link.ended:
                 deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
@@ -353,7 +363,7 @@ class Initiator:
         if remote.tensors.remote_guards:
             return True
         try:
-            return link.connection.hold(remote.promises)
+            return link.connection.guards_unchanged(remote.guard_set)
         except LinkError as error:
             raise link.lost_error(what, "copy") from error
 
@@ -379,14 +389,14 @@ def _under(grant: Grant, link: Link, remote: _Resolution, what: str) -> _Resolut
     guards = (*remote.guards, Guarded(*grant.guard))
     handle = encode_handle(remote.cache_id, remote.pin, guards)
     tensors = replace(remote.tensors, handle=handle)
-    return msgspec.structs.replace(remote, guards=guards, promises=_promises(guards), tensors=tensors)
+    return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
 
 
-def _promises(guards: tuple[Guarded, ...]) -> Promises:
-    return Promises([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
+def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
+    return GuardSet([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
 
 
-def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool) -> Announced | None:
+def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool) -> WriteIntent | None:
     """Announce the copy to the owner of the remote memory; its generations are compared after that."""
     try:
         return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)

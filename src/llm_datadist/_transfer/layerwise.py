@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._transfer.initiator import Recipient, RemoteName
+from llm_datadist._transfer.initiator import DestinationPin, RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -38,10 +38,10 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._cache.geometry import Cut, Ends
+    from llm_datadist._cache.geometry import CachePair, Cut
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
-    from llm_datadist._transfer.addresses import Locations, Place
+    from llm_datadist._transfer.addresses import Locations, RemoteOffset
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.types.layerwise import LayerSynchronizer
 
@@ -428,7 +428,7 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
-    recipient: Recipient = field(default_factory=Recipient)
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -436,7 +436,7 @@ class KeyDelivery:
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             dst = ends.remote
             if first + TENSORS_PER_LAYER > dst.num_tensors:
                 raise ParamError(
@@ -449,7 +449,13 @@ class KeyDelivery:
         with engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
             deadline = self.source.deadline()
             span.nbytes = engine.initiator.push(
-                self.name, self.source.entry, plan, deadline, _WHAT, consumes=False, recipient=self.recipient
+                self.name,
+                self.source.entry,
+                plan,
+                deadline,
+                _WHAT,
+                consumes=False,
+                destination_pin=self.destination_pin,
             )
 
 
@@ -469,7 +475,7 @@ class AddressDelivery:
         self._cluster_id = cluster_id
         self._addresses = addresses
         self._located: Locations | None = None
-        self._recipient = Recipient()
+        self._recipient = DestinationPin()
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -506,7 +512,7 @@ class AddressDelivery:
             )
         return now
 
-    def _push(self, layer: int, places: Sequence[Place], deadline: Deadline) -> int:
+    def _push(self, layer: int, places: Sequence[RemoteOffset], deadline: Deadline) -> int:
         """Push K and V; together where they lie in the same way in neighbouring tensors of one cache."""
         first = layer * TENSORS_PER_LAYER
         key, value = places
@@ -514,10 +520,10 @@ class AddressDelivery:
             return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
         return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
 
-    def _push_tensors(self, first: int, count: int, place: Place, deadline: Deadline) -> int:
+    def _push_tensors(self, first: int, count: int, place: RemoteOffset, deadline: Deadline) -> int:
         cut = self._source.cut
 
-        def plan(ends: Ends) -> Plan:
+        def plan(ends: CachePair) -> Plan:
             dst = ends.remote
             if place.tensor + count > dst.num_tensors or place.offset + cut.extent > dst.tensor_bytes:
                 raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {place}")
@@ -525,5 +531,5 @@ class AddressDelivery:
 
         name = RemoteName(self._cluster_id, cache_id=place.cache_id)
         return self._source.engine.initiator.push(
-            name, self._source.entry, plan, deadline, _WHAT, consumes=False, recipient=self._recipient
+            name, self._source.entry, plan, deadline, _WHAT, consumes=False, destination_pin=self._recipient
         )

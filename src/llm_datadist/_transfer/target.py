@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transport.lanes import LaneRequest
 
-__all__ = ["LaneMender", "LaneTarget", "Target", "encode_handle"]
+__all__ = ["LaneReconnector", "LaneTarget", "Target", "encode_handle"]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -146,7 +146,7 @@ def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
 
 
 #: For all lanes of one link; finalize may wait for it.
-_MEND_MS: Final = 1000
+_RECONNECT_LANES_MS: Final = 1000
 _MAX_GUARDS: Final = 8
 
 
@@ -175,9 +175,9 @@ class LaneTarget:
         mender: Brings lost lanes back.
     """
 
-    def __init__(self, store: CacheStore, mender: LaneMender) -> None:
+    def __init__(self, store: CacheStore, lane_reconnector: LaneReconnector) -> None:
         self._store = store
-        self._mender = mender
+        self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         """Return what the peer may read."""
@@ -194,7 +194,7 @@ class LaneTarget:
         """A lane ended: with the link, or by a transfer that was given up half way."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
         if isinstance(link, Link):
-            self._mender.lost(link)
+            self._lane_reconnector.lost(link)
 
     def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
         try:
@@ -217,7 +217,7 @@ class LaneTarget:
         return LaneGrant(entry.storage.tensors, guards, entry.storage.tag)
 
 
-class LaneMender:
+class LaneReconnector:
     """Brings lost lanes back, at the end that dialled. Owns its one thread, which is there after the first loss."""
 
     def __init__(self) -> None:
@@ -227,15 +227,15 @@ class LaneMender:
         """A lane of ``link`` ended. Any thread; returns at once."""
         if link.dialled and not link.ended:
             with suppress(RuntimeError):  # closed
-                self._worker.submit(self._mend, link)
+                self._worker.submit(self._reconnect_lanes, link)
 
     def close(self) -> None:
         """Join the thread; a dial in progress ends within its bound. Idempotent."""
         self._worker.shutdown(cancel_futures=True)
 
-    def _mend(self, link: Link) -> None:
+    def _reconnect_lanes(self, link: Link) -> None:
         try:
-            link.connection.mend(Deadline(_MEND_MS))
+            link.connection.reconnect_lanes(Deadline(_RECONNECT_LANES_MS))
         except LLMException as error:
             # The end of the link is on its way, or the next transfer tries again.
             logger.info("data lanes to %s were not brought back: %s", link.peer, error)

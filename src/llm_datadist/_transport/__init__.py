@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from llm_datadist._transport.connection import (
-    PRIVATE,
-    Capabilities,
-    Connection,
-    Exports,
-    RegionDescriptor,
-    RemoteTensors,
-    Transfer,
-)
+from llm_datadist._memory.exports import PRIVATE, Exports, RegionDescriptor
+from llm_datadist._transport.connection import Capabilities, Connection, RemoteTensors, Transfer
 from llm_datadist._transport.inproc import InprocConnection
-from llm_datadist._transport.samehost import PeerMemory, SameHostListener, meet
+from llm_datadist._transport.samehost import PeerMemory, SameHostListener, exchange_memory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError
 
@@ -35,7 +28,7 @@ __all__ = [
     "Transfer",
     "agree",
     "choose",
-    "meet",
+    "exchange_memory",
 ]
 
 TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._memory.exports import ADDRESS_SPACE
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import execute_process, peek_process
-from llm_datadist._transport.connection import PRIVATE, Capabilities, Transfer, Window
+from llm_datadist._transport.connection import Capabilities, Transfer, Window
 from llm_datadist._transport.peer_memory import MetConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
 

@@ -11,7 +11,7 @@ from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import RoutedConnection
 from llm_datadist._transport.lanes import dial_lanes
 from llm_datadist._transport.peer_memory import PeerMemory, SharedPeer
-from llm_datadist._transport.samehost import meet
+from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._transport import Choice, RegionDescriptor
-    from llm_datadist._transport.connection import Connection, DataPath, Exports
+    from llm_datadist._memory.exports import Exports, RegionDescriptor
+    from llm_datadist._transport import Choice
+    from llm_datadist._transport.connection import Connection, DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
-__all__ = ["LANES_PER_LINK", "Claim", "LaneDialer", "Opening", "meet_peer"]
+__all__ = ["LANES_PER_LINK", "ConnectionBuilder", "LaneDialer", "PeerIdentity", "exchange_memory_with"]
 
 LANES_PER_LINK: Final = 4
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
@@ -35,7 +36,7 @@ Between hosts more connections share a line better than one. Threads, not lanes,
 """
 
 
-def meet_peer(
+def exchange_memory_with(
     name: str, token: bytes, incarnation: bytes, exports: Exports, forced: str | None, deadline: Deadline
 ) -> PeerMemory | LinkError | None:
     """Meet the peer on the same host, unless it lives in this process or tcp is forced. Runs on the initiator.
@@ -49,7 +50,7 @@ def meet_peer(
     if forced == "tcp" or (inproc.lives_here(incarnation) and forced in (None, "inproc")):
         return None
     try:
-        return meet(name, token, exports, deadline)
+        return exchange_memory(name, token, exports, deadline)
     except LinkError as error:
         return error
     except DeadlineExceeded:  # an OSError too, but not one of the socket's
@@ -59,7 +60,7 @@ def meet_peer(
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PeerIdentity:
     """Who the peer says it is, over the control connection: what the rendezvous and cma must find.
 
     Attributes:
@@ -87,7 +88,7 @@ class LaneDialer:
         return dial_lanes(self.address, self.token, count, deadline)
 
 
-class Opening:
+class ConnectionBuilder:
     """From the outcome of the rendezvous to an open connection. Used by one thread, once.
 
     Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`.
@@ -104,7 +105,7 @@ class Opening:
         LinkRefused: No transport, or not the forced one, reaches the peer.
     """
 
-    def __init__(self, claim: Claim, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
+    def __init__(self, claim: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
         self._claim = claim
         memory = _proven(memory, claim.incarnation, claim.cookie)
         self._peer = SharedPeer(memory) if isinstance(memory, PeerMemory) else None
@@ -129,7 +130,7 @@ class Opening:
         group: LaneGroup,
         *,
         writable: bool,
-        redial: Callable[[int, Deadline], list[socket.socket]] | None = None,
+        reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,
     ) -> DataPath:
         """Return the connection, which owns the lanes of ``group`` if it uses them.
 
@@ -140,11 +141,11 @@ class Opening:
             writable: True when peers may write each other (RCA).
             redial: As for :class:`TcpConnection`.
         """
-        if self.wants_lanes and redial is None and not len(group):
+        if self.wants_lanes and reconnect is None and not len(group):
             self._do_without_lanes()
         over_lanes: TcpConnection | None = None
         if self.wants_lanes:
-            over_lanes = TcpConnection(lanes, group, self._claim.regions, writable=writable, redial=redial)
+            over_lanes = TcpConnection(lanes, group, self._claim.regions, writable=writable, reconnect=reconnect)
         try:
             if over_lanes is not None and self.choice.name == "tcp":
                 return over_lanes
@@ -178,7 +179,7 @@ class Opening:
             self._peer.close()
 
 
-def _why_not_cma(peer: SharedPeer | None, claim: Claim, forced: str | None) -> str | None:
+def _why_not_cma(peer: SharedPeer | None, claim: PeerIdentity, forced: str | None) -> str | None:
     if forced not in (None, "cma"):
         return f"llm.Transport is {forced}"
     if peer is None:

@@ -18,14 +18,14 @@ import numpy as np
 
 from llm_datadist._memory.exports import PRIVATE, Exports, RegionDescriptor
 from llm_datadist._memory.guards import slot_address
-from llm_datadist._native import CopyPool, Meter, Plan, Promises, Tensors, Turnstile, execute, load_generation
+from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute, load_generation
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.write_intents import Announced, Announcer
+    from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
 
 __all__ = [
     "PRIVATE",
@@ -65,7 +65,7 @@ class Connection(ABC):
     def __init__(self) -> None:
         self._serial = next(_serials)
         self._pid = _here["pid"]
-        self._users = Turnstile()  # shut once closed; the last one out of it releases
+        self._users = UseGate()  # shut once closed; the last one out of it releases
         self._aborted = False
         self._read, self._written = Meter(), Meter()
 
@@ -145,7 +145,7 @@ class Connection(ABC):
         finally:
             self._leave()
 
-    def hold(self, promises: Promises) -> bool:
+    def guards_unchanged(self, guard_set: GuardSet) -> bool:
         """Return True while every guard of the peer shows the generation that was promised, by acquire loads.
 
         Raises:
@@ -156,11 +156,11 @@ class Connection(ABC):
             self._refuse("hold")
         guards = self._guards()  # keeps the table mapped, whoever closes the connection meanwhile
         try:
-            return promises.hold(guards.base, guards.nbytes)
+            return guard_set.unchanged(guards.base, guards.nbytes)
         except ParamError as error:
             raise ProtocolError(str(error)) from error
 
-    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
         """Announce a movement of ``remote``, whose memory is under guard ``slot``, to its owner; the caller ends it.
 
         The owner does not let the memory be used again before that. Generations that are looked at in between decide
@@ -173,8 +173,8 @@ class Connection(ABC):
         """
         if self._pid != _here["pid"] or not self._users.is_open:
             self._refuse("announced")
-        announcer = self._announcer(write=write)
-        return None if announcer is None else announcer.announce(slot, deadline, reading=not write)
+        intent_writer = self._intent_writer(write=write)
+        return None if intent_writer is None else intent_writer.announce(slot, deadline, reading=not write)
 
     def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
         """Learn who the peer is, for messages about what it does in our memory."""
@@ -214,7 +214,7 @@ class Connection(ABC):
             LinkRefused: This process is being finalised.
         """
 
-    def mend(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have nothing to mend)
+    def reconnect_lanes(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have nothing to mend)
         """Make again what was lost without the link, where this end can and the transport has such a thing.
 
         Raises:
@@ -275,7 +275,7 @@ class Connection(ABC):
     def _release(self) -> None:
         """Give back what the connection owns. Called once, without any lock, when nobody uses it any more."""
 
-    def _announcer(self, *, write: bool) -> Announcer | None:
+    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
         """Return where movements are announced; None where the owner of the memory knows of them by itself."""
         return None
 
@@ -311,7 +311,7 @@ class Connection(ABC):
     def _shut(self, *, abort: bool) -> None:
         if self._pid != _here["pid"] and not self.closed:
             # Forked: a call may be inside for ever, by a thread that only the parent has.
-            self._users = Turnstile()
+            self._users = UseGate()
         self._aborted |= abort
         if self._users.shut() == 0:
             self._release()
@@ -353,7 +353,7 @@ class Connection(ABC):
 
     def __del__(self) -> None:
         # No lock: nobody else holds a reference. getattr: a constructor may have failed half way.
-        users: Turnstile | None = getattr(self, "_users", None)
+        users: UseGate | None = getattr(self, "_users", None)
         if users is None or not users.is_open:
             return
         users.shut()
@@ -516,10 +516,10 @@ class DataPath(Protocol):
     def generation(self, slot: int) -> int:
         """Return what a guard of the peer shows."""
 
-    def hold(self, promises: Promises) -> bool:
+    def guards_unchanged(self, guard_set: GuardSet) -> bool:
         """Return True while guards of the peer show what was promised."""
 
-    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
         """Announce a movement to the owner of the memory."""
 
     def introduce(self, who: str, cluster_id: int) -> None:
@@ -538,7 +538,7 @@ class DataPath(Protocol):
     def begin(self, link: object) -> None:
         """Serve what the peer asks, in the name of ``link``."""
 
-    def mend(self, deadline: Deadline) -> None:
+    def reconnect_lanes(self, deadline: Deadline) -> None:
         """Make again what was lost without the link."""
 
     def peer_ended(self) -> bool:
@@ -608,11 +608,11 @@ class RoutedConnection:
         """Return the generation in the peer's guard ``slot``."""
         return self._shared.generation(slot)
 
-    def hold(self, promises: Promises) -> bool:
+    def guards_unchanged(self, guard_set: GuardSet) -> bool:
         """Return True while guards of the peer show what was promised."""
-        return self._shared.hold(promises)
+        return self._shared.guards_unchanged(guard_set)
 
-    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> Announced | None:
+    def announced(self, remote: RemoteTensors, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
         """Announce a movement of the peer's tensors to their owner."""
         return self._route(remote).announced(remote, slot, deadline, write=write)
 
@@ -638,10 +638,10 @@ class RoutedConnection:
         self._shared.begin(link)
         self._private.begin(link)
 
-    def mend(self, deadline: Deadline) -> None:
+    def reconnect_lanes(self, deadline: Deadline) -> None:
         """Make again what was lost without the link."""
-        self._shared.mend(deadline)
-        self._private.mend(deadline)
+        self._shared.reconnect_lanes(deadline)
+        self._private.reconnect_lanes(deadline)
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that the peer's process has ended."""

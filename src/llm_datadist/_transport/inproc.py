@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._transport.connection import PRIVATE, Capabilities, Connection, Window, move_mapped
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
+from llm_datadist._transport.connection import Capabilities, Connection, Window, move_mapped
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 
 if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.write_intents import Announcer
+    from llm_datadist._memory.exports import Exports
+    from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.connection import Exports, Transfer
+    from llm_datadist._transport.connection import Transfer
 
 __all__ = ["InprocConnection", "connect", "lives_here", "register", "unregister"]
 
@@ -63,10 +64,10 @@ class InprocConnection(Connection):
         guards = exports.guards.segment.view()
         self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
         self._page = exports.writers.open_here()
-        self._announces = self._page.announcer()
+        self._announces = self._page.intent_writer()
         super().__init__()
 
-    def _announcer(self, *, write: bool) -> Announcer | None:
+    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
         self._check_peer()
         return self._announces
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, Announcer
+from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, IntentWriter
 from llm_datadist._native import readable
 from llm_datadist._transport.connection import Connection, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
@@ -54,12 +54,12 @@ class PeerMemory:
         *,
         cookie: bytes,
         incarnation: bytes,
-        announcer: Announcer | None = None,
+        intent_writer: IntentWriter | None = None,
         page: WriterPage | None = None,
     ) -> None:
         self.guards = guards
         self.regions = regions
-        self.announcer = announcer
+        self.intent_writer = intent_writer
         self._page = page
         self.cookie = cookie
         self.incarnation = incarnation
@@ -102,8 +102,8 @@ class PeerMemory:
         if self.closed:
             return
         pidfd, self.pidfd = self.pidfd, -1
-        if self.announcer is not None:
-            self.announcer.close()
+        if self.intent_writer is not None:
+            self.intent_writer.close()
         if self._page is None:
             os.close(pidfd)
         else:
@@ -184,7 +184,7 @@ def map_peer(hello: Hello, packet: Packet, process: PeerProcess, offer: Offer) -
         raise LinkRefused(f"same-host peer (pid {process.pid}) has a page for writers of {hello.writers_nbytes} bytes")
     with ExitStack() as undo:
         guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False))
-        announcer = _announcer(packet) if hello.writers_nbytes else None
+        intent_writer = _intent_writer(packet) if hello.writers_nbytes else None
         regions = {
             described.region: undo.enter_context(
                 _attach(packet, described.name, described.nbytes, writable=described.writable)
@@ -201,15 +201,15 @@ def map_peer(hello: Hello, packet: Packet, process: PeerProcess, offer: Offer) -
         process,
         cookie=cookie,
         incarnation=hello.incarnation,
-        announcer=announcer,
+        intent_writer=intent_writer,
         page=offer.take_page(),
     )
 
 
-def _announcer(packet: Packet) -> Announcer:
+def _intent_writer(packet: Packet) -> IntentWriter:
     # The array keeps the mapping: nobody needs the segment itself.
     with _attach(packet, "writers", WRITER_PAGE_BYTES, writable=True) as segment:
-        return Announcer(segment.view())
+        return IntentWriter(segment.view())
 
 
 def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool) -> SharedSegment:
@@ -231,15 +231,15 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
         raise LinkRefused(f"same-host peer (pid {pid}) has ended, or is not in our pid namespace: {error}") from error
 
 
-def writers_of(peer: PeerMemory | SharedPeer) -> Announcer:
+def writers_of(peer: PeerMemory | SharedPeer) -> IntentWriter:
     """Return where this process announces what it writes at the peer.
 
     Raises:
         LinkError: The peer has not let us: it has no remote cache access (RCA).
     """
-    if peer.announcer is None:
+    if peer.intent_writer is None:
         raise LinkError(f"write: pid {peer.pid} lets nobody write: it has no remote cache access (RCA)", phase="copy")
-    return peer.announcer
+    return peer.intent_writer
 
 
 class SharedPeer:
@@ -265,7 +265,7 @@ class SharedPeer:
         self._others: list[None] = [] if _others is None else _others
         self.regions = memory.regions
         self.guards = memory.guards
-        self.announcer = memory.announcer
+        self.intent_writer = memory.intent_writer
         self.pid = memory.pid
         self.uid = memory.uid
         self.cookie = memory.cookie
@@ -338,7 +338,7 @@ class MetConnection(Connection):
         """Learn who the peer is."""
         self._peer.introduce(who, cluster_id)
 
-    def _announcer(self, *, write: bool) -> Announcer | None:
+    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
         # Readers fail by the generation, nobody waits for them.
         return writers_of(self._peer) if write else None
 

@@ -49,7 +49,7 @@ __all__ = [
     "Refusal",
     "SameHostListener",
     "decode",
-    "meet",
+    "exchange_memory",
     "receive_packet",
     "send_packet",
 ]
@@ -83,7 +83,7 @@ class SameHostListener:
         idle_timeout: Seconds an accepted peer has for its packet.
 
     Attributes:
-        name: What the peer passes to :func:`meet`: ``@...`` is abstract, else a path.
+        name: What the peer passes to :func:`exchange_memory`: ``@...`` is abstract, else a path.
 
     Raises:
         ParamError: ``socket_dir`` cannot hold a socket.
@@ -283,7 +283,7 @@ class SameHostListener:
         return f"<SameHostListener {self.name}: {state}>"
 
 
-def meet(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
+def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
     """Dial a peer's :class:`SameHostListener`, swap memory with it and return the peer's; the caller owns it.
 
     Blocks in the caller's thread, within the deadline.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist._memory.exports import ADDRESS_SPACE
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import Ending, Outcome, check_plan
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._transport.connection import PRIVATE, Capabilities, Connection, MemoryChanged, Transfer, Window
+from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
 from llm_datadist._transport.lanes import MAX_RUNS, encode_request
 from llm_datadist.errors import (
     CacheMismatch,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
-__all__ = ["TcpConnection", "cut_plan"]
+__all__ = ["TcpConnection", "split_plan"]
 
 # Where tensors of a peer are said to be: no process has addresses like these, so nobody takes them for local ones.
 _ELSEWHERE: Final = 1 << 62
@@ -88,12 +88,12 @@ class TcpConnection(Connection):
         regions: Iterable[RegionDescriptor],
         *,
         writable: bool,
-        redial: Callable[[int, Deadline], list[socket.socket]] | None = None,
+        reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,
     ) -> None:
         self._lanes = lanes
         self._group = group
         self._wanted = len(group)
-        self._redial = redial
+        self._reconnect = reconnect
         self._transfers = itertools.count()
         self._silent: dict[int, set[int]] = {}  # lane -> transfers that had not a byte over it, since it last moved one
         self._mending = threading.Lock()  # held while lanes are dialled, and protects nothing else
@@ -105,24 +105,24 @@ class TcpConnection(Connection):
         """Serve the lanes from now on, in the name of ``link``."""
         self._lanes.begin(self._group, link)
 
-    def mend(self, deadline: Deadline) -> None:
+    def reconnect_lanes(self, deadline: Deadline) -> None:
         """Dial the lanes again that were lost, where this end can; one thread at a time does.
 
         Raises:
             LLMException: It cannot, and no lane is left.
         """
-        self._mend(deadline, deadline.remaining())
+        self._reconnect_lanes(deadline, deadline.remaining())
 
-    def _mend(self, deadline: Deadline, patience: float) -> None:
-        """:meth:`mend`, waiting so many seconds for another thread that does."""
-        if self._redial is None or len(self._group) >= self._wanted:
+    def _reconnect_lanes(self, deadline: Deadline, patience: float) -> None:
+        """:meth:`reconnect_lanes`, waiting so many seconds for another thread that does."""
+        if self._reconnect is None or len(self._group) >= self._wanted:
             return
         if not self._mending.acquire(timeout=patience):
             return
         try:
             missing = self._wanted - len(self._group)
             if missing > 0 and not self.closed:
-                self._lanes.add_all(self._group, self._redial(missing, deadline))
+                self._lanes.add_all(self._group, self._reconnect(missing, deadline))
         except LLMException:
             if not len(self._group):
                 raise
@@ -157,7 +157,7 @@ class TcpConnection(Connection):
         started: deque[_Part] = deque()
         try:
             # With a lane left it is not worth waiting for another thread that dials.
-            self._mend(deadline, 0 if len(self._group) else deadline.remaining())
+            self._reconnect_lanes(deadline, 0 if len(self._group) else deadline.remaining())
             self._run(started, plan, local, remote, deadline, write=write)
         except LinkError as error:
             if self._aborted:
@@ -187,7 +187,7 @@ class TcpConnection(Connection):
         shared = max(1, len(self._group) - large)
         part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
         lane, done, transfer = None, 0, next(self._transfers)
-        for part in cut_plan(plan, part_bytes, MAX_RUNS):
+        for part in split_plan(plan, part_bytes, MAX_RUNS):
             if len(started) >= _PARTS_PER_LANE * shared:
                 done += self._finish(started, done, plan.nbytes, deadline, write=write)
             # The parts of an ordered plan follow each other on one lane.
@@ -290,7 +290,7 @@ def _refusal(outcome: Outcome, what: str, *, untouched: bool) -> LLMException:
     return kind(text, status_code=code, phase="copy")
 
 
-def cut_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
+def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
     """Yield parts of a plan that together are the plan, in its order: whole tensors where they are small.
 
     Args:

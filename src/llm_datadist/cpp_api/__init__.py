@@ -38,8 +38,8 @@ from llm_datadist.cpp_api.structs import (
     RegisterCfg,
     Undefined,
 )
-from llm_datadist.data_type import DataType
 from llm_datadist.errors import LLMStatusCode
+from llm_datadist.types.data_type import DataType
 
 __all__ = [
     "DT_UNDEFINED",

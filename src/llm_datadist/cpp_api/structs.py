@@ -10,7 +10,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from llm_datadist.data_type import DataType
+    from llm_datadist.types.data_type import DataType
 
 __all__ = [
     "DT_UNDEFINED",

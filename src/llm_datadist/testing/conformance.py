@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import CopyPool, Plan, plan_row
-from llm_datadist._transport import PRIVATE, Connection
 from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, ParamError, ProtocolError, TransferAborted
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer
 from llm_datadist.testing.scene import (
@@ -38,6 +38,8 @@ from llm_datadist.testing.scene import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+    from llm_datadist._transport import Connection
 
 __all__ = ["TransportConformance"]
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory import GuardTable, SharedSegment
-from llm_datadist._transport import PRIVATE, Connection, Exports, PeerMemory, SameHostListener, inproc, meet
+from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._transport import Connection, PeerMemory, SameHostListener, exchange_memory, inproc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -174,7 +175,7 @@ class PeerProcess(Peer):
         """Meet the child and return the connection under test."""
         token = secrets.token_bytes(16)
         name = self._ask(str, "expect", token)
-        return self._open_connection(meet(name, token, self._exports, Deadline(10_000)))
+        return self._open_connection(exchange_memory(name, token, self._exports, Deadline(10_000)))
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
         """Overwrite the beginning of a region."""

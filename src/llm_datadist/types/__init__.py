@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llm_datadist.data_type import DataType
 from llm_datadist.types.cluster import LLMClusterInfo
+from llm_datadist.types.data_type import DataType
 from llm_datadist.types.descriptors import Cache, CacheDesc
 from llm_datadist.types.enums import LLMRole, Memtype, Placement, PushType, RegisterMemStatus
 from llm_datadist.types.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex

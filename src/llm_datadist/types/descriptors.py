@@ -14,8 +14,8 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64_list,
 )
-from llm_datadist.data_type import DataType
 from llm_datadist.errors import ParamError, StateError
+from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:

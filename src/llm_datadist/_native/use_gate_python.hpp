@@ -6,7 +6,7 @@
 #include <chrono>
 #include <utility>
 
-#include "turnstile.hpp"
+#include "use_gate.hpp"
 
 namespace datadist {
 
@@ -38,19 +38,19 @@ private:
 inline void bind_counts(nb::module_& m) {
     using namespace nb::literals;
 
-    nb::class_<Turnstile>(m, "Turnstile", nb::is_final(),
+    nb::class_<UseGate>(m, "UseGate", nb::is_final(),
                           "Counts who is inside of something that can be shut. Any thread; takes no lock, each call is\n"
                           "one step. Whoever is inside when it is shut leaves by leave(), the last one finds 0.")
         .def(nb::init<bool>(), "is_open"_a = true)
-        .def("try_enter", &Turnstile::try_enter, "Count one more inside; False, and nothing happened, when it is shut.")
-        .def("try_leave", &Turnstile::try_leave,
+        .def("try_enter", &UseGate::try_enter, "Count one more inside; False, and nothing happened, when it is shut.")
+        .def("try_leave", &UseGate::try_leave,
              "Count one less inside; False, and nothing happened, when it is shut: somebody may wait for the last.")
-        .def("enter", &Turnstile::enter, "Count one more inside, even if it is shut.")
-        .def("leave", &Turnstile::leave, "Count one less inside, open or shut; return how many are left.")
-        .def("open", &Turnstile::open, "Let them in, from now on. Idempotent.")
-        .def("shut", &Turnstile::shut, "Let nobody in any more; return how many are inside, -1 when it was shut already.")
-        .def_prop_ro("is_open", &Turnstile::is_open, "False once it was shut.")
-        .def_prop_ro("inside", &Turnstile::inside, "How many are inside.");
+        .def("enter", &UseGate::enter, "Count one more inside, even if it is shut.")
+        .def("leave", &UseGate::leave, "Count one less inside, open or shut; return how many are left.")
+        .def("open", &UseGate::open, "Let them in, from now on. Idempotent.")
+        .def("shut", &UseGate::shut, "Let nobody in any more; return how many are inside, -1 when it was shut already.")
+        .def_prop_ro("is_open", &UseGate::is_open, "False once it was shut.")
+        .def_prop_ro("inside", &UseGate::inside, "How many are inside.");
 
     nb::class_<Meter>(m, "Meter", nb::is_final(), "Totals of one kind of operation. Any thread; takes no lock.")
         .def(nb::init<>())

@@ -8,9 +8,9 @@ namespace datadist {
 
 // Called with the interpreter lock, which makes each call whole. Whoever shuts it gets to know in the same step who is
 // still inside; these leave by leave(), and the last one finds that it is the last.
-class Turnstile {
+class UseGate {
 public:
-    explicit Turnstile(bool is_open) noexcept : open_(is_open) {}
+    explicit UseGate(bool is_open) noexcept : open_(is_open) {}
 
     bool try_enter() noexcept {
         inside_ += open_;

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "writers.hpp"
+#include "write_intents.hpp"
 
 namespace datadist {
 

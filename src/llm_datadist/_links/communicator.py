@@ -1,0 +1,163 @@
+"""One communicator: which clusters ``link()`` wants linked, which are still missing, and how it came out. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._links.messages import CommunicatorId
+from llm_datadist.metrics import CommunicatorStatistics
+from llm_datadist.types.enums import RegisterMemStatus
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._links.handshake import Listener
+
+__all__ = ["Communicator", "CommunicatorPlan"]
+
+_TOKEN_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorPlan:
+    """What ``link()`` was asked for, checked.
+
+    Attributes:
+        name: The communicator's.
+        ranks: Cluster id -> rank, this end's own among them.
+        addresses: Cluster id -> IPv4 address, from the rank table.
+        table: Digest of the rank table.
+        seconds: ``link_total_time``: all that the preparation may take.
+        attempts: ``link_retry_count``: no single attempt may take more than that part of it.
+    """
+
+    name: str
+    ranks: dict[int, int]
+    addresses: dict[int, str]
+    table: bytes
+    seconds: int
+    attempts: int
+
+
+class Communicator:
+    """A communicator of this end. Its fields change under the lock of :class:`Communicators`, but for the last three.
+
+    Of two members the one with the lower cluster id listens and the other one dials, as often as it takes; so nobody
+    has to be first.
+
+    Attributes:
+        comm_id: Its id here.
+        plan: What was asked for.
+        status: PREPARING until every other member is met; then OK or FAILED for good.
+        reason: Why it failed, or what was heard last while it is preparing.
+        waiting: Members that are not met yet.
+        meeting: What this end says in its greetings.
+        ports: Member that this end dials -> the ports where it may listen. Set once.
+        sock: The listening socket until the listener has it; None where this end only dials.
+        listener: While members are expected that dial. The control thread's.
+        timer: Ends the preparation. The control thread's.
+    """
+
+    def __init__(self, comm_id: int, own: int, plan: CommunicatorPlan, deadline: Deadline) -> None:
+        self.comm_id = comm_id
+        self.plan = plan
+        self.deadline = deadline
+        self.status = RegisterMemStatus.PREPARING
+        self.reason = ""
+        self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
+        self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
+        self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
+        self.waiting = set(self.others)
+        self.meeting = CommunicatorId(
+            plan.name, sorted(plan.ranks.items()), plan.table, secrets.token_bytes(_TOKEN_BYTES)
+        )
+        self.ports: dict[int, list[int]] = {}
+        self.sock: socket.socket | None = None
+        self.listener: Listener | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._own = own
+        #: Cluster id -> token of the greeting that it was met by.
+        self._tokens: dict[int, bytes] = {}
+
+    @property
+    def preparing(self) -> bool:
+        """True until it is decided."""
+        return self.status is RegisterMemStatus.PREPARING
+
+    def names(self, cluster_id: int) -> bool:
+        """Return True when it holds that member: it has not failed, and is not unlinked."""
+        return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
+
+    def is_for(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+        """Return True when that greeting of that member may be for this communicator."""
+        return meeting.name == self.plan.name and cluster_id in self.expected
+
+    def taken(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+        """Return True when that member was met by another one of its communicators."""
+        return self._tokens.get(cluster_id, meeting.token) != meeting.token
+
+    def has_met(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+        """Return True when that member has joined by that greeting."""
+        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == meeting.token
+
+    def admits(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+        """Return True when that greeting may count for this communicator."""
+        return not self.taken(meeting, cluster_id) and self.difference(meeting, cluster_id) is None
+
+    def has_linked(self, cluster_id: int, meeting: CommunicatorId | None) -> None:
+        """That member is met; by its greeting, where it dialled. Changes the status when it was the last one."""
+        self.waiting.discard(cluster_id)
+        if meeting is not None:
+            self._tokens[cluster_id] = meeting.token
+        if not self.waiting:
+            self.status, self.reason = RegisterMemStatus.OK, ""
+
+    def part(self, cluster_id: int) -> bool:
+        """That member's link has ended: wait for it again. False when it was not met."""
+        if cluster_id not in self.others or cluster_id in self.waiting:
+            return False
+        self.waiting.add(cluster_id)
+        self._tokens.pop(cluster_id, None)
+        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
+        return True
+
+    def fail(self, reason: str) -> None:
+        """It is not to be."""
+        self.status, self.reason = RegisterMemStatus.FAILED, reason
+
+    def difference(self, meeting: CommunicatorId, cluster_id: int) -> str | None:
+        """Return in what a member of the same communicator differs; None where it does not."""
+        mine, theirs = self.meeting, meeting
+        if theirs.members != mine.members:
+            return (
+                f"cluster_rank_info differs: {dict(theirs.members)} at cluster {cluster_id}, "
+                f"{dict(mine.members)} at cluster {self._own}"
+            )
+        if theirs.table != mine.table:
+            return (
+                f"rank_table differs: digest {theirs.table.hex()[:8]} at cluster {cluster_id}, "
+                f"{mine.table.hex()[:8]} at cluster {self._own}; all members have to give the same table"
+            )
+        return None
+
+    def statistics(self) -> CommunicatorStatistics:
+        """Return what is known about it."""
+        return CommunicatorStatistics(
+            comm_id=self.comm_id,
+            name=self.plan.name,
+            status=self.status.name,
+            reason=self.reason,
+            members=tuple(self.plan.ranks),
+            waiting_for=tuple(sorted(self.waiting)),
+        )
+
+    def __str__(self) -> str:
+        name = "".join(c if c.isprintable() else "?" for c in self.plan.name)
+        return f"communicator {self.comm_id} {name!r}"
+
+    def __repr__(self) -> str:
+        return f"<Communicator {self.comm_id} {self.plan.name!r}: {self.status.name}, waits for {sorted(self.waiting)}>"

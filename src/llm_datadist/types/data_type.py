@@ -1,0 +1,87 @@
+"""Element types of the tensors in a cache, and what they are in NumPy (API §1.2)."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["DataType", "canonical_type", "dtype_to_np_dtype", "np_dtype_to_dtype", "valid_np_dtypes"]
+
+
+class DataType(Enum):
+    """Element type of a tensor; the numbers are the interface's own codes.
+
+    Source: API §1.2.
+    """
+
+    DT_FLOAT = 0
+    DT_FLOAT16 = 1
+    DT_INT8 = 2
+    DT_INT32 = 3
+    DT_UINT8 = 4
+    DT_INT16 = 6
+    DT_UINT16 = 7
+    DT_UINT32 = 8
+    DT_INT64 = 9
+    DT_UINT64 = 10
+    DT_DOUBLE = 11
+    DT_BOOL = 12
+    DT_STRING = 13
+    DT_BF16 = 27
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+
+dtype_to_np_dtype: Final[dict[DataType, type[np.generic]]] = {
+    DataType.DT_FLOAT: np.float32,
+    DataType.DT_FLOAT16: np.float16,
+    DataType.DT_INT8: np.int8,
+    DataType.DT_INT32: np.int32,
+    DataType.DT_UINT8: np.uint8,
+    DataType.DT_INT16: np.int16,
+    DataType.DT_UINT16: np.uint16,
+    DataType.DT_UINT32: np.uint32,
+    DataType.DT_INT64: np.int64,
+    DataType.DT_UINT64: np.uint64,
+    DataType.DT_DOUBLE: np.float64,
+    DataType.DT_BOOL: np.bool_,
+    DataType.DT_STRING: np.bytes_,
+    # NumPy has no bfloat16: two bytes with the right size, not the right value.
+    DataType.DT_BF16: np.float16,
+}
+"""The NumPy scalar type of each element type (14 entries)."""
+
+
+def canonical_type(dtype: np.dtype[Any]) -> type[np.generic]:
+    """Return the one scalar type of all dtypes with these bits: NumPy has two for int64, as C has two names for it."""
+    scalar: type[np.generic] = np.dtype(dtype.str).type
+    return scalar
+
+
+class _ByScalarType(dict[Any, DataType]):
+    """Keyed by scalar type (``np.float32``); a ``np.dtype`` finds its entry too, since arrays carry dtypes."""
+
+    def __missing__(self, key: object) -> DataType:
+        if isinstance(key, np.dtype) and (scalar := canonical_type(key)) in self:
+            return self[scalar]
+        raise KeyError(key)
+
+
+np_dtype_to_dtype: Final[dict[Any, DataType]] = _ByScalarType(
+    {scalar: dtype for dtype, scalar in dtype_to_np_dtype.items() if dtype is not DataType.DT_BF16}
+)
+"""The element type of each NumPy scalar type (13 entries: nothing in NumPy means bfloat16)."""
+
+valid_np_dtypes: Final[list[type[np.generic]]] = list(np_dtype_to_dtype)
+"""The NumPy scalar types that have an element type."""
+
+# A string element is a pair of 8-byte words (address, length), whatever NumPy says of its own bytes type.
+_ITEMSIZE: Final = {
+    dtype: 16 if dtype is DataType.DT_STRING else np.dtype(scalar).itemsize
+    for dtype, scalar in dtype_to_np_dtype.items()
+}
