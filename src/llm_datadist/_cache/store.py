@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import NOTHING, Effects, Registry, key_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
@@ -291,11 +290,6 @@ class CacheStore:
         """Let go of what foreign writers have ended with."""
         self._quarantine.sweep()
         self.writers.tidy()
-
-    def keepable(self, entry: Entry) -> bool:
-        """A peer may keep where the cache is and use it without a word: nothing is consumed, guards protect it."""
-        registered_one_sided = not entry.owned and self.remote_accessible
-        return entry.geometry.kind is not CacheKind.CACHE or registered_one_sided
 
     # --- using them here -------------------------------------------------------------------------------------------
 

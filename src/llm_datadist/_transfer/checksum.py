@@ -24,6 +24,7 @@ from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Verified, Veri
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
@@ -379,6 +380,7 @@ class ChecksumServer:
 
     def __init__(self, store: CacheStore, pool: CopyPool | None) -> None:
         self._store = store
+        self._policy = AccessPolicy(store)
         self._pool = pool
         self._lock = threading.Lock()
         self._queues: dict[Link, _Queue] = {}  # the first one is next
@@ -441,7 +443,9 @@ class ChecksumServer:
         registry = self._store.registry
         entry = registry.reach(link, question.cache_id, question.pin, hold=True)
         try:
-            self._check(link, entry, question)
+            self._policy.require_use(entry, question.pin)
+            if question.push:
+                self._policy.require_push(link, entry.cache_id)
             plan = _plan(entry, question)
             self._require_current(entry, question)
             found = digest(
@@ -459,15 +463,6 @@ class ChecksumServer:
         if found is None:
             raise LLMException("verify: no time was left for the digest", status_code=LLMStatusCode.LLM_TIMEOUT)
         return found.astype("<u8").tobytes()
-
-    def _check(self, link: Link, entry: Entry, question: Verify) -> None:
-        """Only what a peer may move it may ask about."""
-        if not question.pin and not self._store.keepable(entry):
-            raise ParamError(f"verify: cache {entry.cache_id} is read under a pin")
-        if not entry.remote_accessible:
-            raise ParamError(f"verify: cache {entry.cache_id} was registered with remote_accessible=False")
-        if question.push and not self._store.remote_accessible and entry.cache_id not in link.located:
-            raise ParamError("verify: a push needs remote cache access (llm.EnableRemoteCacheAccessible=1)")
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
         """The entry's own guard as well, whatever the peer names: the memory of a withdrawn cache is not touched."""
