@@ -14,7 +14,7 @@ from llm_datadist._checks import check_int64, check_list, check_rule, check_type
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import layer_selection
-from llm_datadist._transfer.calls import EngineUser, Move, new_handle
+from llm_datadist._transfer.calls import EngineUser, TransferCall, new_handle
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
 from llm_datadist.errors import LLMStatusCode, NotLinked, ParamError
 from llm_datadist.types import (
@@ -470,7 +470,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
             calls.pull_row(move, batch_index, size)
 
         return run
@@ -549,7 +549,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
             calls.pull_blocks(move, sources if isinstance(src_cache_key, BlocksCacheKey) else None, targets, grant)
 
         return run
@@ -609,7 +609,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
             calls.push_row(move, src_batch_index)
 
         return run
@@ -671,7 +671,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
             calls.push_blocks(move, sources, targets)
 
         return run
@@ -984,7 +984,8 @@ def _delivery(engine: Engine, entry: Entry, config: Config, blocks: Blocks, laye
         wanted and wanted.stop <= layers.stop,
         f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
-    source = Source(engine, entry, blocks.cut(entry.geometry, config.src_batch_index))
+    cut, timeout = blocks.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
+    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout)
     if isinstance(config, TransferWithCacheKeyConfig):
         config.check_lengths()
         name = arguments.remote_name(config.cache_key, None)

@@ -16,6 +16,7 @@ from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Resolve, Resolved, TransportChoice, decode
 from llm_datadist._transfer.addresses import places_in
+from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
@@ -185,8 +186,9 @@ def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> N
         if not isinstance(answer, Resolved):
             verdicts.refuse("another message")
             return
-        remote = engine.initiator._open(link, answer, "fuzz", push=forge.rng.random() < 0.3)
-        engine.initiator._current(link, remote, "fuzz")
+        remote = open_answer(link, answer, "fuzz", push=forge.rng.random() < 0.3)
+        if not remote.tensors.remote_guards:
+            link.connection.guards_unchanged(remote.guard_set)
     except LLMException as error:
         verdicts.refuse(error)
     else:

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.initiator import TransferOp
     from llm_datadist.datadist import LLMDataDist
 
 __all__ = ["STEPS", "Gate", "Step", "shut"]
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
-_PLANNING: Final = "_move"
+_PLANNING: Final = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +192,21 @@ class _Stop:
 
         return stepped
 
-    def _planning(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """The planner is no method but travels as an argument of the move: stop where it is called."""
+    def _planning(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The planner is no method but travels with the operation: stop where it is called."""
 
-        def moving(name: object, local: object, make_plan: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+        def running(op: TransferOp) -> Any:
+            make_plan = op.make_plan
+
             def planning(*args: Any) -> Any:
                 if self._taken.acquire(blocking=False):
                     self._gate.pass_through()
                 return make_plan(*args)
 
-            return move(name, local, planning, *rest, **kwargs)
+            op.make_plan = planning
+            return run(op)
 
-        return moving
+        return running
 
 
 def _wrap(datadist: LLMDataDist, step: Step, peer: int | None, stop: _Stop) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.geometry import Geometry
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Guarded, Message
+    from llm_datadist._links.messages import Message
     from llm_datadist._native import CopyPool
+    from llm_datadist._transfer.resolution import Resolution
 
 __all__ = [
     "MAX_QUESTION_BYTES",
@@ -47,7 +47,6 @@ __all__ = [
     "ChecksumClient",
     "ChecksumServer",
     "CompletedTransfer",
-    "Remote",
 ]
 
 #: A place that differs is looked for among about so many pieces at a time.
@@ -59,26 +58,6 @@ _ROW_PIECE_BYTES: Final = 4096
 #: A peer that is busy is asked again after so many seconds, at first and at most.
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
-
-
-class Remote(Protocol):
-    """What is known of the peer's cache."""
-
-    @property
-    def cache_id(self) -> int:
-        """Its id there."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """Its geometry."""
-
-    @property
-    def guards(self) -> tuple[Guarded, ...]:
-        """What shows that it is still the same."""
-
-    @property
-    def pin(self) -> int:
-        """What holds it there, or 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +76,7 @@ class CompletedTransfer:
 
     link: Link
     local: Entry
-    remote: Remote
+    remote: Resolution
     push: bool
     same_memory: bool
     deadline: Deadline
