@@ -16,6 +16,7 @@ from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import layer_selection
 from llm_datadist._transfer.calls import EngineUser, TransferCall, new_handle
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import LLMStatusCode, NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -340,16 +341,8 @@ class CacheManager(EngineUser):
 
         def run(deadline: Deadline) -> None:
             with arguments.naming_request(req_id), engine.meters.span("copy_cache", detail, *args) as span:
-                span.nbytes = engine.local.copy_cache(
-                    dst.cache_id,
-                    src.cache_id,
-                    dst_row=dst_batch_index,
-                    src_row=src_batch_index,
-                    offset=offset,
-                    size=size,
-                    deadline=deadline,
-                    what=what,
-                )
+                to, of = CacheRow(dst.cache_id, dst_batch_index), CacheRow(src.cache_id, src_batch_index)
+                span.nbytes = engine.local.copy_cache(to, of, offset, size, deadline, what)
 
         return run
 
