@@ -187,7 +187,7 @@ def silent(pair: Pair, **settings: Any) -> Iterator[threading.Event]:
     """Start two ends of which the prompt answers nothing until the event is set."""
     both(pair, PAGED, Spec(blocks=True), **settings)
     go = threading.Event()
-    engine(pair.prompt)._witness._thread.submit(go.wait, 60)
+    engine(pair.prompt)._checksums._thread.submit(go.wait, 60)
     try:
         yield go
     finally:
@@ -282,22 +282,22 @@ def test_one_peer_after_the_other_is_answered() -> None:
             served.append(f"{self.name}{message.id}")
 
     before = residue()
-    witness = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
+    server = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
-    witness._thread.submit(go.wait, 60)
+    server._thread.submit(go.wait, 60)
     greedy, modest = Peer("greedy"), Peer("modest")
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, NONCE, 10_000)
     for number in range(4):
-        witness.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+        server.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
     for number in range(2):
-        witness.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+        server.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
     go.set()
     wait_until(lambda: len(served) == 6)
-    witness.close()
+    server.close()
     assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
-    witness.on_verify(modest, fair)  # type: ignore[arg-type]
+    server.on_verify(modest, fair)  # type: ignore[arg-type]
     assert served[-1] == "modest0"
-    witness.close()
+    server.close()
     assert settled(before) == before
 
 

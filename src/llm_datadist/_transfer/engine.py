@@ -102,8 +102,8 @@ class Engine:
             self.grants = Grants(self.cluster_id, self.store, self._call_at)
             undo.callback(self.grants.close)
             self._target = Target(self.store)
-            self._witness = ChecksumServer(self.store, self._copy_pool)
-            undo.callback(self._witness.close)
+            self._checksums = ChecksumServer(self.store, self._copy_pool)
+            undo.callback(self._checksums.close)
             lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
             self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, lane_reconnector))
@@ -153,7 +153,7 @@ class Engine:
             peer_timeout=options.peer_timeout,
             handlers={
                 **self._target.handlers(),
-                **self._witness.handlers(),
+                **self._checksums.handlers(),
                 **AddressBook(self.store).handlers(),
             },
             on_end=self._on_link_end,
@@ -244,7 +244,7 @@ class Engine:
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
-        self._witness.drop_peer(link)
+        self._checksums.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
