@@ -15,7 +15,7 @@ import msgspec
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Resolve, Resolved, TransportChoice, decode
-from llm_datadist._transfer.addresses import places_in
+from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
@@ -205,7 +205,7 @@ def _place_some(forge: Forge, verdicts: Verdicts) -> None:
     try:
         answer = decode(mutated(data, rng) if rng.random() < 0.2 else data)
         if isinstance(answer, Located):
-            places_in(answer, 2, "fuzz")
+            offsets_in(answer, 2, "fuzz")
     except LLMException as error:
         verdicts.refuse(error)
     else:

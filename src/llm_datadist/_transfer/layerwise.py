@@ -479,12 +479,12 @@ class AddressDelivery:
         with self._source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
             if self._located is not None:
                 try:
-                    span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # the caches have changed since an earlier layer: look the addresses up again
             self._located = self._locate(deadline)
-            span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+            span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
@@ -495,32 +495,32 @@ class AddressDelivery:
         """
         before = self._located
         now = self._source.locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
-        if before is not None and before.places != now.places and (before.allocated or now.allocated):
+        if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
                 f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
-                f"meanwhile: cache {now.places[0].cache_id} is there now, and what was sent before went to cache "
-                f"{before.places[0].cache_id}; send all of it again",
+                f"meanwhile: cache {now.offsets[0].cache_id} is there now, and what was sent before went to cache "
+                f"{before.offsets[0].cache_id}; send all of it again",
                 peer=self._cluster_id,
                 phase="locate",
             )
         return now
 
-    def _push(self, layer: int, places: Sequence[RemoteOffset], deadline: Deadline) -> int:
+    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline) -> int:
         """Push K and V; together if they lie at one offset in neighbouring tensors of one cache."""
         first = layer * TENSORS_PER_LAYER
-        key, value = places
+        key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
             return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
         return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
 
-    def _push_tensors(self, first: int, count: int, place: RemoteOffset, deadline: Deadline) -> int:
+    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
         cut = self._source.cut
 
         def plan(pair: CachePair) -> Plan:
             dst = pair.remote
-            if place.tensor + count > dst.num_tensors or place.offset + cut.extent > dst.tensor_bytes:
-                raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {place}")
-            return cut.plan(place.tensor, first, count, offset=place.offset, alias=pair.same_memory)
+            if to.tensor + count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
+                raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {to}")
+            return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
-        name = RemoteName(self._cluster_id, cache_id=place.cache_id)
+        name = RemoteName(self._cluster_id, cache_id=to.cache_id)
         return self._source.push(name, plan, deadline, self._destination_pin)
