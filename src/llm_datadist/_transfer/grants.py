@@ -98,13 +98,8 @@ class Grants:
         for grant in live:
             self._store.exports.guards.release(grant.guard[0])
 
-    @property
-    def count(self) -> int:
-        """Grants that have not ended."""
-        return len(self._live)
-
     def _expire(self) -> None:
-        """End what is out of time, and come again for the next. On the control thread."""
+        """End the grants that are out of time; schedule the next look. Threads: control."""
         now = time.monotonic()
         over: list[Grant] = []
         with self._lock:

@@ -143,11 +143,12 @@ class TransferJob:
                 self._deliveries[i].send(layer)
             except Exception as error:  # noqa: BLE001 (kept, logged and reported)
                 self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
-                return False
+                return False  # still "sending": run() finishes the job, not end()
             self.moved += 1
+            last = layer == self._deliveries[i].layers[-1]
             with self._lock:
                 self._sending = False
-                if layer == self._deliveries[i].layers[-1]:
+                if last:
                     self._results[i] = LLMStatusCode.LLM_SUCCESS
         return True
 
@@ -167,20 +168,6 @@ class TransferJob:
             )
             self._fail(dict.fromkeys(selected, why), why, f"synchronize_layer({layer}) returned {ready!r}")
         return bool(ready)
-
-    def _begin(self) -> bool:
-        """Return True when a transfer may begin; :meth:`end` knows of it from then on."""
-        with self._lock:
-            self._sending = self._ended is None
-            return self._sending
-
-    def _sent(self, i: int, layer: int) -> None:
-        self.moved += 1
-        last = layer == self._deliveries[i].layers[-1]
-        with self._lock:
-            self._sending = False
-            if last:
-                self._results[i] = LLMStatusCode.LLM_SUCCESS
 
     def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
         """Give each unfinished destination its own error of ``failed``, or else LLM_FAILED and the ``cause``.
