@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
-from llm_datadist._cache.geometry import cut_row
+from llm_datadist._cache.geometry import LayerPlan
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.initiator import RemoteName
 from llm_datadist.errors import ParamError
@@ -434,7 +434,7 @@ def _push(world: Any, name: str, number: int) -> None:
     """Push block 0 by cache id, as an initiator that does not keep to the rules."""
     engine = world.dd._require_engine("test")
     entry = engine.store.registry.lookup(world.caches[name].cache_id)
-    cut = cut_row(entry.geometry, 0)
+    cut = LayerPlan.of_row(entry.geometry, 0)
     engine.initiator.push(
         RemoteName(1, cache_id=number),
         entry,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llm_datadist import LLMStatusCode
 from llm_datadist._cache import geometry as layout
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, RowRange
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError
 from tests.unit import twin
 
@@ -189,7 +189,7 @@ def test_i7_plan_row_moves_the_start_of_one_row(
     length = dst.stride if size == -1 else size
 
     def plan() -> Plan:
-        return layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=size, layers=ALL)
+        return layout.plan_row(src, dst, RowRange(src_row), RowRange(dst_row), size=size, layers=ALL)
 
     if length > min(src.stride, dst.stride):
         mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
@@ -218,8 +218,7 @@ def test_plan_row_with_offsets_moves_bytes_inside_one_row(
     length = dst.stride - dst_at if size == -1 else size
 
     def plan() -> Plan:
-        rows = {"src_row": src_row, "dst_row": dst_row, "src_offset": src_at, "dst_offset": dst_at}
-        return layout.plan_row(src, dst, size=size, layers=ALL, **rows)
+        return layout.plan_row(src, dst, RowRange(src_row, src_at), RowRange(dst_row, dst_at), size=size, layers=ALL)
 
     if length < 1 or src_at + length > src.stride or dst_at + length > dst.stride:
         mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
@@ -234,7 +233,8 @@ def test_plan_row_with_offsets_moves_bytes_inside_one_row(
 
 def test_plan_row_moves_the_selected_tensors_only() -> None:
     src, dst = geometry(6), geometry(4)
-    plan = layout.plan_row(src, dst, src_row=3, dst_row=1, size=-1, layers=LayerSelection(range(2, 3), range(1, 2), 2))
+    layers = LayerSelection(range(2, 3), range(1, 2), 2)
+    plan = layout.plan_row(src, dst, RowRange(3), RowRange(1), size=-1, layers=layers)
 
     def oracle(to: Any, from_: Any) -> None:
         to[2][1], to[3][1] = from_[4][3], from_[5][3]
@@ -244,7 +244,7 @@ def test_plan_row_moves_the_selected_tensors_only() -> None:
 
 def test_plan_row_refuses_the_wrong_kinds_and_rows() -> None:
     def plan(src: Geometry, dst: Geometry, src_row: int = 0, dst_row: int = 0) -> Callable[[], Plan]:
-        return lambda: layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=-1, layers=ALL)
+        return lambda: layout.plan_row(src, dst, RowRange(src_row), RowRange(dst_row), size=-1, layers=ALL)
 
     mismatch(CacheMismatch, plan(blocks(), geometry()), "source", "blocks cache")
     mismatch(CacheMismatch, plan(geometry(), blocks()), "destination", "blocks cache")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from llm_datadist._cache import geometry
-from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.geometry import CacheKind, RowRange
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer import arguments
 from llm_datadist.errors import LLMStatusCode, StateError
@@ -80,16 +80,8 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
         layers.check_local("dst_layer_range", dst.num_tensors)
 
         def plan(ends: CachePair) -> Plan:
-            return geometry.plan_row(
-                ends.remote,
-                dst,
-                src_row=ends.row,
-                dst_row=row,
-                size=size,
-                layers=layers,
-                src_offset=src_offset,
-                dst_offset=dst_offset,
-            )
+            src_range, dst_range = RowRange(ends.row, src_offset), RowRange(row, dst_offset)
+            return geometry.plan_row(ends.remote, dst, src_range, dst_range, size=size, layers=layers)
 
         span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
 
@@ -136,7 +128,8 @@ def push_row(move: Move, row: int) -> None:
         layers.check_local("src_layer_range", src.num_tensors)
 
         def plan(ends: CachePair) -> Plan:
-            return geometry.plan_row(src, ends.remote, src_row=row, dst_row=ends.row, size=src.stride, layers=layers)
+            src_range, dst_range = RowRange(row), RowRange(ends.row)
+            return geometry.plan_row(src, ends.remote, src_range, dst_range, size=src.stride, layers=layers)
 
         span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
 
