@@ -957,8 +957,8 @@ def start_transfer(
     blocks.check_size()
     store = engine.store
     with ExitStack() as undo:
-        entry = store.registry.hold(cache_id, "transfer_cache_async: src_cache")
-        release = undo.callback(lambda: store.apply(store.registry.let_go(entry)))
+        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
+        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
         layers = _layers(entry.geometry)
         deliveries = [_delivery(engine, entry, config, blocks, layers, i) for i, config in enumerate(configs)]
         for config in configs:

@@ -54,7 +54,6 @@ class Exports:
         guards: The guard slots; never writable for a peer.
         writable: True when peers may write (remote cache access).
         writers: Where they announce it.
-        by_address: True when they may write, without RCA too, what they were told to lie at an address.
     """
 
     incarnation: bytes
@@ -62,7 +61,6 @@ class Exports:
     guards: GuardTable
     writable: bool
     writers: WriteIntents = field(default_factory=WriteIntents)
-    by_address: bool = False
 
     def descriptors(self) -> list[RegionDescriptor]:
         """Return one descriptor per exported region, in the order of the mapping."""

@@ -101,24 +101,26 @@ class GuardTable:
         return self._memory is None
 
     def allocate(self) -> Guard:
-        """Return a guard with a generation that its slot has never shown before.
+        """Return a guard with a generation that its slot has never shown before. Raises as :meth:`allocate_many`."""
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, count: int) -> list[Guard]:
+        """Return ``count`` guards as :meth:`allocate`: all of them, or none.
 
         Raises:
-            OutOfMemory: Every slot is taken.
+            OutOfMemory: Too few slots are free.
             StateError: The table is closed.
         """
         with self._lock:
             self._check_open()
-            slot = self._take_slot()
-            if slot is not None:
-                generation = self._live[slot] = advance_generation(self.address_of(slot))
-        if slot is None:
-            raise OutOfMemory(
-                f"guard table is full: all {self.capacity} guards are live; unbind keys or free caches",
-                pool=self.segment.name,
-                requested=SLOT_BYTES,
-            )
-        return Guard(slot, generation)
+            if count <= self.capacity - len(self._live):
+                return [self._take_slot() for _ in range(count)]
+        raise OutOfMemory(
+            f"guard table is full: all {self.capacity} guards are live, or would be after this call; unbind keys or "
+            "free caches",
+            pool=self.segment.name,
+            requested=count * SLOT_BYTES,
+        )
 
     def advance(self, slot: int) -> int:
         """Make what was promised under this slot void, visibly to peers before this returns.
@@ -212,14 +214,14 @@ class GuardTable:
             self._memory = None
         self.segment.close()
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self) -> Guard:
         if self._reusable:
-            return self._reusable.pop()
-        slot = self._next_fresh
-        if slot > self.capacity:
-            return None
-        self._next_fresh += 1
-        return slot
+            slot = self._reusable.pop()
+        else:
+            slot = self._next_fresh
+            self._next_fresh += 1
+        generation = self._live[slot] = advance_generation(self.address_of(slot))
+        return Guard(slot, generation)
 
     def _check_open(self) -> None:
         if self._memory is None:

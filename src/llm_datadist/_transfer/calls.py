@@ -72,7 +72,7 @@ def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d[%d]", move.name, move.cache_id, row) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.store.using(move.cache_id, move) as local,
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
@@ -102,7 +102,7 @@ def pull_blocks(
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.store.using(move.cache_id, move) as local,
     ):
         dst = local.geometry
         arguments.check_blocks(name, dst_blocks, dst)
@@ -121,7 +121,7 @@ def push_row(move: Move, row: int) -> None:
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d[%d] -> %s", move.cache_id, row, move.name) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.store.using(move.cache_id, move) as local,
     ):
         src = local.geometry
         src.require_row("src_batch_index", row)
@@ -139,7 +139,7 @@ def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> Non
     engine, layers = move.engine, move.layers
     with (
         engine.meters.span(move.what, "%d -> %s, %d blocks", move.cache_id, move.name, len(src_blocks)) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.store.using(move.cache_id, move) as local,
     ):
         src = local.geometry
         arguments.check_blocks("src_blocks", src_blocks, src)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import _native
-from llm_datadist._cache.registry import registry_statistics
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Identity, bind
@@ -253,10 +252,10 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = registry_statistics(self.store.registry)
+        caches, keys, pins = self.store.registry.statistics()
         quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
         return Statistics(
-            pools=tuple(pool.statistics() for pool in self.store.pools()),
+            pools=tuple(pool.statistics() for pool in self.store.pools),
             caches=caches,
             keys=keys,
             pins=pins,

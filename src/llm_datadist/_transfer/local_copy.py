@@ -75,7 +75,7 @@ class LocalCopies:
         what: str,
     ) -> int:
         """Copy part of a row to a row (R8); return the bytes copied."""
-        with self._store.holding(src_id, f"{what}: src") as src, self._store.holding(dst_id, f"{what}: dst") as dst:
+        with self._store.using(src_id, f"{what}: src") as src, self._store.using(dst_id, f"{what}: dst") as dst:
             src.geometry.require_kind(f"{what}: src", CacheKind.CACHE)
             dst.geometry.require_kind(f"{what}: dst", CacheKind.CACHE)
             plan = geometry.plan_copy_row(
@@ -88,7 +88,7 @@ class LocalCopies:
         self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
     ) -> int:
         """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
-        with self._store.holding(cache_id, "copy_blocks: cache") as entry:
+        with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
             names = ("sources of copy_block_info", "destinations of copy_block_info")
             plan = _plan(entry.geometry, entry.geometry, src_blocks, dst_blocks, alias=True, names=names)
@@ -133,7 +133,7 @@ class LocalCopies:
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             try:
-                entry = held.enter_context(self._store.holding(cache.cache_id, name))
+                entry = held.enter_context(self._store.using(cache.cache_id, name))
             except CacheNotFound:
                 entry = None
             addresses = list(cache.tensor_addrs)
@@ -188,7 +188,7 @@ class LocalCopies:
         if isinstance(operand, Operand):
             yield operand
             return
-        with self._store.holding(operand, f"{what}: {name}") as entry:
+        with self._store.using(operand, f"{what}: {name}") as entry:
             entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
             yield Operand(name, entry.geometry, entry.storage.tensors)
 
