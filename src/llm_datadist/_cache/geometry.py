@@ -32,8 +32,8 @@ __all__ = [
     "LayerPlan",
     "LayerSelection",
     "RowRange",
+    "compare_blocks",
     "decode_geometry",
-    "plan_blocks",
     "plan_copy_row",
     "plan_pieces",
     "plan_row",
@@ -229,11 +229,11 @@ class CachePair(msgspec.Struct, eq=False):
     def block_planner(self, src: Geometry, dst: Geometry, layers: LayerSelection) -> BlockPlanner:
         """Return the planner of blocks from ``src`` to ``dst``, one of which is :attr:`remote`.
 
-        Compares the two only if ``layers`` is not the object of the last call. Raises as :func:`plan_blocks`.
+        Compares the two only if ``layers`` is not the object of the last call. Raises as :func:`compare_blocks`.
         """
         compared = self._compared
         if compared is None or compared[0] is not layers:
-            compared = self._compared = layers, _compare_blocks(src, dst, layers, alias=self.same_memory)
+            compared = self._compared = layers, compare_blocks(src, dst, layers, alias=self.same_memory)
         return compared[1]
 
 
@@ -273,27 +273,15 @@ def plan_row(
     return Plan(first_dst, first_src, count, runs, ordered=False, nbytes=length * count)
 
 
-def plan_blocks(
-    src: Geometry,
-    dst: Geometry,
-    src_blocks: BlockList | NDArray[np.int64],
-    dst_blocks: BlockList | NDArray[np.int64],
-    layers: LayerSelection,
-    *,
-    alias: bool = False,
-) -> Plan:
-    """Plan blocks -> blocks: pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
+    """Check that blocks of ``src`` fit blocks of ``dst``; return the planner that takes lists of blocks (R26).
 
     ``alias`` is True if both ends have the same tensors.
 
     Raises:
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
-        ParamError: Unequal lengths, or an index outside its cache.
+        ParamError: From the planner: unequal lengths, or an index outside its cache.
     """
-    return _compare_blocks(src, dst, layers, alias=alias).plan(dst_blocks, src_blocks)
-
-
-def _compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool) -> BlockPlanner:
     for end, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.BLOCKS):
             raise CacheMismatch(f"the {end} is not a blocks cache")
