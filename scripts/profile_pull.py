@@ -96,7 +96,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "  deadline": lambda: Deadline(1000),
         "  the move": move,
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
-        "    hold the local cache": _within(lambda: engine.store.holding(cache.cache_id, "dst_cache")),
+        "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
         "    guards, before and after": lambda: [_current(link_, op, remote) for _ in range(2)],
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from llm_datadist._cache.geometry import CacheKind, Geometry, cut_pairs, cut_pieces, cut_row
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan
 from llm_datadist._checks import check_int64, check_list, check_rule, check_type, check_uint32, check_uint64
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments, calls
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
     from typing import Any
 
-    from llm_datadist._cache.geometry import Cut
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
     from llm_datadist._transfer.calls import Pending
@@ -900,19 +899,19 @@ class Blocks:
             f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",
         )
 
-    def cut(self, src: Geometry, row: int) -> Cut:
+    def cut(self, src: Geometry, row: int) -> LayerPlan:
         """Return what of each tensor goes where."""
         if self.dst is None:
-            return cut_row(src, row)
+            return LayerPlan.of_row(src, row)
         if self.src is None:
-            return cut_pieces(src, self.dst, self.size)
+            return LayerPlan.of_pieces(src, self.dst, self.size)
         arguments.check_blocks("src_block_indices", self.src, src)
         check_rule(
             self.size in (0, src.stride),
             f"dst_block_memory_size={self.size}: with src_block_indices only None, 0 or the block size {src.stride}",
         )
         check_rule(row == 0, f"src_batch_index={row}: only 0 with src_block_indices")
-        return cut_pairs(src, self.src, self.dst)
+        return LayerPlan.of_blocks(src, self.src, self.dst)
 
 
 def _indices(name: str, values: object) -> BlockList | None:
@@ -951,8 +950,8 @@ def start_transfer(
     blocks.check_size()
     store = engine.store
     with ExitStack() as undo:
-        entry = store.registry.hold(cache_id, "transfer_cache_async: src_cache")
-        release = undo.callback(lambda: store.apply(store.registry.let_go(entry)))
+        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
+        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
         layers = _layers(entry.geometry)
         deliveries = [_delivery(engine, entry, config, blocks, layers, i) for i, config in enumerate(configs)]
         for config in configs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
-from llm_datadist._cache.geometry import cut_row
+from llm_datadist._cache.geometry import LayerPlan
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.resolution import RemoteName

@@ -82,7 +82,7 @@ def _target(number: int, message: type[Message], text: str, **more: Any) -> Step
 #: Every gate there is. "read" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
 STEPS: Final[dict[str, Step]] = {
     "call": _initiator(1, "manager", "pull_cache pull_blocks push_cache push_blocks", "nothing has been looked at"),
-    "hold": _initiator(2, "store", "holding", "the arguments were fine, nothing is held"),
+    "hold": _initiator(2, "store", "using", "the arguments were fine, nothing is held"),
     "link": _initiator(3, "links", "get", "the destination is held, no link has been looked for"),
     "ask": _initiator(4, "link", "request", "the question has not been sent"),
     "asked": _initiator(4, "link", "send", "the question is on its way", after=True, messages=(Resolve,)),

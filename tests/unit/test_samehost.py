@@ -73,8 +73,9 @@ class Stage:
 
     def hello(self, **changes: Any) -> tuple[Hello, list[int]]:
         """Return our own offer with some fields replaced."""
-        with Offer(self.ours, TOKEN) as offer:  # of an end without RCA: there is no page of its own in it
-            return msgspec.structs.replace(offer.hello, **changes), offer.fds
+        with Offer(self.ours, TOKEN) as offer:
+            guards, _, *regions = offer.fds  # the page of the offer ends with it
+            return msgspec.structs.replace(offer.hello, **({"writers_nbytes": 0} | changes)), [guards, *regions]
 
     def refused(self, hello: object, fds: list[int]) -> str:
         """Send a hello, expect a refusal, and return its reason after it reached the callback too."""
@@ -601,9 +602,9 @@ def test_an_ended_peer_is_not_alive(stage: Stage) -> None:
         "import sys\n"
         "from llm_datadist._deadline import Deadline\n"
         "from llm_datadist.testing.peers import close_exports, new_exports\n"
-        "from llm_datadist._transport import meet\n"
+        "from llm_datadist._transport import exchange_memory\n"
         "exports = new_exports(writable=False)\n"
-        "peer = meet(sys.argv[1], bytes.fromhex(sys.argv[2]), exports, Deadline(10_000))\n"
+        "peer = exchange_memory(sys.argv[1], bytes.fromhex(sys.argv[2]), exports, Deadline(10_000))\n"
         "sys.stdin.read()\n"
         "peer.close(); close_exports(exports)\n"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from llm_datadist._cache import geometry
-from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.geometry import CacheKind, RowRange
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp

@@ -382,7 +382,7 @@ class ChecksumServer:
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
         registry = self._store.registry
-        entry = registry.reach(link, question.cache_id, question.pin, hold=True)
+        entry = registry.reach(link, question.cache_id, question.pin, use=True)
         try:
             # A peer may ask only about what it may move.
             self._policy.require_use(entry, question.pin)
@@ -401,7 +401,7 @@ class ChecksumServer:
             )
             self._require_current(entry, question)
         finally:
-            self._store.apply(registry.let_go(entry))
+            self._store.apply(registry.end_use(entry))
         if found is None:
             raise LLMException("verify: no time was left for the digest", status_code=LLMStatusCode.LLM_TIMEOUT)
         return found.astype("<u8").tobytes()

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import _native
-from llm_datadist._cache.registry import registry_statistics
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Identity, bind
@@ -257,7 +256,7 @@ class Engine:
         caches, keys, pins = registry_statistics(self.store.registry)
         quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
         return Statistics(
-            pools=tuple(pool.statistics() for pool in self.store.pools()),
+            pools=tuple(pool.statistics() for pool in self.store.pools),
             caches=caches,
             keys=keys,
             pins=pins,

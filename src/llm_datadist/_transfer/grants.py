@@ -57,7 +57,7 @@ class Grants:
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         check_type("ttl", ttl, (int, float))
         check_rule(0 < ttl < float("inf"), f"ttl: {ttl} s, it must be above 0 and finite")
-        with self._store.holding(cache_id, "grant: cache") as entry:
+        with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             for block in (int(numbers.min()), int(numbers.max())):

@@ -37,7 +37,7 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._cache.geometry import CachePair, Cut
+    from llm_datadist._cache.geometry import CachePair, LayerPlan
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
     from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset

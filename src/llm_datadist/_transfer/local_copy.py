@@ -93,7 +93,7 @@ class LocalCopies:
         self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
     ) -> int:
         """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
-        with self._store.holding(cache_id, "copy_blocks: cache") as entry:
+        with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
             both, tensors = (entry.geometry, entry.geometry), entry.storage.tensors
             names = ("sources of copy_block_info", "destinations of copy_block_info")
@@ -193,7 +193,7 @@ class LocalCopies:
         if isinstance(operand, Operand):
             yield operand
             return
-        with self._store.holding(operand, f"{what}: {name}") as entry:
+        with self._store.using(operand, f"{what}: {name}") as entry:
             entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
             yield Operand(name, entry.geometry, entry.storage.tensors)
 
