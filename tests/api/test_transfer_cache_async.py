@@ -437,7 +437,7 @@ def _push(world: Any, name: str, number: int) -> None:
     """Push block 0 by cache id, as an initiator that does not keep to the rules."""
     engine = world.dd._require_engine("test")
     entry = engine.store.registry.lookup(world.caches[name].cache_id)
-    cut = cut_row(entry.geometry, 0)
+    cut = LayerPlan.of_row(entry.geometry, 0)
 
     def plan(pair: CachePair) -> Plan:
         return cut.plan(0, 0, 4, offset=0, alias=pair.same_memory)

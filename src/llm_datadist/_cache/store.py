@@ -279,14 +279,6 @@ class CacheStore:
         """
         return _Use(self, cache_id, what)
 
-    def keepable(self, entry: Entry) -> bool:
-        """Return True if a peer may use a resolved address again without asking.
-
-        Nothing is consumed then, and guards protect the memory.
-        """
-        registered_one_sided = not entry.owned and self.remote_accessible
-        return entry.geometry.kind is not CacheKind.CACHE or registered_one_sided
-
     # --- giving them back ------------------------------------------------------------------------------------------
 
     def deallocate(self, cache_id: int) -> None:
@@ -350,24 +342,6 @@ class CacheStore:
         """Free quarantined memory, and pages of lost peers, that foreign writers have finished with."""
         self._quarantine.sweep()
         self.writers.tidy()
-
-    # --- using them here -------------------------------------------------------------------------------------------
-
-    def holding(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call; ``what`` is put into words in an error only.
-
-        Raises:
-            CacheNotFound: No such cache.
-        """
-        return _Hold(self, cache_id, what)
-
-    # --- what there is ---------------------------------------------------------------------------------------------
-
-    def pools(self) -> Iterator[MemoryPool | DirectMemory]:
-        """Iterate over the configured pools, and over what stands in for one."""
-        yield from self._pools.values()
-        if self._direct is not None:
-            yield self._direct
 
     def quarantined_bytes(self) -> int:
         """Return the bytes that still wait for foreign writers, after a sweep."""

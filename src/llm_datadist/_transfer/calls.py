@@ -82,7 +82,7 @@ def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, ds
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
-        engine.store.holding(call.cache_id, call) as local,
+        engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
@@ -90,16 +90,8 @@ def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, ds
         layers.check_local("dst_layer_range", dst.num_tensors)
 
         def plan(pair: CachePair) -> Plan:
-            return geometry.plan_row(
-                pair.remote,
-                dst,
-                src_row=pair.row,
-                dst_row=row,
-                size=size,
-                layers=layers,
-                src_offset=src_offset,
-                dst_offset=dst_offset,
-            )
+            src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
+            return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
         span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, call.deadline, call.what))
 
@@ -120,7 +112,7 @@ def pull_blocks(
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(call.cache_id, call) as local,
+        engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
         arguments.check_blocks(name, dst_blocks, dst)
@@ -140,14 +132,16 @@ def push_row(call: TransferCall, row: int) -> None:
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,
-        engine.store.holding(call.cache_id, call) as local,
+        engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry
         src.require_row("src_batch_index", row)
         layers.check_local("src_layer_range", src.num_tensors)
 
         def plan(pair: CachePair) -> Plan:
-            return geometry.plan_row(src, pair.remote, src_row=row, dst_row=pair.row, size=src.stride, layers=layers)
+            return geometry.plan_row(
+                src, pair.remote, RowRange(row), RowRange(pair.row), size=src.stride, layers=layers
+            )
 
         op = TransferOp(call.name, local, plan, call.deadline, call.what, push=True, consumes=True)
         span.nbytes = engine.initiator.run(op)
@@ -158,7 +152,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
-        engine.store.holding(call.cache_id, call) as local,
+        engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry
         arguments.check_blocks("src_blocks", src_blocks, src)

@@ -253,7 +253,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = registry_statistics(self.store.registry)
+        caches, keys, pins = self.store.registry.statistics()
         quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools),

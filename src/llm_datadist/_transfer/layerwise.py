@@ -396,7 +396,7 @@ class Source:
     """
 
     entry: Entry
-    cut: Cut
+    cut: LayerPlan
     initiator: Initiator
     locator: Locator
     meters: Meters

@@ -80,7 +80,7 @@ class LocalCopies:
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
         """Copy part of a row to a row (R8); return the bytes copied."""
-        hold, src_name, dst_name = self._store.holding, f"{what}: src", f"{what}: dst"
+        hold, src_name, dst_name = self._store.using, f"{what}: src", f"{what}: dst"
         with hold(src.cache_id, src_name) as source, hold(dst.cache_id, dst_name) as target:
             source.geometry.require_kind(src_name, CacheKind.CACHE)
             target.geometry.require_kind(dst_name, CacheKind.CACHE)
@@ -175,7 +175,7 @@ class LocalCopies:
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             try:
-                entry = held.enter_context(self._store.holding(cache.cache_id, name))
+                entry = held.enter_context(self._store.using(cache.cache_id, name))
             except CacheNotFound:
                 entry = None
             addresses = list(cache.tensor_addrs)
