@@ -12,8 +12,7 @@ import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, UnlinkAck, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import digest
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer

@@ -7,7 +7,8 @@ answer, ``Located``, names cache, tensor and offset, and from then on the pushes
 id, resolved, pinned where that is needed, under guards, planned against the true geometry.
 
 Without remote cache access (RCA) a target refuses pushes. It makes an exception for caches that it has located for this
-link (``Link.located``): ids are never used again within an ``init``, so the leave ends with the cache or with the link.
+link (``PeerCacheView.located``): ids are never used again within an ``init``, so the leave ends with the cache or with
+the link.
 The pools stay sealed against peers' writes: the target answers such a push with absolute addresses, which cma, the data
 lanes or the same process reach, and shared memory does not; the owner finds the writers as it does with RCA.
 """
@@ -20,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist._cache.registry import State
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_LOCATE, Failed, Locate, Located
+from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class AddressBook:
         try:
             answer: Message = self._located(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         link.tell(answer)
 
     def _located(self, link: Link, message: Locate) -> Located:
@@ -163,9 +163,9 @@ class AddressBook:
         return [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
 
     def _allow(self, link: Link, cache_ids: NDArray[np.uint64]) -> None:
-        if len(link.located) > _MANY_IDS:
-            link.located &= {entry.cache_id for entry in self._entries()}
-        link.located |= set(cache_ids.tolist())
+        if len(link.caches.located) > _MANY_IDS:
+            link.caches.located &= {entry.cache_id for entry in self._entries()}
+        link.caches.located |= set(cache_ids.tolist())
 
 
 class _Directory:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
@@ -301,7 +300,7 @@ def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Cal
 
 def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
     """Turn any refusal into a failed transfer: the bytes were not seen to be right. What was kept may be old."""
-    done.link.kept.clear()
+    done.link.caches.kept.clear()
     code = failure.status_code
     if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         code = LLMStatusCode.LLM_FAILED
@@ -431,7 +430,7 @@ class ChecksumServer:
         try:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))
         except LLMException as error:
-            answer = Failed(question.id, int(error.status_code), str(error)[:4000])
+            answer = failed(question.id, error)
         except Exception as error:  # noqa: BLE001 (nobody looks at the future; the caller must hear that it failed)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
             answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])
@@ -466,7 +465,7 @@ class ChecksumServer:
             raise ParamError(f"verify: cache {entry.cache_id} is read under a pin")
         if not entry.remote_accessible:
             raise ParamError(f"verify: cache {entry.cache_id} was registered with remote_accessible=False")
-        if question.push and not self._store.remote_accessible and entry.cache_id not in link.located:
+        if question.push and not self._store.remote_accessible and entry.cache_id not in link.caches.located:
             raise ParamError("verify: a push needs remote cache access (llm.EnableRemoteCacheAccessible=1)")
 
     def _require_current(self, entry: Entry, question: Verify) -> None:

@@ -14,9 +14,8 @@ import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, Geometry, decode_geometry
 from llm_datadist._cache.registry import Key  # noqa: TC001 (a field of a NamedTuple)
-from llm_datadist._links.link import Link, RemoteFailure
 from llm_datadist._links.liveness import peer_responds
-from llm_datadist._links.messages import Consumed, Guarded, Release, Resolve, Resolved
+from llm_datadist._links.messages import Consumed, Guarded, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, Plan
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.link import Peer
+    from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool, Tensors
@@ -224,7 +223,7 @@ class Initiator:
         announces = push or link.connection.capabilities.announces_reads
         with link.operation():
             for _ in range(_ATTEMPTS):
-                kept: _Resolution | None = link.kept.get((name, push))
+                kept: _Resolution | None = link.caches.kept.get((name, push))
                 remote = kept or self._resolve(link, name, deadline, what, push=push)
                 moved: Plan | None = None
                 try:
@@ -262,7 +261,7 @@ class Initiator:
                 finally:
                     if remote.pin or consumes:
                         self._settle(link, remote, moved, push=push, consumes=consumes)
-                link.kept.pop((name, push), None)
+                link.caches.kept.pop((name, push), None)
         raise TransferFailed(
             f"{what}: {name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
             + ("" if grant is None else f"; or {grant!r} was revoked, or its time is over"),
@@ -293,7 +292,7 @@ class Initiator:
             raise ProtocolError(f"{what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = self._open(link, answer, what, push=push)
         if not remote.pin:
-            _keep(link.kept, (name, push), remote, _MAX_KEPT)
+            _keep(link.caches.kept, (name, push), remote, _MAX_KEPT)
         return remote
 
     def _open(self, link: Link, answer: Resolved, what: str, *, push: bool) -> _Resolution:
@@ -305,9 +304,9 @@ class Initiator:
             if not answer.guards:
                 raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
             known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
-            tensors = link.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+            tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
             if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
-                _keep(link.mapped, known, tensors, _MAX_MAPPED)
+                _keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
             if tensors.remote_guards:
                 tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
         except (LLMException, ValueError) as error:
@@ -349,7 +348,7 @@ class Initiator:
                 deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
             raise link.lost_error(what, "copy") from error
         if not self._current(link, remote, what):
-            link.kept.clear()
+            link.caches.kept.clear()
             raise TransferFailed(
                 f"{what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the copy, "
                 f"or its grant ended; the {'remote' if push else 'local'} bytes addressed are undefined",

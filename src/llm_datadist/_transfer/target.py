@@ -23,6 +23,7 @@ from llm_datadist._links.messages import (
     Release,
     Resolve,
     Resolved,
+    failed,
 )
 from llm_datadist._log import logger
 from llm_datadist._transport.lanes import LaneGrant
@@ -62,7 +63,7 @@ class Target:
         try:
             answer: Message = self._resolved(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         try:
             link.tell(answer)
         except ProtocolError as error:
@@ -99,7 +100,7 @@ class Target:
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key
         by_address = message.push and not store.remote_accessible
-        if by_address and (key is not None or message.cache_id not in link.located):
+        if by_address and (key is not None or message.cache_id not in link.caches.located):
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
         if message.push and key is None and message.cache_id <= 0:
             # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
@@ -201,7 +202,7 @@ class LaneTarget:
             handle = _decoder.decode(request.handle)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
-        located = isinstance(link, Link) and handle.cache_id in link.located
+        located = isinstance(link, Link) and handle.cache_id in link.caches.located
         if write and not (self._store.remote_accessible or located):
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin)
@@ -225,7 +226,7 @@ class LaneReconnector:
 
     def lost(self, link: Link) -> None:
         """A lane of ``link`` ended. Any thread; returns at once."""
-        if link.dialled and not link.ended:
+        if link.origin.dialled and not link.ended:
             with suppress(RuntimeError):  # closed
                 self._worker.submit(self._reconnect_lanes, link)
 
