@@ -213,13 +213,13 @@ def answers(pair: Pair) -> list[Message]:
     """Note from now on what comes back to the decoder."""
     seen: list[Message] = []
     link = engine(pair.decoder).links.get(1)
-    deliver = link.answer
+    deliver = link.requests.answer
 
     def note(number: int, message: Message) -> bool:
         seen.append(message)
         return bool(deliver(number, message))
 
-    link.answer = note
+    link.requests.answer = note
     return seen
 
 

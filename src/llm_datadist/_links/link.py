@@ -196,8 +196,6 @@ class RequestTable:
     transfer, and two calls less per request can be measured.
     """
 
-    __slots__ = ("closed", "lock", "numbers", "waiters")
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiters: dict[int, Waiter] = {}
