@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import Message
 
-__all__ = ["Channel", "FrameParser", "tune"]
-
 #: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20
 #: Above this the channel ends: our own callers still send while the peer does not read.

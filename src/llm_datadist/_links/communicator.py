@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.handshake import Listener
 
-__all__ = ["Communicator", "CommunicatorPlan"]
-
 _TOKEN_BYTES: Final = 16
 
 
@@ -98,9 +96,9 @@ class Communicator:
         """Return True when that greeting of that member may be for this communicator."""
         return theirs.name == self.plan.name and cluster_id in self.expected
 
-    def taken(self, theirs: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when that member has joined by the greeting of another communicator of its own."""
-        return self._tokens.get(cluster_id, theirs.token) != theirs.token
+    def expects(self, theirs: CommunicatorId, cluster_id: int) -> bool:
+        """Return True when it is, and that member has not joined by another communicator of its own."""
+        return self.is_for(theirs, cluster_id) and self._tokens.get(cluster_id, theirs.token) == theirs.token
 
     def has_joined(self, theirs: CommunicatorId, cluster_id: int) -> bool:
         """Return True when that member has joined by that greeting."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator, CommunicatorPlan
-from llm_datadist._links.handshake import listening_socket
+from llm_datadist._links.handshake import AdmissionPolicy, listening_socket
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
 from llm_datadist._links.retry import MemberDial, RetryQueue
 from llm_datadist._log import logger
@@ -23,15 +24,12 @@ from llm_datadist.types.enums import RegisterMemStatus
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
-    from llm_datadist._links.handshake import AdmissionPolicy, Listener
+    from llm_datadist._links.handshake import Listener
     from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist.metrics import CommunicatorStatistics
-
-__all__ = ["CommunicatorAdmission", "Communicators", "LinkPort"]
 
 #: Attempts at once (API §3.5); more wait for their turn, which is soon.
 _DIAL_THREADS: Final = 16
@@ -288,7 +286,7 @@ class Communicators:
             communicator.deadline.remaining(), self._expire, communicator
         )
         if communicator.sock is not None:
-            admission = CommunicatorAdmission(communicator, self._lock, self.note, self._fail)
+            admission = AdmissionPolicy(partial(self._admit, communicator), partial(self._on_refused, communicator))
             communicator.listener = self._links.listener_for(admission, communicator.sock)
             communicator.sock = None
 
@@ -311,6 +309,38 @@ class Communicators:
             f"call link() with the same name, ranks and table{heard}",
         )
 
+    def _admit(self, communicator: Communicator, hello: Hello) -> None:
+        """Admit only the members that a communicator's listener expects.
+
+        Raises:
+            LinkRefused: ``LLM_NOT_YET_LINK``: another process, or a member that has joined; it tries another port.
+                ``LLM_PARAM_INVALID``: a member whose members or table differ. ``LLM_LINK_FAILED``: no ``link()``.
+        """
+        theirs, peer = hello.communicator, hello.cluster_id
+        if theirs is None:
+            raise LinkRefused(
+                f"this port is for the members of {communicator} only; link_clusters needs a listen_ip_info"
+            )
+        with self._lock:
+            expected = communicator.preparing and communicator.expects(theirs, peer)
+            difference = communicator.difference(theirs, peer)
+        if not expected:
+            raise LinkRefused(
+                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        if difference is not None:
+            raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+    def _on_refused(self, communicator: Communicator, hello: Hello, error: LLMException) -> None:
+        """Note why a member did not become a link; end the preparation when no attempt can succeed."""
+        if hello.communicator is None or not communicator.is_for(hello.communicator, hello.cluster_id):
+            return
+        text = f"cluster {hello.cluster_id} was refused here: {error}"
+        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
+            self._fail(communicator, text)
+        elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+            self.note(communicator, text, error.phase)
+
     def joined(self, hello: Hello) -> None:
         """Count a member that dialled, and is linked or is to use the link that there is.
 
@@ -324,11 +354,8 @@ class Communicators:
             alike = [each for each in self._all.values() if each.is_for(theirs, peer)]
             if any(each.has_joined(theirs, peer) for each in alike):
                 return  # its greeting came twice: over a link, and over the one that took its place
-            waiting = [
-                each
-                for each in alike
-                if each.preparing and not each.taken(theirs, peer) and each.difference(theirs, peer) is None
-            ]
+            alike = [each for each in alike if each.preparing and each.expects(theirs, peer)]
+            waiting = [each for each in alike if each.difference(theirs, peer) is None]
         # Two communicators of the same name, members and table are alike: one that still waits for it is meant.
         for communicator in sorted(waiting, key=lambda each: peer not in each.waiting):
             if self.join(communicator, peer, theirs):
@@ -413,59 +440,3 @@ def _listen(host: str, port: int) -> socket.socket:
             raise
     # Behind address translation the table has an address that only other hosts know this one by.
     return listening_socket(("0.0.0.0", port))
-
-
-class CommunicatorAdmission:
-    """The admission policy of one communicator's listener (``handshake.AdmissionPolicy``). On the control thread.
-
-    Args:
-        lock: Guards the communicator.
-        note: Keeps the reason why a member did not become a link.
-        fail: Ends a preparation that cannot succeed.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        lock: threading.Lock,
-        note: Callable[[Communicator, str, str | None], None],
-        fail: Callable[[Communicator, str], None],
-    ) -> None:
-        self._communicator = communicator
-        self._lock = lock
-        self._note = note
-        self._fail = fail
-
-    def check(self, hello: Hello) -> None:
-        """Admit the members that are expected.
-
-        Raises:
-            LinkRefused: ``LLM_NOT_YET_LINK``: another process, or a member that has joined; it tries another port.
-                ``LLM_PARAM_INVALID``: a member whose members or table differ. ``LLM_LINK_FAILED``: no ``link()``.
-        """
-        communicator, theirs, peer = self._communicator, hello.communicator, hello.cluster_id
-        if theirs is None:
-            raise LinkRefused(
-                f"this port is for the members of {communicator} only; link_clusters needs a listen_ip_info"
-            )
-        with self._lock:
-            expected = communicator.preparing and communicator.is_for(theirs, peer)
-            expected = expected and not communicator.taken(theirs, peer)
-            difference = communicator.difference(theirs, peer)
-        if not expected:
-            raise LinkRefused(
-                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
-        if difference is not None:
-            raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
-
-    def refused(self, hello: Hello, error: LLMException) -> None:
-        """Note why a member did not become a link; end the preparation when no attempt can succeed."""
-        communicator = self._communicator
-        if hello.communicator is None or not communicator.is_for(hello.communicator, hello.cluster_id):
-            return
-        text = f"cluster {hello.cluster_id} was refused here: {error}"
-        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
-            self._fail(communicator, text)
-        elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self._note(communicator, text, error.phase)

@@ -63,19 +63,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
 
-__all__ = [
-    "GREETING_SECONDS",
-    "Accepted",
-    "AdmissionPolicy",
-    "Dial",
-    "Endpoint",
-    "Host",
-    "Identity",
-    "Listener",
-    "bind",
-    "listening_socket",
-]
-
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
 _BACKLOG: Final = 128
@@ -103,7 +90,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What this end brings into every handshake, in either role."""
+    """What this end needs for a handshake in either role."""
 
     identity: Identity
     exports: Exports
@@ -216,18 +203,12 @@ class _BlockingFrames:
 class Dial:
     """One handshake, seen from the initiator. Used by one thread, as a context manager; :meth:`hang_up` by any.
 
-    What it holds is given back at the end of the block, unless it was taken.
+    What it holds is given back at the end of the block, unless it was taken. ``peer``, ``connection`` and ``choice``
+    are set by :meth:`greet`.
 
     Args:
         incarnation: The one that must answer, when a lost link is dialled again.
         communicator: What this is for, and must be known there; None: ``link_clusters`` asks.
-
-    Attributes:
-        peer: Who answered.
-        connection: The data connection, open.
-        choice: Its transport, and why.
-        address: Where it dials.
-        by_communicator: True when it is for a communicator.
     """
 
     peer: Peer
@@ -336,43 +317,35 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A link that a peer dialled, complete but for its channel.
-
-    Attributes:
-        hello: What the peer dialled with.
-        sequence: The peer's number of the link.
-        leftover: What came after the handshake.
-    """
+    """A link that a peer dialled, complete but for its channel."""
 
     hello: Hello
-    sequence: int
+    sequence: int  # the peer's number of it
     connection: DataPath
     choice: Choice
     sock: socket.socket
-    leftover: bytes
+    leftover: bytes  # received after the handshake
 
 
 class Host(Protocol):
-    """What the listener asks of the link manager. All on the control thread."""
+    """What the listener asks of the link manager. All on the control thread; a refusal is a LinkError."""
 
-    async def admit(self, hello: Hello) -> None:
-        """Raise LinkError when there may be no link to that peer now."""
-
-    def install(self, accepted: Accepted) -> None:
-        """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
-
-    def recognise(self, hello: Hello) -> int:
-        """Let a communicator use the link that there is; return its number. Raises LinkError if there is none."""
+    async def admit(self, hello: Hello) -> None: ...
+    def install(self, accepted: Accepted) -> None: ...
+    def recognise(self, hello: Hello) -> int: ...
 
 
-class AdmissionPolicy(Protocol):
-    """Which peers a listener admits. All on the control thread."""
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """Which peers a listener admits. Both are called on the control thread.
 
-    def check(self, hello: Hello) -> None:
-        """Raise LinkError unless this listener is there for that peer."""
+    Attributes:
+        check: Raises LinkError unless the listener is there for that peer.
+        refused: Called when a peer that sent a Hello did not become a link.
+    """
 
-    def refused(self, hello: Hello, error: LLMException) -> None:
-        """Note that a peer which sent a Hello did not become a link."""
+    check: Callable[[Hello], None]
+    refused: Callable[[Hello, LLMException], None]
 
 
 def listening_socket(address: tuple[str, int]) -> socket.socket:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
 
-__all__ = ["TRANSITIONS", "USABLE", "Link", "LinkEvent", "LinkMachine", "LinkOrigin", "LinkState", "Peer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.table import LinkTable
 
-__all__ = ["Heartbeat", "LinkConflicts", "peer_responds"]
-
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
 #: With a small ``llm.PeerTimeout`` this end sends and checks more often, whatever the peer's own setting is.

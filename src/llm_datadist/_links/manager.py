@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.retry import Attempt, MemberDial, Reconnect
     from llm_datadist.metrics import LinkStatistics, RedialStatistics
 
-__all__ = ["LinkHooks", "LinkManager"]
-
 #: A peer whose unlink request was acknowledged closes within that time.
 _UNLINK_SECONDS: Final = 1.0
 #: When both ends dialled at once, the one that gave way looks that often for the other's link.
@@ -374,11 +372,14 @@ class LinkManager:
     # --- the target: the control thread (see handshake.Host) -------------------------------------------------------
 
     async def admit(self, hello: Hello) -> None:
-        """Refuse a second process under a linked cluster id, unless the first one is gone."""
+        """Refuse a second process of a linked cluster id, unless the first one is gone."""
         await self._conflicts.give_way(Peer.of(hello))
 
     def install(self, accepted: Accepted) -> None:
-        """Make the link of a stranger usable, then tell it; an older link of the same incarnation is replaced."""
+        """Make the link of a stranger usable, then send Linked; replace an older link of the same incarnation.
+
+        Owns connection and socket, unless it raises LinkRefused.
+        """
         hello = accepted.hello
         by_communicator = hello.communicator is not None
         origin = LinkOrigin(

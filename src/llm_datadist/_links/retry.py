@@ -1,9 +1,6 @@
-"""RetryQueue: dials that are repeated with back-off; and its two users' attempts, reconnects and member dials.
+"""RetryQueue: dials that are repeated with back-off, and the two kinds of them: reconnects and member dials.
 
-A queue starts its threads when there is something to dial; they end when nothing is left. A reconnect restores a link
-that this end dialled and lost. Only the same incarnation is accepted: another one has none of the caches that the link
-was for, and linking to it is the user's decision (R22). Operations do not wait for a reconnect: they fail as without
-one, and the error says that it goes on. A member dial looks for one member of a communicator that is being prepared.
+A queue starts its threads when there is something to dial; they end when nothing is left.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.communicator import Communicator
     from llm_datadist._links.handshake import Dial
     from llm_datadist._links.link import Link, Peer
-
-__all__ = ["Attempt", "MemberDial", "Reconnect", "Reconnector", "RetryQueue"]
 
 _FIRST_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 10.0
@@ -246,11 +241,12 @@ class RetryQueue(Generic[A]):
 
 
 class Reconnect(Attempt):
-    """One lost link that is dialled again. Owns a descriptor of the peer's process, where the transport had one.
+    """A link that this end dialled and lost. Owns a descriptor of the peer's process, where the transport had one.
+
+    Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
+    is the user's decision (R22). Operations do not wait for a reconnect: they fail, and the error says that it goes on.
 
     Attributes:
-        peer: Who must answer.
-        address: Where.
         reason: Why the last attempt failed.
         delay: Seconds before the next attempt, before jitter.
     """
@@ -383,9 +379,6 @@ class MemberDial(Attempt):
         communicator: What it is dialled for, and cancelled with.
         cluster_id: Who has to answer.
         again: It was linked, and is lost: not dialled at once, so that a link which breaks at once costs little.
-
-    Attributes:
-        ports: Where it may listen; the next one to try is first.
     """
 
     def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
@@ -393,11 +386,11 @@ class MemberDial(Attempt):
         super().__init__(communicator, time.monotonic() + self._delay if again else 0.0)
         self.communicator = communicator
         self.cluster_id = cluster_id
-        self.ports = communicator.ports[cluster_id]
+        self.ports = communicator.ports[cluster_id]  # the next one to try is first
 
     @property
     def address(self) -> tuple[str, int]:
-        """What to dial now."""
+        """The address to dial now."""
         return self.communicator.plan.addresses[self.cluster_id], self.ports[0]
 
     def next_port(self) -> None:

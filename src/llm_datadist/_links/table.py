@@ -23,20 +23,18 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
 
-__all__ = ["LinkTable"]
-
 #: Unlinked clusters that are remembered.
 _MAX_UNLINKED: Final = 4096
 
 
 class LinkTable:
-    """Links by the cluster id that the peer announced, dials that are committed, and the numbers that order both."""
+    """Links by the peer's cluster id, committed dials, and the numbers that order both."""
 
     def __init__(self, incarnation: bytes) -> None:
         self._mine = incarnation
         self._changed = threading.Condition(threading.Lock())
         self._links: dict[int, Link] = {}
-        #: The accepted ends of links to ourselves; the dialled ends are in the table like any other.
+        #: The accepted ends of links to this process itself; the dialled ends are in the table like any other.
         self._loopback: set[Link] = set()
         self._dialling: set[bytes] = set()
         #: Clusters that this end has unlinked, the oldest first: they may not reconnect.
@@ -78,7 +76,7 @@ class LinkTable:
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
         """Commit a dial to ``peer``, or return the usable link to it that there is by now.
 
-        Waits while another dial or an unlink is going on. Followed by :meth:`withdraw` in any case.
+        Waits while another dial or an unlink goes on. :meth:`withdraw` must follow.
 
         Raises:
             AlreadyLinked: The cluster id is linked to another process.
