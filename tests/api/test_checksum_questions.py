@@ -12,8 +12,7 @@ import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, UnlinkAck, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import digest
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
@@ -214,13 +213,13 @@ def answers(pair: Pair) -> list[Message]:
     """Note from now on what comes back to the decoder."""
     seen: list[Message] = []
     link = engine(pair.decoder).links.get(1)
-    deliver = link.answer
+    deliver = link.requests.answer
 
     def note(number: int, message: Message) -> bool:
         seen.append(message)
         return bool(deliver(number, message))
 
-    link.answer = note
+    link.requests.answer = note
     return seen
 
 

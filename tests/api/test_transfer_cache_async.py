@@ -446,4 +446,4 @@ def _push(world: Any, name: str, number: int) -> None:
 
 
 def _take_back(world: Any) -> None:
-    world.dd._require_engine("test").links.get(2).located.clear()
+    world.dd._require_engine("test").links.get(2).caches.located.clear()

@@ -83,7 +83,7 @@ class Stranger:
             "pid": os.getpid(),
             "host": "stranger",
             "wanted": None,
-            "redials": False,
+            "reconnects": False,
             "token": secrets.token_bytes(16),
             "cookie": self._guards.cookie,
             "cookie_address": 4096,

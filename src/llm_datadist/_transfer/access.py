@@ -35,7 +35,7 @@ class AccessPolicy:
         """
         if self._store.remote_accessible:
             return
-        if not (isinstance(link, Link) and cache_id in link.located):
+        if not (isinstance(link, Link) and cache_id in link.caches.located):
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
 
     def needs_pin(self, entry: Entry) -> bool:

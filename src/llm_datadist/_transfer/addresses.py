@@ -6,9 +6,9 @@ up among the tensors of its caches; an address outside all of them, or a range a
 by cache id, resolved, under guards, planned against the true geometry.
 
 Without remote cache access (RCA) a target allows pushes only into caches that it has located for this link
-(``Link.located``). Ids are never used again within an ``init``, so that right ends with the cache or the link. The
-pools stay sealed against peers' writes: such a push is answered with absolute addresses, which cma, the data lanes and
-the same process reach, and shared memory does not.
+(``PeerCacheView.located``). Ids are never used again within an ``init``, so that right ends with the cache or the
+link. The pools stay sealed against peers' writes: such a push is answered with absolute addresses, which cma, the
+data lanes and the same process reach, and shared memory does not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist._cache.registry import State
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_LOCATE, Failed, Locate, Located
+from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class AddressBook:
         try:
             answer: Message = self._located(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         link.tell(answer)
 
     def _located(self, link: Link, message: Locate) -> Located:
@@ -140,9 +139,9 @@ class AddressBook:
         index = _AddressIndex(live, message.nbytes)
         found = index.find(addresses)
         cache_ids = index.cache_ids[found]
-        if len(link.located) > _MANY_IDS:
-            link.located &= {entry.cache_id for entry in live}
-        link.located |= set(cache_ids.tolist())
+        if len(link.caches.located) > _MANY_IDS:
+            link.caches.located &= {entry.cache_id for entry in live}
+        link.caches.located |= set(cache_ids.tolist())
         return Located(
             message.id,
             cache_ids.astype("<u8").tobytes(),

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
@@ -276,7 +275,7 @@ def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Cal
 
 def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
     """Build the error for any refusal: the bytes are not confirmed. Kept answers may be outdated, so drop them."""
-    done.link.kept.clear()
+    done.link.caches.kept.clear()
     code = failure.status_code
     if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         code = LLMStatusCode.LLM_FAILED
@@ -374,7 +373,7 @@ class ChecksumServer:
         try:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))
         except LLMException as error:
-            answer = Failed(question.id, int(error.status_code), str(error)[:4000])
+            answer = failed(question.id, error)
         except Exception as error:  # noqa: BLE001 (the executor would swallow it, and the peer would wait)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
             answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._links.communicator import CommunicatorPlan
-from llm_datadist._links.handshake import Identity, bind
+from llm_datadist._links.handshake import Endpoint, Identity, bind
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.manager import LinkManager
+from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
@@ -144,20 +144,17 @@ class Engine:
             remote_accessible=options.remote_accessible,
             transport=None if options.transport == "auto" else options.transport,
         )
+        handlers = {
+            **self._target.handlers(),
+            **self._checksums.handlers(),
+            **AddressBook(self.store).handlers(),
+        }
         return LinkManager(
             self._control,
-            identity,
-            self.store.exports,
-            self._lanes,
+            Endpoint(identity, self.store.exports, self._lanes),
+            LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers={
-                **self._target.handlers(),
-                **self._checksums.handlers(),
-                **AddressBook(self.store).handlers(),
-            },
-            on_end=self._on_link_end,
-            on_tick=self._on_tick,
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
@@ -265,7 +262,7 @@ class Engine:
             lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
             links=self.links.statistics(),
-            redials=self.links.redials(),
+            redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
         )

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair
-from llm_datadist._links.link import Link, RemoteFailure
 from llm_datadist._links.liveness import peer_responds
-from llm_datadist._links.messages import Consumed, Release, Resolve, Resolved
+from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan
 from llm_datadist._transfer.checksum import CompletedTransfer
 from llm_datadist._transfer.resolution import RemoteName, Resolution, Resolving, keep, open_answer, with_grant
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.link import Peer
+    from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool
@@ -136,7 +135,7 @@ class Initiator:
             op.destination_pin = DestinationPin()  # a second attempt must not go elsewhere than a cut first one
         with link.operation():
             for _ in range(_ATTEMPTS):
-                kept: Resolution | None = link.kept.get(key)
+                kept: Resolution | None = link.caches.kept.get(key)
                 remote = kept or self._resolve(link, op)
                 plan: Plan | None = None
                 try:
@@ -150,7 +149,7 @@ class Initiator:
                 finally:
                     if remote.pin or op.consumes:
                         _settle(link, op, remote, plan)
-                link.kept.pop(key, None)
+                link.caches.kept.pop(key, None)
         raise TransferFailed(
             f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
             + ("" if op.grant is None else f"; or {op.grant!r} was revoked, or its time is over"),
@@ -173,7 +172,7 @@ class Initiator:
             raise ProtocolError(f"{op.what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = open_answer(link, answer, op.what, push=op.push)
         if not remote.pin:
-            keep(link.kept, (name, op.push), remote, _MAX_KEPT)
+            keep(link.caches.kept, (name, op.push), remote, _MAX_KEPT)
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
@@ -219,7 +218,7 @@ class Initiator:
         else:
             whole = True
             if not _current(link, op, remote):
-                link.kept.clear()
+                link.caches.kept.clear()
                 raise TransferFailed(
                     f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
                     f"copy, or its grant ended; the {'remote' if op.push else 'local'} bytes addressed are undefined",

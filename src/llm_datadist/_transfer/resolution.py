@@ -90,9 +90,9 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if not answer.guards:
             raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
         known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
-        tensors = link.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+        tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
-            keep(link.mapped, known, tensors, _MAX_MAPPED)
+            keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if tensors.remote_guards:
             tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
     except (LLMException, ValueError) as error:

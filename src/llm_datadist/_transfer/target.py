@@ -17,7 +17,7 @@ import msgspec
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release, Resolve, Resolved
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.lanes import LaneGrant
@@ -61,7 +61,7 @@ class Target:
         try:
             answer: Message = self._resolved(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         try:
             link.tell(answer)
         except ProtocolError as error:
@@ -208,7 +208,7 @@ class LaneReconnector:
 
     def lost(self, link: Link) -> None:
         """Reconnect the lanes of ``link`` soon. Threads: any; returns at once."""
-        if link.dialled and not link.ended:
+        if link.origin.dialled and not link.ended:
             with suppress(RuntimeError):  # closed
                 self._worker.submit(self._reconnect_lanes, link)
 
