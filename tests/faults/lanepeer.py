@@ -71,9 +71,6 @@ class MemoryHandler:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
 
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Nothing is counted here."""
-
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """Nothing is kept for a link here."""
 

@@ -601,9 +601,9 @@ def test_an_ended_peer_is_not_alive(stage: Stage) -> None:
         "import sys\n"
         "from llm_datadist._deadline import Deadline\n"
         "from llm_datadist.testing.peers import close_exports, new_exports\n"
-        "from llm_datadist._transport import meet\n"
+        "from llm_datadist._transport import exchange_memory\n"
         "exports = new_exports(writable=False)\n"
-        "peer = meet(sys.argv[1], bytes.fromhex(sys.argv[2]), exports, Deadline(10_000))\n"
+        "peer = exchange_memory(sys.argv[1], bytes.fromhex(sys.argv[2]), exports, Deadline(10_000))\n"
         "sys.stdin.read()\n"
         "peer.close(); close_exports(exports)\n"
     )

@@ -187,9 +187,6 @@ class LaneTarget:
         """Return what the peer may write: with remote cache access, or what it was told to lie at an address."""
         return self._grant(link, request, write=True)
 
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Nothing is held for a request: its guards and ``quiesce`` protect the memory."""
-
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """A lane ended: with the link, or by a transfer that was given up half way."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)

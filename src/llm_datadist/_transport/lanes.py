@@ -17,7 +17,7 @@ import numpy as np
 
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, Served, WriteAsked
+from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkRefused,
@@ -83,9 +83,6 @@ class LaneHandler(Protocol):
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
         """Return what the peer of ``link`` may write; as :meth:`on_read`."""
-
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Take note that a granted request has ended: ``nbytes`` moved, 0 if it failed."""
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """Take note that a lane of ``link`` ended by itself and ``left`` are there still."""
@@ -362,8 +359,6 @@ class Lanes:
             match event:
                 case ReadAsked() | WriteAsked():
                     self._answer(group, event)
-                case Served():
-                    self._handler.on_served(group.link, event.nbytes)
                 case LaneLost():
                     self._groups.pop(event.lane, None)
                     group.discard(event.lane)  # after the line above: see add()
