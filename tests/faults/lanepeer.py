@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -44,12 +45,11 @@ class RegionConnection(TcpConnection):
         extent: int,
         *,
         writable: bool,
-        handle: bytes = b"",
         located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are, with a handle that says so too."""
-        handle = handle or msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return super().map(regions, offsets, extent, writable=writable, handle=handle, located=located)
+        handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
+        return replace(super().map(regions, offsets, extent, writable=writable, located=located), handle=handle)
 
 
 class MemoryHandler:

@@ -335,9 +335,10 @@ class Initiator:
         push: bool,
     ) -> _Copied:
         """Move the bytes and judge them; unless they are whole it is worth asking again where the cache is."""
-        move = link.connection.write if push else link.connection.read
+        connection = remote.tensors.connection
+        move = connection.write if push else connection.read
         try:
-            move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
+            move(plan, local, remote.tensors, self._pool, deadline)
         except MemoryChanged:
             # The owner has refused before the first byte. Even an answer of just now is worth one more look: a cache
             # that is not there any more should be named so.
@@ -363,7 +364,7 @@ class Initiator:
         if remote.tensors.remote_guards:
             return True
         try:
-            return link.connection.guards_unchanged(remote.guard_set)
+            return remote.tensors.connection.guards_unchanged(remote.guard_set)
         except LinkError as error:
             raise link.lost_error(what, "copy") from error
 
@@ -399,7 +400,7 @@ def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
 def _announced(link: Link, remote: _Resolution, deadline: Deadline, what: str, *, push: bool) -> WriteIntent | None:
     """Announce the copy to the owner of the remote memory; its generations are compared after that."""
     try:
-        return link.connection.announced(remote.tensors, remote.guards[0].slot, deadline, write=push)
+        return remote.tensors.connection.announce(remote.guards[0].slot, deadline, write=push)
     except LinkError as error:
         raise link.lost_error(what, "copy") from error
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist._transport.connection import Capabilities, Window, move_mapped
-from llm_datadist._transport.peer_memory import MetConnection
+from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import PeerLost
 
 if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.connection import RemoteTensors, Transfer
-    from llm_datadist._transport.peer_memory import PeerMemory, SharedPeer
+    from llm_datadist._transport.connection import RemoteTensors
+    from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["ShmConnection"]
 
 
-class ShmConnection(MetConnection):
-    """A connection over mapped memory of another process. Threads as in the base class; owns the peer's memory."""
+class ShmConnection(SameHostConnection):
+    """A connection over mapped memory of another process."""
 
     capabilities = Capabilities("shm", shared_regions=True, private_memory=False)
 
-    def __init__(self, peer: PeerMemory | SharedPeer) -> None:
+    def __init__(self, peer: PeerMemory) -> None:
         self._windows = {
             region: Window(segment.address, segment.nbytes, segment.writable)
             for region, segment in peer.regions.items()
@@ -41,10 +41,9 @@ class ShmConnection(MetConnection):
         deadline: Deadline,
         *,
         write: bool,
-    ) -> Transfer:
-        transfer = move_mapped(plan, local, remote, pool, deadline, write=write)
-        # The mapping outlives its owner: a write that nobody is left to see must not be reported as delivered. A read
-        # needs no such question, its guard decides.
+    ) -> None:
+        move_mapped(plan, local, remote, pool, deadline, write=write)
+        # The mapping outlives its owner: a write into the memory of an ended process must not be reported as
+        # delivered. For a read the guard decides.
         if write and not self._peer.alive():
             raise PeerLost(f"write: the peer process {self._peer.pid} has ended; nobody sees the bytes", phase="copy")
-        return transfer
