@@ -413,7 +413,8 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     if not link.connection.capabilities.private_memory and PRIVATE in regions.tolist():
         raise _unreachable(link, answer.cache_id, what, push=push)
     # Located for a push: it is for the target to say what may be written, and it has said so.
-    return link.connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+    connection = link.connection.reaching(regions)
+    return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
 def _keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:

@@ -4,7 +4,7 @@ Read :mod:`llm_datadist._transport.connection` first, then :mod:`llm_datadist._t
 """
 
 from llm_datadist._transport.choose import Choice, agree, choose
-from llm_datadist._transport.connection import Connection, RemoteTensors
+from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist._transport.shm import ShmConnection
@@ -16,6 +16,7 @@ __all__ = [
     "RemoteTensors",
     "SameHostListener",
     "ShmConnection",
+    "Transfer",
     "agree",
     "choose",
     "exchange_memory",

@@ -18,8 +18,7 @@ from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._native import CopyPool, Plan, Tensors
+    from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["CmaConnection", "probe"]
@@ -46,23 +45,28 @@ class CmaConnection(SameHostConnection):
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
         return self._private
 
-    def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> None:
-        what = "write" if write else "read"
+    def _move(self, transfer: Transfer) -> None:
+        plan, deadline, what = transfer.plan, transfer.deadline, transfer.what
         # Before, because a process that got the pid again must not be written. After, because reading from that
         # process is no error to the kernel.
         self._check_alive(what)
         try:
             done = execute_process(
-                plan, local, remote, self._peer.pid, pool, deadline.expires_ns, deadline.cancelled, write=write
+                plan,
+                transfer.local,
+                transfer.remote,
+                self._peer.pid,
+                transfer.pool,
+                deadline.expires_ns,
+                deadline.cancelled,
+                write=transfer.write,
             )
         except OSError as error:
             self._check_alive(what)
             raise _failure(what, error) from error
         self._check_alive(what)
         if done < plan.nbytes:
-            raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
+            raise transfer.timeout(done)
 
     def _check_alive(self, what: str) -> None:
         if not self._peer.alive():

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Self
 
+import msgspec
 import numpy as np
 
 from llm_datadist._memory.exports import PRIVATE
@@ -23,8 +24,18 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
+    from llm_datadist.errors import DeadlineExceeded
 
-__all__ = ["Capabilities", "Connection", "DataPath", "MemoryChanged", "RemoteTensors", "Window", "move_mapped"]
+__all__ = [
+    "Capabilities",
+    "Connection",
+    "DataPath",
+    "MemoryChanged",
+    "RemoteTensors",
+    "Transfer",
+    "Window",
+    "move_mapped",
+]
 
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
@@ -97,6 +108,53 @@ class RemoteTensors(Tensors):
     def remote_guards(self) -> bool:
         """True when the owner checks its guards, see :class:`Capabilities`."""
         return self.connection.capabilities.remote_guards
+
+
+class Transfer(msgspec.Struct, frozen=True, eq=False):
+    """The bytes of one call, as a transport is asked to move them.
+
+    Attributes:
+        plan: What to move: from ``local`` to ``remote`` when ``write``, else the other way.
+        pool: Threads that may help, or None.
+    """
+
+    plan: Plan
+    local: Tensors
+    remote: RemoteTensors
+    pool: CopyPool | None
+    deadline: Deadline
+    write: bool
+
+    @property
+    def ends(self) -> tuple[Tensors, Tensors]:
+        """The destination and the source."""
+        return (self.remote, self.local) if self.write else (self.local, self.remote)
+
+    @property
+    def what(self) -> str:
+        """The name of the call, for messages."""
+        return "write" if self.write else "read"
+
+    def progress(self, done: int) -> str:
+        """Say how many bytes were done when it failed."""
+        return f"{self.what} ({done} of {self.plan.nbytes} bytes done)"
+
+    def timeout(self, done: int) -> DeadlineExceeded:
+        """Build the error of a deadline that passed after ``done`` bytes."""
+        return self.deadline.error(self.progress(done), "copy")
+
+
+def move_mapped(transfer: Transfer) -> None:
+    """Move bytes between two ends that both have addresses in this process.
+
+    Raises:
+        DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
+        ParamError: The plan leaves a tensor; nothing moved.
+    """
+    deadline = transfer.deadline
+    done = execute(transfer.plan, *transfer.ends, transfer.pool, deadline.expires_ns, deadline.cancelled)
+    if done < transfer.plan.nbytes:
+        raise transfer.timeout(done)
 
 
 class MemoryChanged(TransferFailed):
@@ -185,17 +243,8 @@ class Connection(ABC):
         """Return where the peer's guard table is in this process."""
 
     @abstractmethod
-    def _move(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> None:
-        """Move every byte of the plan. The tensors are this connection's, and the deadline has not passed yet."""
+    def _move(self, transfer: Transfer) -> None:
+        """Move every byte. The tensors are this connection's, and the deadline has not passed yet."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -343,7 +392,7 @@ class Connection(ABC):
             TransferAborted: :meth:`abort` was called meanwhile.
             LinkError: The connection is closed, or the peer is gone.
         """
-        return self._transfer(plan, local, remote, pool, deadline, write=False)
+        return self._transfer(Transfer(plan, local, remote, pool, deadline, False))
 
     def write(
         self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
@@ -354,35 +403,23 @@ class Connection(ABC):
         """
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
-        return self._transfer(plan, local, remote, pool, deadline, write=True)
+        return self._transfer(Transfer(plan, local, remote, pool, deadline, True))
 
-    def _transfer(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> int:
-        what = "write" if write else "read"
-        if remote.connection is not self:
+    def _transfer(self, transfer: Transfer) -> int:
+        what, nbytes, name = transfer.what, transfer.plan.nbytes, self.capabilities.name
+        if transfer.remote.connection is not self:
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
         self._gate.enter(what)
         try:
-            if deadline.expired():
-                raise deadline.error(f"{what} of {plan.nbytes} bytes over {self.capabilities.name}", "copy")
-            self._move(plan, local, remote, pool, deadline, write=write)
-            (self._written if write else self._read).add(plan.nbytes)
+            if transfer.deadline.expired():
+                raise transfer.deadline.error(f"{what} of {nbytes} bytes over {name}", "copy")
+            self._move(transfer)
+            (self._written if transfer.write else self._read).add(nbytes)
         finally:
             self._leave()
         if self._aborted:
-            raise TransferAborted(
-                f"{what}: the {self.capabilities.name} connection was aborted while {plan.nbytes} bytes moved",
-                phase="copy",
-            )
-        return plan.nbytes
+            raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
+        return nbytes
 
     def peer_pidfd(self) -> int | None:
         """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
@@ -469,20 +506,11 @@ class DataPath:
         """Bytes moved to the peer so far."""
         return sum(each.bytes_written for each in self._all)
 
-    def map(
-        self,
-        regions: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
-    ) -> RemoteTensors:
-        """Map tensors as :meth:`Connection.map`. All of them lie in exported regions, or none."""
-        chosen = self.shared
+    def reaching(self, regions: NDArray[np.uint32]) -> Connection:
+        """Return the connection that maps tensors in these regions: all of them exported, or none."""
         if self.private is not None and {PRIVATE}.issuperset(regions.tolist()):
-            chosen = self.private
-        return chosen.map(regions, offsets, extent, writable=writable, located=located)
+            return self.private
+        return self.shared
 
     def introduce(self, who: str, cluster_id: int) -> None:
         """Tell the connections who the peer is."""
@@ -519,18 +547,3 @@ class DataPath:
 
     def __repr__(self) -> str:
         return f"<DataPath {', '.join(map(repr, self._all))}>"
-
-
-def move_mapped(
-    plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-) -> None:
-    """Move a plan between two ends that both have addresses in this process.
-
-    Raises:
-        DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
-        ParamError: The plan leaves a tensor; nothing moved.
-    """
-    destination, source = (remote, local) if write else (local, remote)
-    done = execute(plan, destination, source, pool, deadline.expires_ns, deadline.cancelled)
-    if done < plan.nbytes:
-        raise deadline.error(f"{'write' if write else 'read'} ({done} of {plan.nbytes} bytes done)", "copy")

@@ -13,10 +13,9 @@ from llm_datadist._transport.connection import Capabilities, Connection, Window,
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import IntentWriter
-    from llm_datadist._native import CopyPool, Plan, Tensors
+    from llm_datadist._transport.connection import Transfer
 
 __all__ = ["InprocConnection", "connect", "lives_here", "register", "unregister"]
 
@@ -87,11 +86,9 @@ class InprocConnection(Connection):
             raise LinkError("inproc: the connection is closed; link again", phase="copy")
         return window
 
-    def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> None:
+    def _move(self, transfer: Transfer) -> None:
         self._check_peer()
-        move_mapped(plan, local, remote, pool, deadline, write=write)
+        move_mapped(transfer)
 
     def _check_peer(self) -> None:
         if _peers.get(self._exports.incarnation) is not self._exports:

@@ -9,9 +9,7 @@ from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import PeerLost
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.connection import RemoteTensors
+    from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["ShmConnection"]
@@ -32,18 +30,9 @@ class ShmConnection(SameHostConnection):
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 
-    def _move(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> None:
-        move_mapped(plan, local, remote, pool, deadline, write=write)
+    def _move(self, transfer: Transfer) -> None:
+        move_mapped(transfer)
         # The mapping outlives its owner: a write into the memory of an ended process must not be reported as
         # delivered. For a read the guard decides.
-        if write and not self._peer.alive():
+        if transfer.write and not self._peer.alive():
             raise PeerLost(f"write: the peer process {self._peer.pid} has ended; nobody sees the bytes", phase="copy")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import RegionDescriptor
-    from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.connection import RemoteTensors
+    from llm_datadist._native import Plan
+    from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 __all__ = ["TcpConnection", "split_plan"]
@@ -102,9 +102,9 @@ class TcpConnection(Connection):
         Raises:
             LLMException: It cannot, and no lane is left.
         """
-        self._reconnect_lanes(deadline, deadline.remaining())
+        self._reconnect_within(deadline, deadline.remaining())
 
-    def _reconnect_lanes(self, deadline: Deadline, patience: float) -> None:
+    def _reconnect_within(self, deadline: Deadline, patience: float) -> None:
         """As :meth:`reconnect_lanes`, waiting so many seconds for another thread that dials."""
         if self._reconnect is None or len(self._group) >= self._wanted:
             return
@@ -131,27 +131,18 @@ class TcpConnection(Connection):
     def _guards(self) -> Window:
         raise LinkError("tcp maps no guards, the peer checks them by itself (remote_guards)")
 
-    def _move(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> None:
-        what = "write" if write else "read"
-        check_plan(plan, *((remote, local) if write else (local, remote)))
+    def _move(self, transfer: Transfer) -> None:
+        deadline = transfer.deadline
+        check_plan(transfer.plan, *transfer.ends)
         if time.monotonic_ns() >= deadline.expires_ns:
-            raise deadline.error(f"{what} (0 of {plan.nbytes} bytes done)", "copy")
+            raise transfer.timeout(0)
         try:
             # While a lane is left, it is not worth waiting for another thread that dials.
-            self._reconnect_lanes(deadline, 0 if len(self._group) else deadline.remaining())
-            _LaneTransfer(self, plan, local, remote, deadline, write=write).run()
+            self._reconnect_within(deadline, 0 if len(self._group) else deadline.remaining())
+            _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
-                raise TransferAborted(f"{what}: the tcp connection was aborted", phase="copy") from error
+                raise TransferAborted(f"{transfer.what}: the tcp connection was aborted", phase="copy") from error
             raise
 
     def _release(self) -> None:
@@ -173,32 +164,20 @@ class _LaneTransfer:
     only some parts of that are on their way at a time, and all of them keep off one lane.
     """
 
-    def __init__(
-        self,
-        connection: TcpConnection,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> None:
+    def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
         self._connection = connection
         self._engine = connection._lanes.engine
         self._group = connection._group
-        self._plan = plan
-        self._local = local
-        self._remote = remote
-        self._deadline = deadline
-        self._write = write
+        self._transfer = transfer
+        self._deadline = transfer.deadline
         self._number = next(connection._transfers)
         self._started: deque[_Part] = deque()
         self._done = 0  # bytes that moved
 
     def run(self) -> None:
         """Move every part. When this returns or raises, local memory is the caller's again."""
-        plan = self._plan
-        start = self._engine.start_write if self._write else self._engine.start_read
+        plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
+        start = self._engine.start_write if write else self._engine.start_read
         large = plan.nbytes > _MAX_PART_BYTES
         shared = max(1, len(self._group) - large)
         part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
@@ -210,8 +189,8 @@ class _LaneTransfer:
                 # The parts of an ordered plan follow each other on one lane.
                 if lane is None or not plan.ordered:
                     lane = self._group.take(part.nbytes, self._deadline, large=large)
-                meta = encode_request(self._remote.handle, self._remote.extent, part, write=self._write)
-                self._started.append(_Part(start(lane, meta, part, self._local), lane, part.nbytes))
+                meta = encode_request(remote.handle, remote.extent, part, write=write)
+                self._started.append(_Part(start(lane, meta, part, self._transfer.local), lane, part.nbytes))
             while self._started:
                 self._finish_first()
         finally:
@@ -224,8 +203,8 @@ class _LaneTransfer:
             return
         if outcome.ending is Ending.TIMEOUT:
             self._give_up()
-            raise self._deadline.error(self._progress(), "copy")
-        progress, untouched = self._progress(), self._done == 0 and _untouched(outcome)
+            raise self._transfer.timeout(self._done)
+        progress, untouched = self._transfer.progress(self._done), self._done == 0 and _untouched(outcome)
         if untouched:
             while self._started:  # another part, on another lane, may have been in time before the memory changed
                 untouched &= _untouched(self._wait_for_first())
@@ -265,9 +244,6 @@ class _LaneTransfer:
             if len(transfers) >= _SILENT_TRANSFERS:
                 silent.pop(part.lane, None)
                 self._connection._lanes.drop(self._group, [part.lane])
-
-    def _progress(self) -> str:
-        return f"{'write' if self._write else 'read'} ({self._done} of {self._plan.nbytes} bytes done)"
 
     def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
         if self._connection._aborted:

@@ -15,7 +15,7 @@ import numpy as np
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import CopyPool, GuardSet, Plan, Tensors, plan_blocks, plan_row
+from llm_datadist._native import GuardSet, Plan, Tensors, plan_blocks, plan_row
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport import Connection, RemoteTensors
+    from llm_datadist._transport import Connection, RemoteTensors, Transfer
 
 __all__ = [
     "BLOCKS",
@@ -141,12 +141,10 @@ def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]
     """Hold every move of a connection until the block ends; the event tells that one has come."""
     inside, go, move = threading.Event(), threading.Event(), connection._move
 
-    def gated(
-        plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> None:
+    def gated(transfer: Transfer) -> None:
         inside.set()
         assert go.wait(BUDGET_MS / 1e3)
-        move(plan, local, remote, pool, deadline, write=write)
+        move(transfer)
 
     connection._move = gated  # type: ignore[method-assign]
     try:
