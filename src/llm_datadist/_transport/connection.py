@@ -126,11 +126,6 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
     write: bool
 
     @property
-    def ends(self) -> tuple[Tensors, Tensors]:
-        """The destination and the source."""
-        return (self.remote, self.local) if self.write else (self.local, self.remote)
-
-    @property
     def what(self) -> str:
         """The name of the call, for messages."""
         return "write" if self.write else "read"
@@ -151,9 +146,13 @@ def move_mapped(transfer: Transfer) -> None:
         DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
         ParamError: The plan leaves a tensor; nothing moved.
     """
-    deadline = transfer.deadline
-    done = execute(transfer.plan, *transfer.ends, transfer.pool, deadline.expires_ns, deadline.cancelled)
-    if done < transfer.plan.nbytes:
+    plan, deadline = transfer.plan, transfer.deadline
+    destination: Tensors = transfer.local
+    source: Tensors = transfer.remote
+    if transfer.write:
+        destination, source = source, destination
+    done = execute(plan, destination, source, transfer.pool, deadline.expires_ns, deadline.cancelled)
+    if done < plan.nbytes:
         raise transfer.timeout(done)
 
 
@@ -164,8 +163,7 @@ class MemoryChanged(TransferFailed):
 class _CallGate:
     """Counts the calls inside a connection, and refuses new ones once it is shut or in a forked child.
 
-    Threads: any; each method is atomic. ``leave`` and ``shut`` return True to the one caller that has to release what
-    the calls used.
+    Threads: any. ``leave`` and ``shut`` return True to the one caller that has to release what the calls used.
 
     Args:
         name: Of the transport, for messages.
@@ -416,7 +414,8 @@ class Connection(ABC):
             self._move(transfer)
             (self._written if transfer.write else self._read).add(nbytes)
         finally:
-            self._leave()
+            if self._gate.leave():
+                self._release()
         if self._aborted:
             raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
         return nbytes

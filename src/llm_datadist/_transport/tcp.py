@@ -132,8 +132,8 @@ class TcpConnection(Connection):
         raise LinkError("tcp maps no guards, the peer checks them by itself (remote_guards)")
 
     def _move(self, transfer: Transfer) -> None:
-        deadline = transfer.deadline
-        check_plan(transfer.plan, *transfer.ends)
+        local, remote, deadline = transfer.local, transfer.remote, transfer.deadline
+        check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
         if time.monotonic_ns() >= deadline.expires_ns:
             raise transfer.timeout(0)
         try:
