@@ -209,13 +209,13 @@ def _handle(rng: random.Random) -> bytes:
 
 
 def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
-    """Begin lanes with anything: token and number, cut off or too long, in any pieces."""
+    """Begin lanes with anything: a token, cut off or too long, in any pieces."""
     rng = Forge(seed, LINK).rng
 
     async def run(verdicts: Verdicts) -> None:
         loop = asyncio.get_running_loop()
         while verdicts.judged < frames:
-            greeting = rng.randbytes(TOKEN_BYTES) + rng.randrange(1 << 16).to_bytes(2, "big")
+            greeting = rng.randbytes(TOKEN_BYTES)
             said = mutated(greeting, rng) if rng.random() < 0.6 else greeting
             await _one_greeting(loop, said, verdicts)
 
@@ -231,13 +231,13 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
         ours.send(said)
         ours.shutdown(socket.SHUT_WR)
         try:
-            token, number = await read_lane_greeting(loop, theirs)
+            token = await read_lane_greeting(loop, theirs)
         except ProtocolError as error:
             verdicts.refuse(error)
             return
         rest = theirs.recv(1 << 16)
-    if token + number.to_bytes(2, "big") + rest != said:
-        raise Finding(f"{said!r} was read as {token!r}, {number}, and {rest!r} was left for the engine")
+    if token + rest != said:
+        raise Finding(f"{said!r} was read as {token!r}, and {rest!r} was left for the engine")
     verdicts.accepted["greeting"] += 1
 
 

@@ -178,7 +178,7 @@ class _LaneChild(Child):
             sock, _ = await self._loop.sock_accept(self._server)
             try:
                 preamble = await self._loop.sock_recv(sock, len(LANE_PREAMBLE))
-                token, _ = await read_lane_greeting(self._loop, sock)
+                token = await read_lane_greeting(self._loop, sock)
                 if preamble != LANE_PREAMBLE or token not in self._groups:
                     sock.close()
                     continue

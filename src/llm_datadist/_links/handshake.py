@@ -525,7 +525,7 @@ class Listener:
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
-        token, _ = await read_lane_greeting(self._control.loop, sock)
+        token = await read_lane_greeting(self._control.loop, sock)
         group = self._lanes.find(token)
         await accept_lane(self._control.loop, sock)
         self._greetings.pop(sock, None)

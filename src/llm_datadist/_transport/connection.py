@@ -167,44 +167,39 @@ class _CallGate:
 
     Args:
         name: Of the transport, for messages.
+
+    Attributes:
+        users: Counts the calls; shut once the connection is closed.
     """
 
-    __slots__ = ("_gate", "_name", "_pid")
+    __slots__ = ("_name", "_pid", "users")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pid = _here["pid"]
-        self._gate = UseGate()
-
-    @property
-    def is_open(self) -> bool:
-        return self._gate.is_open
-
-    @property
-    def inside(self) -> int:
-        return self._gate.inside
+        self.users = UseGate()
 
     @property
     def forked(self) -> bool:
         return self._pid != _here["pid"]
 
     def enter(self, what: str) -> None:
-        if self._pid != _here["pid"] or not self._gate.try_enter():
+        if self._pid != _here["pid"] or not self.users.try_enter():
             self._refuse(what)
 
     def check(self, what: str) -> None:
         """Refuse as :meth:`enter` does, for a call that keeps alive by itself what it uses."""
-        if self._pid != _here["pid"] or not self._gate.is_open:
+        if self._pid != _here["pid"] or not self.users.is_open:
             self._refuse(what)
 
     def leave(self) -> bool:
-        return not self._gate.try_leave() and self._gate.leave() == 0
+        return not self.users.try_leave() and self.users.leave() == 0
 
     def shut(self) -> bool:
-        if self.forked and self.is_open:
+        if self.forked and self.users.is_open:
             # A thread that only the parent has may be inside, and will never leave here.
-            self._gate = UseGate()
-        return self._gate.shut() == 0
+            self.users = UseGate()
+        return self.users.shut() == 0
 
     def _refuse(self, what: str) -> NoReturn:
         if self.forked:
@@ -282,7 +277,7 @@ class Connection(ABC):
     @property
     def closed(self) -> bool:
         """True after :meth:`close` or :meth:`abort`."""
-        return not self._gate.is_open
+        return not self._gate.users.is_open
 
     @property
     def bytes_read(self) -> int:
@@ -454,7 +449,7 @@ class Connection(ABC):
     def __del__(self) -> None:
         # Without a lock: this is the last reference. getattr: a constructor may have failed half way.
         gate: _CallGate | None = getattr(self, "_gate", None)
-        if gate is None or not gate.is_open:
+        if gate is None or not gate.users.is_open:
             return
         gate.shut()
         if not gate.forked:
@@ -464,7 +459,7 @@ class Connection(ABC):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return (
-            f"<{type(self).__name__} {state}: {self._gate.inside} in use, "
+            f"<{type(self).__name__} {state}: {self._gate.users.inside} in use, "
             f"{self.bytes_read} bytes read, {self.bytes_written} written>"
         )
 

@@ -66,7 +66,6 @@ MAX_RUNS: Final = 1 << 15
 #: As the preamble of a control connection (magic, protocol version), with purpose 1.
 LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 1, 1)
 TOKEN_BYTES: Final = 16
-_NUMBER: Final = struct.Struct(">H")
 _ACCEPTED: Final = b"\x01"
 # What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
 # gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
@@ -135,9 +134,7 @@ def decode_request(meta: bytes) -> LaneRequest:
 # Dialling, at the end that dialled the link
 
 
-def dial_lanes(
-    address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, first: int = 0
-) -> list[socket.socket]:
+def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Deadline) -> list[socket.socket]:
     """Connect ``count`` lanes of the session ``token`` to the listener at ``address``. Blocks in the caller's thread.
 
     Args:
@@ -145,7 +142,6 @@ def dial_lanes(
         token: 16 bytes that the listener expects.
         count: How many.
         deadline: For all of them.
-        first: Number of the first one.
 
     Raises:
         DeadlineExceeded: Not all were accepted in time (phase ``connect``); none is left open.
@@ -155,9 +151,8 @@ def dial_lanes(
     with ExitStack() as opened:
         socks = [_connect(address, deadline, what, opened) for _ in range(count)]
         try:
-            for number, sock in enumerate(socks, first):
-                # A new connection has room for it.
-                sock.sendall(LANE_PREAMBLE + token + _NUMBER.pack(number))
+            for sock in socks:
+                sock.sendall(LANE_PREAMBLE + token)  # a new connection has room for that
             for sock in socks:
                 _await(sock, select.POLLIN, deadline, what)
                 if sock.recv(1) != _ACCEPTED:
@@ -209,8 +204,8 @@ def _tune(sock: socket.socket) -> None:
 # Accepting, at the end that listens
 
 
-async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, int]:
-    """Return (token, lane number) of a new lane, after the listener has read its preamble.
+async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
+    """Return the token of a new lane, after the listener has read its preamble.
 
     The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
 
@@ -218,14 +213,14 @@ async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socke
         ProtocolError: The connection ended first.
         OSError: It broke.
     """
-    data = b""
-    while len(data) < TOKEN_BYTES + _NUMBER.size:
+    token = b""
+    while len(token) < TOKEN_BYTES:
         # Not a byte more: what follows belongs to the lane engine.
-        more = await loop.sock_recv(sock, TOKEN_BYTES + _NUMBER.size - len(data))
+        more = await loop.sock_recv(sock, TOKEN_BYTES - len(token))
         if not more:
             raise ProtocolError("the connection ended before its lane greeting")
-        data += more
-    return data[:TOKEN_BYTES], _NUMBER.unpack(data[TOKEN_BYTES:])[0]
+        token += more
+    return token
 
 
 async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
