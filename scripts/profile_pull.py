@@ -100,7 +100,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
         "    guards, before and after": lambda: [_current(link_, op, remote) for _ in range(2)],
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
-        "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline),
+        "    read": lambda: connection.shared.read(plan, ours, remote.tensors, pool, deadline),
         "      the copy itself": lambda: execute(plan, ours, remote.tensors, pool, deadline.expires_ns),
     }
 

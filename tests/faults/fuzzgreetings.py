@@ -21,7 +21,7 @@ from tests.faults.fuzzstage import PATIENCE_SECONDS, Stage, drain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist._transport.samehost import PeerMemory
+    from llm_datadist._transport import PeerMemory
 
 __all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
 

@@ -62,19 +62,24 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 def flipping(world: World, verb: str, name: str, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved (``verb`` is read or write), one bit of a cache of this end changes."""
     assert world.dd._engine is not None
-    connection: Any = world.dd._engine.links.get(1).connection
-    original = getattr(connection, verb)
+    path = world.dd._engine.links.get(1).connection
+    connections: list[Any] = [path.shared] if path.private is None else [path.shared, path.private]
 
-    def corrupted(*move: Any) -> Any:
-        result = original(*move)
-        flip(world, name, tensor, at)
-        return result
+    def corrupted(original: Any) -> Any:
+        def move(*args: Any) -> Any:
+            result = original(*args)
+            flip(world, name, tensor, at)
+            return result
 
-    setattr(connection, verb, corrupted)
+        return move
+
+    for connection in connections:
+        setattr(connection, verb, corrupted(getattr(connection, verb)))
     try:
         call(world, method, *args, **kwargs)
     finally:
-        del connection.__dict__[verb]
+        for connection in connections:
+            del connection.__dict__[verb]
 
 
 def is_named(

@@ -13,7 +13,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.table import LinkTable
 from llm_datadist._transport import Choice
-from llm_datadist._transport.connection import Capabilities, Connection, Window
+from llm_datadist._transport.connection import Capabilities, Connection, DataPath, Window
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class End:
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
         choice = Choice(name, name, "test")
-        return Link(peer, Nowhere(), choice, LinkOrigin(dialled, sequence, peer_sequence))
+        return Link(peer, DataPath(Nowhere()), choice, dialled=dialled, sequence=sequence, peer_sequence=peer_sequence)
 
     def end(self, link: Link | None) -> None:
         if link is not None:

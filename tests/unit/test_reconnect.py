@@ -13,6 +13,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._transport import Choice
+from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
 from tests.unit.test_link_table import Nowhere
@@ -37,8 +38,10 @@ class Gone(Nowhere):
 
 def lost(cluster_id: int = 7, connection: Nowhere | None = None) -> Link:
     peer = Peer(cluster_id, bytes(16), 1, "host")
-    origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
-    return Link(peer, connection or Nowhere(), Choice("tcp", None, "test"), origin)
+    path = DataPath(connection or Nowhere())
+    link = Link(peer, path, Choice("tcp", None, "test"), dialled=True, sequence=1, peer_sequence=1)
+    link.address = ADDRESS
+    return link
 
 
 class Attempts:

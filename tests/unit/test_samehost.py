@@ -25,7 +25,15 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
-from llm_datadist._transport.samehost import VERSION, Hello, Offer, Refusal, decode, receive_packet, send_packet
+from llm_datadist._transport.rendezvous import (
+    VERSION,
+    MemoryOffer,
+    Packet,
+    Refusal,
+    RendezvousHello,
+    decode,
+    send_packet,
+)
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, LLMException, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
@@ -71,18 +79,17 @@ class Stage:
         sock.connect(samehost._address(self.listener.name))
         return sock
 
-    def hello(self, **changes: Any) -> tuple[Hello, list[int]]:
+    def hello(self, **changes: Any) -> tuple[RendezvousHello, list[int]]:
         """Return our own offer with some fields replaced."""
-        with Offer(self.ours, TOKEN) as offer:
-            guards, _, *regions = offer.fds  # the page of the offer ends with it
-            return msgspec.structs.replace(offer.hello, **({"writers_nbytes": 0} | changes)), [guards, *regions]
+        with MemoryOffer(self.ours, TOKEN) as offer:  # of an end without RCA: there is no page of its own in it
+            return msgspec.structs.replace(offer.hello, **changes), offer.fds
 
     def refused(self, hello: object, fds: list[int]) -> str:
         """Send a hello, expect a refusal, and return its reason after it reached the callback too."""
         self.listener.expect(TOKEN, self.results.put)
         with self.raw() as sock:
             send_packet(sock, hello, fds)  # type: ignore[arg-type] # on purpose
-            with receive_packet(sock) as packet:
+            with Packet.receive(sock) as packet:
                 answer = decode(packet.data)
                 assert packet.fds == []
         assert isinstance(answer, Refusal)
@@ -265,15 +272,23 @@ def test_tokens_are_long_and_expected_once(stage: Stage) -> None:
         msgspec.msgpack.encode({"type": "eval", "code": "1"}),
         msgspec.msgpack.encode(Refusal("no")),
         msgspec.msgpack.encode([1, 2, 3]),
-        msgspec.msgpack.encode(Hello(VERSION + 1, TOKEN, b"i", b"c" * 16, 64, 0, [])),
-        msgspec.msgpack.encode(Hello(VERSION, TOKEN, b"i", b"short", 64, 0, [])),
-        msgspec.msgpack.encode(Hello(VERSION, b"", b"i", b"c" * 16, 64, 0, [])),
-        msgspec.msgpack.encode(Hello(VERSION, TOKEN, b"i", b"c" * 16, -1, 0, [])),
-        msgspec.msgpack.encode(Hello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(0, 1, "x", True)])),
-        msgspec.msgpack.encode(Hello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(1, 1, "x" * 65, True)])),
-        msgspec.msgpack.encode(Hello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(1, 1, "x", True)] * 2)),
+        msgspec.msgpack.encode(RendezvousHello(VERSION + 1, TOKEN, b"i", b"c" * 16, 64, 0, [])),
+        msgspec.msgpack.encode(RendezvousHello(VERSION, TOKEN, b"i", b"short", 64, 0, [])),
+        msgspec.msgpack.encode(RendezvousHello(VERSION, b"", b"i", b"c" * 16, 64, 0, [])),
+        msgspec.msgpack.encode(RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, -1, 0, [])),
         msgspec.msgpack.encode(
-            Hello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(i + 1, 1, "x", True) for i in range(33)])
+            RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(0, 1, "x", True)])
+        ),
+        msgspec.msgpack.encode(
+            RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(1, 1, "x" * 65, True)])
+        ),
+        msgspec.msgpack.encode(
+            RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(1, 1, "x", True)] * 2)
+        ),
+        msgspec.msgpack.encode(
+            RendezvousHello(
+                VERSION, TOKEN, b"i", b"c" * 16, 64, 0, [RegionDescriptor(i + 1, 1, "x", True) for i in range(33)]
+            )
         ),
     ],
 )
@@ -282,7 +297,7 @@ def test_garbage(stage: Stage, data: bytes) -> None:
     stage.listener.expect(TOKEN, stage.results.put)
     with unchanged(), stage.raw() as sock:
         socket.send_fds(sock, [data], [0, 1, 2])
-        with receive_packet(sock) as packet:
+        with Packet.receive(sock) as packet:
             assert isinstance(decode(packet.data), Refusal)
         stage.settled()
     stage.dial().close()
@@ -303,7 +318,7 @@ def test_received_descriptors_are_not_inherited_and_closed_unless_taken() -> Non
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, unchanged():
         send_packet(ours, Refusal("x"), [0, 1, 2])
-        with receive_packet(theirs) as packet:
+        with Packet.receive(theirs) as packet:
             assert not any(os.get_inheritable(fd) for fd in packet.fds)
             taken = packet.take()
         os.fstat(taken)
@@ -507,7 +522,7 @@ def test_a_closed_listener(stage: Stage) -> None:
 
 
 @contextmanager
-def liar(answer: Callable[[socket.socket, Hello], object]) -> Iterator[str]:
+def liar(answer: Callable[[socket.socket, RendezvousHello], object]) -> Iterator[str]:
     """Run a listener that answers one hello as the test wants; yield its name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind("\0llm-datadist-liar-" + secrets.token_hex(4))
@@ -515,9 +530,9 @@ def liar(answer: Callable[[socket.socket, Hello], object]) -> Iterator[str]:
 
         def serve() -> None:
             sock, _ = server.accept()
-            with sock, receive_packet(sock) as packet:
+            with sock, Packet.receive(sock) as packet:
                 hello = decode(packet.data)
-                assert isinstance(hello, Hello)
+                assert isinstance(hello, RendezvousHello)
                 answer(sock, hello)
 
         thread = threading.Thread(target=serve)
@@ -528,7 +543,7 @@ def liar(answer: Callable[[socket.socket, Hello], object]) -> Iterator[str]:
             thread.join()
 
 
-LIES: dict[str, tuple[Callable[[Stage, socket.socket, Hello], object], str]] = {
+LIES: dict[str, tuple[Callable[[Stage, socket.socket, RendezvousHello], object], str]] = {
     "nothing": (lambda stage, sock, hello: None, "without a word"),
     "garbage": (lambda stage, sock, hello: socket.send_fds(sock, [b"\xc1"], [0, 1]), "nonsense"),
     "refusal": (lambda stage, sock, hello: send_packet(sock, Refusal("not\ntoday"), [0]), "refused: not today"),

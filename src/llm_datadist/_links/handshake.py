@@ -534,10 +534,9 @@ class Listener:
         await frames.send(Linked(self._host.recognise(hello)))
 
     async def _take_lane(self, sock: socket.socket) -> None:
-        """Add a data lane to a link that is there, or about to be."""
-        lanes = self._endpoint.lanes
-        token, _ = await read_lane_greeting(self._control.loop, sock)
-        group = lanes.find(token)
+        """A data lane of a link that is there, or about to be."""
+        token = await read_lane_greeting(self._control.loop, sock)
+        group = self._lanes.find(token)
         await accept_lane(self._control.loop, sock)
         self._greetings.pop(sock, None)
         lanes.add(group, sock)

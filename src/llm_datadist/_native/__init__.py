@@ -41,7 +41,6 @@ from llm_datadist._native.lanes import (
     LaneLost,
     Outcome,
     ReadAsked,
-    Served,
     WriteAsked,
     check_plan,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "Outcome",
     "Plan",
     "ReadAsked",
-    "Served",
     "Tensors",
     "Timer",
     "UseGate",

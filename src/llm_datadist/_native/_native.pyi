@@ -349,7 +349,6 @@ class LaneEngine:
         tuple[Literal["read"], int, int, bytes]
         | tuple[Literal["write"], int, int, bytes, int]
         | tuple[Literal["lost"], int, str]
-        | tuple[Literal["done"], int, int, int, int]
     ]:
         """Return the events since the last call."""
     def start(

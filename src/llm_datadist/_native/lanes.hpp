@@ -155,7 +155,7 @@ public:
         return outcome.value_or(Outcome{});  // without a lane or a worker the ticket was finished before
     }
 
-    // The peer's requests, as the events tell of them. Answers to what is gone are dropped, grants with a done event.
+    // The peer's requests, as the events tell of them. Answers to what is gone are dropped.
 
     void serve(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::serve); }
     void accept(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::accept); }
@@ -226,13 +226,9 @@ private:
         const auto body = usable_body();
         if (!body) return;
         auto shared = std::make_shared<Grant>(std::move(grant));
-        const std::uint64_t id = shared->id;
-        EventQueue& events = body->events;
-        const bool posted = body->worker_of(lane).post([lane, id, shared, verb, &events](Worker& worker) {
-            if (!worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); }))
-                events.push({Event::What::done, lane, id, "", 0, lost});
+        body->worker_of(lane).post([lane, shared, verb](Worker& worker) {
+            worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
         });
-        if (!posted) events.push({Event::What::done, lane, id, "", 0, lost});
     }
 
     void remember(std::uint64_t id, Started started) {

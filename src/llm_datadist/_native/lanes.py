@@ -29,7 +29,6 @@ __all__ = [
     "LaneLost",
     "Outcome",
     "ReadAsked",
-    "Served",
     "WriteAsked",
     "check_plan",
 ]
@@ -40,7 +39,7 @@ ABORTED: Final = 2
 """Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
 
 LOST: Final = 3
-"""Status of a granted job whose lane ended."""
+"""Status of a job whose lane ended because it was given up."""
 MISFIT: Final = 4
 """Status of a write whose payload is not of the size of what was granted."""
 TORN: Final = 5
@@ -106,24 +105,9 @@ class LaneLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A granted request has ended; each grant is followed by exactly one of these.
+LaneEvent = ReadAsked | WriteAsked | LaneLost
 
-    Attributes:
-        status: 0 for good, else :data:`CHANGED`, :data:`ABORTED`, :data:`LOST`, :data:`MISFIT` or :data:`TORN`.
-        nbytes: Bytes that moved for it, 0 unless good.
-    """
-
-    lane: int
-    id: int
-    status: int
-    nbytes: int
-
-
-LaneEvent = ReadAsked | WriteAsked | LaneLost | Served
-
-_EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost, "done": Served}
+_EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost}
 
 
 def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
@@ -260,7 +244,7 @@ class LaneEngine:
             lane: As in the event.
             id: As in the event.
             plan: What to send; only its source side is looked at.
-            src: Where from, valid until :class:`Served` comes or :meth:`quiesce` returns.
+            src: Where from, valid until :meth:`quiesce` has returned for ``tag``.
             guards: (address, generation) of what must still be true before the first byte and after the last.
             tag: What :meth:`quiesce` will call this memory.
 

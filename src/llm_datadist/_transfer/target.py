@@ -174,9 +174,6 @@ class LaneTarget:
         """Return what the peer may write."""
         return self._grant(link, request, write=True)
 
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Nothing is held for a request: its guards and ``quiesce`` protect the memory."""
-
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """Have a lane reconnected that ended, with its link or by a transfer that was given up half way."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
