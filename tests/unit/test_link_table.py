@@ -54,7 +54,7 @@ class End:
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
         choice = Choice(name, name, "test")
-        return Link(peer, DataPath(Nowhere()), choice, dialled=dialled, sequence=sequence, peer_sequence=peer_sequence)
+        return Link(peer, DataPath(Nowhere()), choice, LinkOrigin(dialled, sequence, peer_sequence))
 
     def end(self, link: Link | None) -> None:
         if link is not None:

@@ -39,9 +39,8 @@ class Gone(Nowhere):
 def lost(cluster_id: int = 7, connection: Nowhere | None = None) -> Link:
     peer = Peer(cluster_id, bytes(16), 1, "host")
     path = DataPath(connection or Nowhere())
-    link = Link(peer, path, Choice("tcp", None, "test"), dialled=True, sequence=1, peer_sequence=1)
-    link.address = ADDRESS
-    return link
+    origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
+    return Link(peer, path, Choice("tcp", None, "test"), origin)
 
 
 class Attempts:

@@ -535,8 +535,9 @@ class Listener:
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
+        lanes = self._endpoint.lanes
         token = await read_lane_greeting(self._control.loop, sock)
-        group = self._lanes.find(token)
+        group = lanes.find(token)
         await accept_lane(self._control.loop, sock)
         self._greetings.pop(sock, None)
         lanes.add(group, sock)

@@ -201,80 +201,52 @@ class Initiator:
             self._verifier.verify(done, plan)
         return plan
 
-    # --- steps 6 to 8: guards, copy, guards ------------------------------------------------------------------------
-
-    def _copy(
-        self,
-        link: Link,
-        plan: Plan,
-        local: Tensors,
-        remote: _Resolution,
-        deadline: Deadline,
-        what: str,
-        *,
-        push: bool,
-    ) -> _Copied:
-        """Move the bytes and judge them; unless they are whole it is worth asking again where the cache is."""
+    def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
+        """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
         connection = remote.tensors.connection
-        move = connection.write if push else connection.read
+        move = connection.write if op.push else connection.read
         try:
-            move(plan, local, remote.tensors, self._pool, deadline)
+            move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
         except MemoryChanged:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
             return False
         except (LinkError, TransferAborted) as error:
-            if peer_responds(link, deadline):
-                return _Copied.CUT
-            if not link.ended:
-                deadline.check(f"{what} from {link.peer}", "copy", link.peer.cluster_id)
-            raise link.lost_error(what, "copy") from error
-        if not self._current(link, remote, what):
-            link.kept.clear()
-            raise TransferFailed(
-                f"{what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the copy, "
-                f"or its grant ended; the {'remote' if push else 'local'} bytes addressed are undefined",
-                peer=link.peer.cluster_id,
-                phase="copy",
-            )
-        return _Copied.WHOLE
-
-    def _current(self, link: Link, remote: _Resolution, what: str) -> bool:
-        """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
-        if remote.tensors.remote_guards:
-            return True
-        try:
-            return remote.tensors.connection.guards_unchanged(remote.guard_set)
-        except LinkError as error:
-            raise link.lost_error(what, "copy") from error
-
-    # --- step 9: settle --------------------------------------------------------------------------------------------
-
-    def _settle(self, link: Link, remote: _Resolution, moved: Plan | None, *, push: bool, consumes: bool) -> None:
-        first, count = (0, 0) if moved is None else (moved.dst_first if push else moved.src_first, moved.count)
-        if consumes and count and remote.geometry.kind is CacheKind.CACHE:
-            link.tell(Consumed(remote.cache_id, remote.row, first, count))
-        if remote.pin:
-            link.tell(Release(remote.pin, first, 0 if push else count))
+            if not peer_responds(link, op.deadline):
+                if not link.ended:
+                    op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
+                raise link.lost_error(op.what, "copy") from error
+            whole = False  # only the data lanes broke, after any number of bytes
+        else:
+            whole = True
+            if not _current(link, op, remote):
+                link.caches.kept.clear()
+                raise TransferFailed(
+                    f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
+                    f"copy, or its grant ended; the {'remote' if op.push else 'local'} bytes addressed are undefined",
+                    peer=link.peer.cluster_id,
+                    phase="copy",
+                )
+        if op.destination_pin is not None:
+            op.destination_pin.record(link.peer, op.name, remote.cache_id)
+        return whole
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:
     """Announce the copy to the owner of the remote memory."""
     try:
-        return remote.tensors.connection.announce(remote.guards[0].slot, deadline, write=push)
+        return remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
 
 
-def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:
-    regions = np.frombuffer(answer.regions, dtype="<u4")
-    offsets = np.frombuffer(answer.offsets, dtype="<u8")
-    if not len(regions) == len(offsets) == geometry.num_tensors:
-        raise _misfit(link, answer, geometry)
-    if not link.connection.capabilities.private_memory and PRIVATE in regions.tolist():
-        raise _unreachable(link, answer.cache_id, what, push=push)
-    # Located for a push: it is for the target to say what may be written, and it has said so.
-    connection = link.connection.reaching(regions)
-    return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
+    """Return True while every guard shows the generation of the answer; remote guards are checked by the target."""
+    if remote.tensors.remote_guards:
+        return True
+    try:
+        return remote.tensors.connection.guards_unchanged(remote.guard_set)
+    except LinkError as error:
+        raise link.lost_error(op.what, "copy") from error
 
 
 def _compare(link: Link, local: Entry, remote: Resolution) -> CachePair:

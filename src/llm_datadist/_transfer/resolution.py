@@ -154,7 +154,8 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
             phase="resolve",
         )
     # ``located``: the target says what may be written, and by this answer it has allowed it.
-    return link.connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+    connection = link.connection.reaching(regions)
+    return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
 def _misfit(link: Link, answer: Resolved, geometry: Geometry) -> ProtocolError:
