@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist.bench import SideFailed
 from llm_datadist.bench.cases import Case
 from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.errors import SideFailed
 from llm_datadist.bench.processes import Contestant
 from llm_datadist.bench.workload import Op, Workload
 

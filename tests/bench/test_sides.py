@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench.errors import SideFailed
-from llm_datadist.bench.limits import streaming_bits
+from llm_datadist.bench import SideFailed, sides
 from llm_datadist.bench.processes import Contestant
-from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not
+from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
 from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.limits import TcpRaw, useful_threads
+from llm_datadist.bench.sides.limits import TcpRaw, streaming_bits, useful_threads
 from llm_datadist.bench.workload import Memory, Op, Workload
 
 if TYPE_CHECKING:
@@ -153,6 +151,15 @@ def test_the_footprint_is_what_it_holds(side: str) -> None:
     one = workload.tensor_bytes * workload.tensors
     gathered = workload.blocks * workload.block_bytes if side == "torch" else 0
     assert cls.footprint(workload) == one * (1 if workload.op is Op.COPY else 2) + gathered
+
+
+def test_without_a_checkout_a_peer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has no benchmarks/peers."""
+    monkeypatch.setattr(sides, "_CHECKOUT", tmp_path)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.torch", raising=False)
+    reason = why_not("torch", work(Op.COPY))
+    assert reason is not None
+    assert reason.startswith("not in this installation")
 
 
 def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist._native import usable_cpus
-from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench import BenchError
 from llm_datadist.bench.sides import LIMITS, PEERS
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Memory, Op, Workload

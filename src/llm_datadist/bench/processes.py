@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench.errors import SideFailed
+from llm_datadist.bench import SideFailed
 from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._native import usable_cpus
-from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench import WrongBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

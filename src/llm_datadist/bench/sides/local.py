@@ -8,10 +8,10 @@ import numpy as np
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, plan_blocks
-from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench import WrongBytes
+from llm_datadist.bench.memory import private_tensors
 from llm_datadist.bench.sides.base import Facts, Role, Side
 from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 

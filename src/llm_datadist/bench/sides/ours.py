@@ -15,8 +15,8 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.bench.memory import private_tensors
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 

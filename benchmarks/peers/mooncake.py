@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from llm_datadist.bench.memory import private_tensors
+from llm_datadist.bench.sides import why_not_importable
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:

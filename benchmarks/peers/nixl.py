@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench.memory import private_tensors
+from llm_datadist.bench.sides import why_not_importable
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
