@@ -9,7 +9,7 @@ frame       what this end says to ``peer`` is kept back, and sent in order when 
 =========== ==========================================================================================
 
 The block itself must not need what is stalled: use it from a thread, or an end, that only looks on. Deadlines of others
-go on running, which is the point. Inside a copy, after its first byte, :mod:`llm_datadist.testing.midcopy` stops.
+go on running, which is the point. Inside a copy, after its first byte, :mod:`tests.faults.midcopy` stops.
 """
 
 from __future__ import annotations

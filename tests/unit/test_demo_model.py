@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llm_datadist.demo.model import Array, Llama, ModelConfig, attend, rms_norm, rotate
-from llm_datadist.demo.paged import PagedKV
+from llm_datadist.demo.model import Array, Llama, ModelConfig, PagedKV, attend, rms_norm, rotate
 from llm_datadist.demo.workload import Workload
 
 SMALL = Workload(

@@ -20,8 +20,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
-from llm_datadist.demo.model import Llama
-from llm_datadist.demo.paged import PagedKV
+from llm_datadist.demo.model import Llama, PagedKV
 from llm_datadist.demo.workload import Memory
 from llm_datadist.views import tensor_views
 
