@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,18 +20,32 @@ from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
     from typing import Self
 
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["Contestant", "Process"]
+__all__ = ["Build", "Contestant", "Process"]
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
 # Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The installation of llm_datadist whose workers are started; without arguments this one.
+
+    Attributes:
+        python: Its interpreter.
+        environment: Of its workers, or None for that of this process.
+    """
+
+    python: str = sys.executable
+    environment: Mapping[str, str] | None = None
 
 
 class Process:
@@ -40,15 +55,15 @@ class Process:
         name: "side (role)", for texts.
     """
 
-    def __init__(self, side: str, role: Role) -> None:
+    def __init__(self, side: str, role: Role, build: Build) -> None:
         self.name = side if role is Role.ALONE else f"{side} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llm_datadist.bench.worker", side, role],
+            [build.python, "-m", "llm_datadist.bench.worker", side, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | _ENVIRONMENT | dict(find(side).env),
+            env={**(os.environ if build.environment is None else build.environment), **_ENVIRONMENT, **find(side).env},
             # Ctrl-C goes to the driver alone, which ends the others in order.
             start_new_session=True,
         )
@@ -129,7 +144,7 @@ class Contestant:
         facts: What its processes told when they were connected, for example ``transport``.
     """
 
-    def __init__(self, side: str, timeout_s: float) -> None:
+    def __init__(self, side: str, timeout_s: float, build: Build | None = None) -> None:
         self.side = side
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
@@ -137,7 +152,7 @@ class Contestant:
         self._processes: list[Process] = []
         try:
             for role in find(self.side).roles:
-                self._processes.append(Process(self.side, role))
+                self._processes.append(Process(self.side, role, build or Build()))
         except BaseException:
             self.kill()
             raise
