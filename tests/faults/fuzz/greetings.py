@@ -14,12 +14,13 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER, Linked, Welcome, decode, frame
 from llm_datadist.errors import LinkError, LLMException
-from tests.faults.fuzz import Verdicts, packet, trial
-from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge, mutated
-from tests.faults.fuzzstage import PATIENCE_SECONDS, Stage, drain
+from tests.faults.fuzz import Target, Verdicts, trial
+from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
+from tests.faults.fuzz.readers import packet
+from tests.faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist._transport.samehost import PeerMemory
 
@@ -172,8 +173,7 @@ def _send(name: str, data: bytes, descriptors: list[int]) -> None:
             sock.recv(1 << 16)
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "greetings": fuzz_greetings,
     "dials": fuzz_dials,
     "rendezvous": fuzz_rendezvous,

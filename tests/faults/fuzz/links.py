@@ -19,12 +19,12 @@ from llm_datadist._transfer.addresses import places_in
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
-from tests.faults.fuzz import Finding, Verdicts, trial
-from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
-from tests.faults.fuzzstage import PATIENCE_SECONDS, VICTIM, Stage, drain
+from tests.faults.fuzz import Finding, Target, Verdicts, trial
+from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from tests.faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
@@ -249,8 +249,7 @@ def _quick(end: LLMDataDist) -> Iterator[None]:
         del manager._deadline
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "handlers": fuzz_handlers,
     "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
     "answers": fuzz_answers,

@@ -20,14 +20,13 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, encode_request, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
-from tests.faults.fuzz import Finding, Verdicts, trial
-from tests.faults.fuzzgen import LINK, Forge, mutated, wild
-from tests.faults.fuzzlinks import join
-from tests.faults.fuzzstage import Stage
+from tests.faults.fuzz import Finding, Target, Verdicts, trial
+from tests.faults.fuzz.forge import LINK, Forge, mutated, wild
+from tests.faults.fuzz.links import join
+from tests.faults.fuzz.stage import Stage
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -245,8 +244,7 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
     verdicts.accepted["greeting"] += 1
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "lanes": fuzz_lanes,
     "lane handles": fuzz_lane_handles,
     "lane greetings": fuzz_lane_greetings,
