@@ -128,9 +128,12 @@ def main() -> int:
     asked = parser.parse_args()
     nbytes = int(asked.mib * (1 << 20))
     pool = f'{{"memory_size": {2 * asked.layers * nbytes + (1 << 20)}}}'
-    settings: dict[str, str | int] = {"mem_pool_cfg": pool, "sync_kv_timeout": 60_000}
-    settings["enable_remote_cache_accessible"] = True
-    with two_ends(extra={"llm.CopyThreads": "1"}, **settings) as (target, here):
+    with two_ends(
+        extra={"llm.CopyThreads": "1"},
+        mem_pool_cfg=pool,
+        sync_kv_timeout=60_000,
+        enable_remote_cache_accessible=True,
+    ) as (target, here):
         target.do(make, asked.layers, nbytes, _KEY)
         make(here, asked.layers, nbytes, None)
         sender = _Sender(target, here, asked.layers)
