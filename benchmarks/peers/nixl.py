@@ -33,22 +33,19 @@ __all__ = ["Nixl", "NixlPrepared", "NixlTcp", "NixlTcpPrepared"]
 
 _BACKEND: Final = "UCX"
 _DRAM: Final = "DRAM"
-_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 _TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 
 class Nixl(Side):
     """Each transfer is made from prepared descriptors, posted and polled: READ to pull, WRITE to push."""
 
-    label: ClassVar[str] = "NIXL"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"NIXL_LOG_LEVEL": "ERROR"}
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Between two processes, where NIXL is installed."""
-        if workload.op not in _OPS:
-            return f"moves blocks between processes, not for {workload.op}"
-        return why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+        """Refuse where NIXL is not installed, too."""
+        return super().why_not(workload) or why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
 
     def start(self) -> Facts:
         """Make an agent and register this end's tensors."""
@@ -66,8 +63,6 @@ class Nixl(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Load the source's metadata and prepare the descriptors of all blocks of both ends."""
-        if self.role is Role.SOURCE:
-            return {}
         peer = self._agent.add_remote_agent(b64decode(facts["metadata"]))
         name = peer.decode() if isinstance(peer, bytes) else peer
         self._agent.make_connection(name)
@@ -128,8 +123,6 @@ class Nixl(Side):
 class NixlPrepared(Nixl):
     """Transfers are made once, before they are timed: only posted and polled."""
 
-    label: ClassVar[str] = "NIXL, prepared"
-
     def prepare(self) -> None:
         """Make the transfer of everything, or one for every block."""
         if self.workload.op is Op.LATENCY:
@@ -157,12 +150,10 @@ class NixlPrepared(Nixl):
 class NixlTcp(Nixl):
     """Over tcp on loopback."""
 
-    label: ClassVar[str] = "NIXL over tcp"
     env: ClassVar[Mapping[str, str]] = _TCP
 
 
 class NixlTcpPrepared(NixlPrepared):
     """Over tcp on loopback, prepared."""
 
-    label: ClassVar[str] = "NIXL over tcp, prepared"
     env: ClassVar[Mapping[str, str]] = _TCP

@@ -27,15 +27,13 @@ _ELEMENT: Final = np.dtype(np.int64)
 class Torch(Side):
     """index_select of the source's blocks, index_copy_ into the destination, inside one process."""
 
-    label: ClassVar[str] = "torch index_copy_"
+    ops: ClassVar[tuple[Op, ...]] = (Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """For copies inside a process, where PyTorch is installed."""
-        if workload.op not in (Op.COPY, Op.SWAP):
-            return f"copies inside one process, not for {workload.op}"
-        return why_not_importable("torch", "torch==2.13.0")
+        """Refuse where PyTorch is not installed, too."""
+        return super().why_not(workload) or why_not_importable("torch", "torch==2.13.0")
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:

@@ -220,9 +220,8 @@ class Contestant:
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self._processes) > 1:
-            source, destination = self._processes
+            _, destination = self._processes
             self.facts.update(self._ask(destination, "connect", facts=told[0]))
-            self._ask(source, "connect", facts=told[1])
 
     def _ask(self, process: Process, what: str, **fields: object) -> Any:  # noqa: ANN401  a JSON value
         process.send(what, **fields)

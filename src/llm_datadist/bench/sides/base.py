@@ -1,8 +1,8 @@
 """What every side of a comparison is: one class, in processes of its own, that moves a workload's blocks.
 
-A side sets up its memory in ``start``, meets its other end in ``connect``, and moves everything in ``transfer``. The
-base gives the source its bytes, poisons the destination and compares afterwards, through the arrays that the side put
-into ``source_views`` and ``destination_views``: it has no way to verify itself.
+A side sets up its memory in ``start``, connects to its other end in ``connect``, and moves blocks in ``transfer`` or
+``transfer_one``. This base class gives the source its bytes, poisons the destination and compares afterwards, through
+the arrays that the side put into ``source_views`` and ``destination_views``: a side cannot vouch for itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Side(ABC):
     """One process of a side.
 
     Attributes:
+        ops: What this side can be measured at.
         roles: The processes of this side, in the order of their start.
-        label: What tables call it.
         env: Environment of its processes beside the inherited one; set before they start.
         role: Which of the processes this is.
         workload: What is to be moved.
@@ -49,8 +49,8 @@ class Side(ABC):
         destination_views: The same for those that are written.
     """
 
+    ops: ClassVar[tuple[Op, ...]] = ()
     roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
-    label: ClassVar[str] = ""
     env: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, role: Role, workload: Workload) -> None:
@@ -60,9 +60,12 @@ class Side(ABC):
         self.destination_views: list[Bytes] = []
 
     @classmethod
-    @abstractmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Say why this side cannot run the workload (not installed, not for this op), or None. Loads no peer."""
+        """Return why this side cannot run the workload, or None.
+
+        The base compares the op with ``ops``. A side that overrides this imports no other software here.
+        """
+        return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -71,19 +74,18 @@ class Side(ABC):
 
     @abstractmethod
     def start(self) -> Facts:
-        """Set up memory; return what the other end needs to know (port, addresses, pid, metadata)."""
+        """Set up memory. The source returns what the destination needs to connect: port, addresses, pid, metadata."""
 
     def connect(self, facts: Facts) -> Facts:
-        """Meet the other end, given its facts; return what the driver should know (``transport``), or nothing.
+        """Connect the destination to the source, given what its ``start`` returned.
 
-        The destination is asked after every start, with the source's facts; then the source, with the facts that the
-        destination's *start* returned. Sides with one process are not asked.
+        Returns what the driver should know (``transport``). Sides with one process are not asked.
         """
         return {}
 
-    @abstractmethod
     def transfer(self) -> None:
         """Move every block once. Only this is timed. Called in the initiating process."""
+        raise NotImplementedError(f"{type(self).__name__} has single steps only")
 
     def transfer_one(self, index: int) -> None:
         """Do the step ``index`` by itself, for ops whose single steps are timed.
@@ -95,7 +97,7 @@ class Side(ABC):
     def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
         """Give everything back. Called once, also after a failure."""
 
-    # What the worker calls. A side need not touch these.
+    # Called by the worker. Few sides override one of these.
 
     @property
     def in_place(self) -> bool:
@@ -103,7 +105,7 @@ class Side(ABC):
         return bool(self.source_views) and self.source_views is self.destination_views
 
     def own(self, views: list[Bytes]) -> None:
-        """Take the tensors of this process of a pair: read here or written here, by op and role."""
+        """Take the tensors of one process of a pair as source or as destination, by op and role."""
         reads = (self.workload.op is Op.PUSH) == (self.role is Role.DESTINATION)
         self.source_views, self.destination_views = (views, []) if reads else ([], views)
 

@@ -29,12 +29,14 @@ class ByKey(Ours):
     pull which consumes the key frees the memory, too.
     """
 
+    ops = (Op.LATENCY,)
+
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Latency of caches in a pool: registered ones are not consumed."""
-        if workload.op is not Op.LATENCY:
-            return f"measures single pulls, not {workload.op}"
-        return None if workload.memory is Memory.POOL else "pulling a registered cache consumes no key"
+        """Refuse registered memory, too."""
+        if workload.memory is Memory.REGISTERED:
+            return "pulling a registered cache consumes no key"
+        return super().why_not(workload)
 
     def start(self) -> Facts:
         """Initialize this end; the destination makes its cache."""
@@ -63,11 +65,6 @@ class ByKey(Ours):
         """Pull cache number ``index``."""
         key, row = self._steps[index]
         self._end.cache_manager.pull_cache(key, self._cache, row)
-
-    def transfer(self) -> None:
-        """Pull every cache."""
-        for index in range(self.workload.blocks):
-            self.transfer_one(index)
 
     def verify(self, seed: int) -> bool:
         """Compare what was pulled; at the source, see that nothing is left that the pulls should have consumed."""

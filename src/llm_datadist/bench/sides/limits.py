@@ -189,15 +189,9 @@ def useful_threads(workload: Workload) -> int:
 class Memcpy(Side):
     """memcpy of every block inside one process, from and to shared pages where the workload is about pools."""
 
-    label: ClassVar[str] = "memcpy"
+    ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
     streaming: ClassVar[bool] = False
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Everything that moves blocks."""
-        moves = workload.op in (*_BETWEEN, Op.COPY, Op.SWAP)
-        return None if moves else f"copies blocks, not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -228,7 +222,6 @@ class Memcpy(Side):
 class MemcpyStreaming(Memcpy):
     """The same with the widest streaming (non-temporal) stores of the processor."""
 
-    label: ClassVar[str] = "streaming stores"
     streaming: ClassVar[bool] = True
 
     @classmethod
@@ -240,12 +233,7 @@ class MemcpyStreaming(Memcpy):
 class Cma(Side):
     """process_vm_readv of another process's private pages, 512 ranges a call; process_vm_writev for a push."""
 
-    label: ClassVar[str] = "process_vm_readv"
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Between two processes."""
-        return None if workload.op in _BETWEEN else f"moves blocks between processes, not for {workload.op}"
+    ops: ClassVar[tuple[Op, ...]] = _BETWEEN
 
     def start(self) -> Facts:
         """Make this end's tensors."""
@@ -255,8 +243,6 @@ class Cma(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Note where the source's blocks are."""
-        if self.role is Role.SOURCE:
-            return {}
         here = self.workload
         self._pid = int(facts["pid"])
         self._write = here.op is Op.PUSH
@@ -285,12 +271,7 @@ class TcpRaw(Side):
     are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.
     """
 
-    label: ClassVar[str] = "raw TCP"
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """One stream of everything, between two processes."""
-        return None if workload.op in (Op.PULL, Op.PUSH) else f"streams whole transfers, not for {workload.op}"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
 
     def start(self) -> Facts:
         """Make this end's tensors; the source listens, and answers in a thread of its own."""
@@ -308,8 +289,6 @@ class TcpRaw(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Connect to the source."""
-        if self.role is Role.SOURCE:
-            return {}
         self._stream = socket.socket()
         _prepare(self._stream)
         self._stream.connect((_HOST, facts["port"]))

@@ -16,10 +16,7 @@ _POOL_BYTES = 1 << 20
 class Linking(Ours):
     """Every step links the destination to the source and unlinks it again. Both ends have a pool of 1 MiB."""
 
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for link."""
-        return None if workload.op is Op.LINK else f"links and unlinks, nothing else; not for {workload.op}"
+    ops = (Op.LINK,)
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -33,8 +30,6 @@ class Linking(Ours):
 
     def connect(self, facts: Facts) -> Facts:
         """Link and unlink once, which shows whether the transport can be used."""
-        if self.role is Role.SOURCE:
-            return {}
         self._port = facts["port"]
         info = link(self._end, self._port)
         used = self._transport_used(self._end)
@@ -47,10 +42,6 @@ class Linking(Ours):
         status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink_clusters: {status}")
-
-    def transfer(self) -> None:
-        """Link and unlink once."""
-        self.transfer_one(0)
 
     def verify(self, seed: int) -> bool:
         """See that no link is left."""

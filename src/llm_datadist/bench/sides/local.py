@@ -29,17 +29,10 @@ _PLAN_BYTES: Final = 5 * 8
 
 
 class Local(Side):
-    """One LLMDataDist in one process; subclasses say for which op."""
+    """One LLMDataDist in one process."""
 
-    label: ClassVar[str] = "open-datadist"
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
-    op: ClassVar[Op]
     caches: ClassVar[int] = 1
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for the op of the class."""
-        return None if workload.op is cls.op else f"does {cls.op}, not {workload.op}"
 
     def start(self) -> Facts:
         """Initialize, with a pool for the caches that ``prepare`` makes there."""
@@ -60,7 +53,7 @@ class Local(Side):
 class CopyBlocks(Local):
     """copy_blocks inside one blocks cache: even blocks to odd ones."""
 
-    op = Op.COPY
+    ops = (Op.COPY,)
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -82,7 +75,7 @@ class CopyBlocks(Local):
 class CopyCache(Local):
     """copy_cache between two continuous caches: one call for each row of ``block_bytes`` in each tensor."""
 
-    op = Op.COPY
+    ops = (Op.COPY,)
     caches = 2
 
     def prepare(self) -> None:
@@ -110,7 +103,7 @@ class CopyCache(Local):
 class SwapBlocks(Local):
     """swap_blocks from a blocks cache of the device to one in host memory of the caller's."""
 
-    op = Op.SWAP
+    ops = (Op.SWAP,)
 
     def prepare(self) -> None:
         """Make both caches."""
@@ -129,13 +122,8 @@ class SwapBlocks(Local):
 class Planning(Side):
     """The planner alone, for a pull of ``blocks`` random blocks in each of ``tensors`` tensors. Moves nothing."""
 
-    label: ClassVar[str] = "open-datadist"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PLAN,)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for plan."""
-        return None if workload.op is Op.PLAN else f"plans, nothing else; not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -155,10 +143,6 @@ class Planning(Side):
         """Plan once."""
         src, dst = self._orders[index % _ORDERS]
         self._plan = plan_blocks(self._geometry, self._geometry, src, dst, self._layers)
-
-    def transfer(self) -> None:
-        """Plan once."""
-        self.transfer_one(0)
 
     def verify(self, seed: int) -> bool:
         """Compare a plan with the blocks it is for, each in its place: order does not matter, none are adjacent."""
@@ -180,12 +164,12 @@ class Planning(Side):
 class Allocating(Local):
     """Every step allocates a blocks cache of ``tensors`` tensors in an empty pool, and gives it back."""
 
-    op = Op.ALLOC
+    ops = (Op.ALLOC,)
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Only for alloc, in a pool."""
-        if workload.op is Op.ALLOC and workload.memory is not Memory.POOL:
+        """Refuse registered memory, too."""
+        if workload.memory is Memory.REGISTERED:
             return "registered memory is not allocated"
         return super().why_not(workload)
 
@@ -203,10 +187,6 @@ class Allocating(Local):
         """Allocate and free once."""
         manager = self._end.cache_manager
         manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
-
-    def transfer(self) -> None:
-        """Allocate and free once."""
-        self.transfer_one(0)
 
     def verify(self, seed: int) -> bool:
         """See that tensors do not overlap, and that everything came back to the pool."""

@@ -33,7 +33,6 @@ _HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
 _PAGE_SHIFT: Final = 16
-_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 
 
 def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
@@ -98,13 +97,8 @@ class Ours(Side):
     Block numbers are NumPy arrays, which the library takes beside lists.
     """
 
-    label: ClassVar[str] = "open-datadist"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     transport: ClassVar[str]
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Pull and push, and the latency of single blocks."""
-        return None if workload.op in _OPS else f"moves blocks between processes, not for {workload.op}"
 
     def start(self) -> Facts:
         """Initialize this end and make its cache."""
@@ -116,8 +110,6 @@ class Ours(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Link to the source."""
-        if self.role is Role.SOURCE:
-            return {}
         link(self._end, facts["port"])
         return {"transport": self._transport_used(self._end)}
 
