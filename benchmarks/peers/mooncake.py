@@ -48,7 +48,6 @@ class Mooncake(Side):
         return why
 
     def start(self) -> Facts:
-        """Make an engine and register this end's tensors."""
         from mooncake.engine import TransferEngine
 
         tensors = private_tensors(self.workload)
@@ -86,13 +85,11 @@ class Mooncake(Side):
                 self._batch //= 2
 
     def transfer_one(self, index: int) -> None:
-        """Move one block of every tensor."""
         every = slice(index, None, self.workload.blocks)
         code = self._call(self._peer, self._near[every], self._far[every], self._sizes[every])
         _check(code, "batch_transfer_sync_read")
 
     def stop(self) -> None:
-        """Deregister."""
         for base in self._bases:
             self._engine.unregister_memory(base)
 

@@ -48,7 +48,6 @@ class Nixl(Side):
         return super().why_not(workload) or why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
 
     def start(self) -> Facts:
-        """Make an agent and register this end's tensors."""
         from nixl import nixl_agent, nixl_agent_config
 
         tensors = private_tensors(self.workload)
@@ -84,11 +83,9 @@ class Nixl(Side):
         self._make_and_run(self._near.reshape(-1), self._far.reshape(-1))
 
     def transfer_one(self, index: int) -> None:
-        """The same for one block of every tensor."""
         self._make_and_run(self._near[:, index], self._far[:, index])
 
     def stop(self) -> None:
-        """Deregister."""
         self._agent.deregister_memory(self._registered)
 
     def _make_and_run(self, near: NDArray[np.int32], far: NDArray[np.int32]) -> None:
@@ -132,16 +129,13 @@ class NixlPrepared(Nixl):
             self._handles = [self._make(self._near.reshape(-1), self._far.reshape(-1))]
 
     def transfer(self) -> None:
-        """Post and poll."""
         for each in self._handles:
             self._run(each)
 
     def transfer_one(self, index: int) -> None:
-        """Post and poll one block."""
         self._run(self._handles[index])
 
     def stop(self) -> None:
-        """Give up the transfers, then as the base."""
         for each in getattr(self, "_handles", ()):
             each.release()
         super().stop()

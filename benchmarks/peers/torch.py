@@ -60,7 +60,6 @@ class Torch(Side):
         return {"transport": "local"}
 
     def transfer(self) -> None:
-        """Copy all blocks, tensor after tensor."""
         for dst, src in self._pairs:
             self._select(src, 0, self._src, out=self._gathered)
             dst.index_copy_(0, self._dst, self._gathered)

@@ -84,7 +84,7 @@ def test_paged_attention_equals_dense_attention() -> None:
     for start in range(0, length, 20):
         part = slice(start, min(start + 20, length))
         kv.write(0, keys[part], values[part])
-        kv.advance(part.stop - start)
+        kv.length += part.stop - start
         outputs.append(attend(query[part], *kv.read(0, kv.length), np.arange(start, part.stop)))
     np.testing.assert_allclose(np.concatenate(outputs), dense_attention(query, keys, values), rtol=1e-4, atol=1e-5)
     # Nothing was written outside the sequence's blocks and slots.

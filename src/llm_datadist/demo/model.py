@@ -1,6 +1,6 @@
-"""A small Llama-style transformer in NumPy, with seeded weights: what the demo computes.
+"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache: what the demo computes.
 
-RMSNorm, rotary positions, grouped-query attention over a paged KV cache, SwiGLU, greedy sampling. Keys and values are
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, greedy sampling. Keys and values are
 written to and read from the cache's blocks only, so a wrong or missing block changes the tokens.
 """
 
@@ -79,10 +79,6 @@ class PagedKV:
         """Gather the keys and values of the first ``length`` tokens, each of shape (length, kv_heads, head_dim)."""
         return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
 
-    def advance(self, count: int) -> None:
-        """Count ``count`` more tokens as written."""
-        self.length += count
-
     def used_blocks(self) -> NDArray[np.int64]:
         """Return the numbers of the blocks that hold at least one token, in the order of the sequence."""
         return self.blocks[: -(-self.length // self._block_tokens)]
@@ -150,7 +146,7 @@ class Llama:
         for index, layer in enumerate(self._layers):
             x = x + self._attention(index, layer, rms_norm(x), positions, kv)
             x = x + _feed_forward(layer, rms_norm(x))
-        kv.advance(len(tokens))
+        kv.length += len(tokens)
         logits = rms_norm(x[-1:]) @ self._head
         return int(np.argmax(logits))
 

@@ -39,7 +39,6 @@ class ByKey(Ours):
         return super().why_not(workload)
 
     def start(self) -> Facts:
-        """Initialize this end; the destination makes its cache."""
         self._end = self._open(self.role)
         if self.role is Role.DESTINATION:
             self._cache = self._end.cache_manager.allocate_cache(self._desc(self.workload.rows))
@@ -62,7 +61,6 @@ class ByKey(Ours):
             self._end.cache_manager.deallocate_cache(cache)
 
     def transfer_one(self, index: int) -> None:
-        """Pull cache number ``index``."""
         key, row = self._steps[index]
         self._end.cache_manager.pull_cache(key, self._cache, row)
 

@@ -210,11 +210,9 @@ class Memcpy(Side):
         return {"transport": "local"}
 
     def transfer(self) -> None:
-        """Copy all blocks."""
         copy_raw(self._dst, self._src, threads=useful_threads(self.workload), streaming=self.streaming)
 
     def transfer_one(self, index: int) -> None:
-        """Copy one block."""
         dst, src = self._steps[index]
         copy_raw(dst, src, threads=1, streaming=self.streaming)
 
@@ -226,7 +224,6 @@ class MemcpyStreaming(Memcpy):
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Only where the processor has such stores."""
         return super().why_not(workload) if streaming_bits() else "this processor has no streaming stores"
 
 
@@ -236,13 +233,11 @@ class Cma(Side):
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
 
     def start(self) -> Facts:
-        """Make this end's tensors."""
         self._tensors = private_tensors(self.workload)
         self.own(self._tensors)
         return {"pid": os.getpid(), "bases": [each.ctypes.data for each in self._tensors]}
 
     def connect(self, facts: Facts) -> Facts:
-        """Note where the source's blocks are."""
         here = self.workload
         self._pid = int(facts["pid"])
         self._write = here.op is Op.PUSH
@@ -254,12 +249,10 @@ class Cma(Side):
         return {"transport": "cma"}
 
     def transfer(self) -> None:
-        """Read or write all blocks."""
         threads = useful_threads(self.workload)
         move_process(self._near, self._far, self._pid, threads=threads, write=self._write)
 
     def transfer_one(self, index: int) -> None:
-        """Read one block."""
         near, far = self._steps[index]
         move_process(near, far, self._pid, threads=1)
 
@@ -288,7 +281,6 @@ class TcpRaw(Side):
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, facts: Facts) -> Facts:
-        """Connect to the source."""
         self._stream = socket.socket()
         _prepare(self._stream)
         self._stream.connect((_HOST, facts["port"]))

@@ -20,11 +20,9 @@ class Linking(Ours):
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Two small pools."""
         return 2 * _POOL_BYTES
 
     def start(self) -> Facts:
-        """Initialize this end."""
         self._end = end_of(self.role, self.workload, self.transport, pool_bytes=_POOL_BYTES)
         return {"port": self._end.listen_port}
 
@@ -37,14 +35,12 @@ class Linking(Ours):
         return {"transport": used}
 
     def transfer_one(self, index: int) -> None:
-        """Link and unlink."""
         info = link(self._end, self._port)
         status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink_clusters: {status}")
 
     def verify(self, seed: int) -> bool:
-        """See that no link is left."""
         if self._end.statistics().links and self.role is Role.DESTINATION:
             raise RuntimeError("a link is left after unlink_clusters")
         return self.role is Role.DESTINATION

@@ -46,7 +46,6 @@ class Local(Side):
         """Make the caches."""
 
     def stop(self) -> None:
-        """Finalize."""
         self._end.finalize()
 
 
@@ -57,18 +56,15 @@ class CopyBlocks(Local):
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """One cache."""
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
-        """Make the cache and the dictionary that the interface takes."""
         self._cache, self.source_views = make_blocks(self._end, self.workload, None)
         self.destination_views = self.source_views
         pairs = zip(self.workload.src_blocks.tolist(), self.workload.dst_blocks.tolist(), strict=True)
         self._info = {src: [dst] for src, dst in pairs}
 
     def transfer(self) -> None:
-        """Copy all blocks in one call."""
         self._end.cache_manager.copy_blocks(self._cache, self._info)
 
 
@@ -79,13 +75,11 @@ class CopyCache(Local):
     caches = 2
 
     def prepare(self) -> None:
-        """Make both caches."""
         self._src, self.source_views = self._make()
         self._dst, self.destination_views = self._make()
         self._pairs = list(zip(self.workload.dst_blocks.tolist(), self.workload.src_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        """Copy all rows."""
         copy, src, dst = self._end.cache_manager.copy_cache, self._src, self._dst
         for dst_row, src_row in self._pairs:
             copy(dst, src, dst_row, src_row)
@@ -106,7 +100,6 @@ class SwapBlocks(Local):
     ops = (Op.SWAP,)
 
     def prepare(self) -> None:
-        """Make both caches."""
         work = self.workload
         self._device, self.source_views = make_blocks(self._end, work, None)
         self.destination_views = private_tensors(work)
@@ -115,7 +108,6 @@ class SwapBlocks(Local):
         self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        """Swap all blocks out in one call."""
         self._end.cache_manager.swap_blocks(self._device, self._host, self._pairs)
 
 
@@ -127,7 +119,6 @@ class Planning(Side):
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Plans, no blocks."""
         return _ORDERS * workload.blocks * _PLAN_BYTES
 
     def start(self) -> Facts:
@@ -140,7 +131,6 @@ class Planning(Side):
         return {"transport": "local"}
 
     def transfer_one(self, index: int) -> None:
-        """Plan once."""
         src, dst = self._orders[index % _ORDERS]
         self._plan = plan_blocks(self._geometry, self._geometry, src, dst, self._layers)
 
@@ -175,16 +165,13 @@ class Allocating(Local):
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """One cache."""
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
-        """Describe the cache."""
         work = self.workload
         self._desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
 
     def transfer_one(self, index: int) -> None:
-        """Allocate and free once."""
         manager = self._end.cache_manager
         manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
 

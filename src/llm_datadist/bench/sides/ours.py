@@ -101,7 +101,6 @@ class Ours(Side):
     transport: ClassVar[str]
 
     def start(self) -> Facts:
-        """Initialize this end and make its cache."""
         self._end = self._open(self.role)
         cache, views = make_blocks(self._end, self.workload, KEY if self.role is Role.SOURCE else None)
         self.own(views)
@@ -109,12 +108,10 @@ class Ours(Side):
         return {"port": self._end.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link to the source."""
         link(self._end, facts["port"])
         return {"transport": self._transport_used(self._end)}
 
     def transfer(self) -> None:
-        """Pull or push all blocks."""
         self._move()
 
     def transfer_one(self, index: int) -> None:
@@ -123,7 +120,6 @@ class Ours(Side):
         self._end.cache_manager.pull_blocks(KEY, self._cache, src, dst)
 
     def stop(self) -> None:
-        """Finalize."""
         self._end.finalize()
 
     def _open(self, role: Role) -> LLMDataDist:
@@ -173,7 +169,6 @@ class Inproc(Ours):
     roles = (Role.ALONE,)
 
     def start(self) -> Facts:
-        """Initialize both ends, make both caches and link them."""
         self._source, self._end = self._open(Role.SOURCE), self._open(Role.DESTINATION)
         _, there = make_blocks(self._source, self.workload, KEY)
         cache, here = make_blocks(self._end, self.workload, None)
@@ -186,6 +181,5 @@ class Inproc(Ours):
         return {"transport": self._transport_used(self._end)}
 
     def stop(self) -> None:
-        """Finalize both."""
         super().stop()
         self._source.finalize()
