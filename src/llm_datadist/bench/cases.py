@@ -202,78 +202,67 @@ def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...
     return limit, tuple(name for name in names if name != limit)
 
 
-def _workload(request: Request, op: Op, transport: str, blocks: int | None = None) -> Workload:
-    tensors = request.tensors or _TENSORS.get(op, 1)
+def _case(
+    request: Request, side: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
+) -> Case:
+    """Return the case of one side; ``blocks``: how many where the user did not say."""
+    limit, peers = _sides(request, transport)
+    tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
     fitting = max(1, request.set_bytes // (block_bytes * tensors))
-    usual = Memory.REGISTERED if transport == "cma" else Memory.POOL
-    return Workload(
-        op=op,
+    private = transport == "cma" and request.op is not Op.LINK
+    workload = Workload(
+        op=request.op,
         block_bytes=block_bytes,
         blocks=request.blocks or blocks or fitting,
         tensors=tensors,
-        memory=request.memory or usual,
+        memory=request.memory or (Memory.REGISTERED if private else Memory.POOL),
         threads=request.threads or usable_cpus(),
+    )
+    return Case(
+        side=side,
+        call=call,
+        transport=transport,
+        workload=workload,
+        limit=limit,
+        peers=peers,
+        passes=request.passes or _PASSES,
+        samples=samples,
     )
 
 
 def _between(request: Request) -> Iterator[Case]:
     """Yield the one case of pull and push."""
     transport = request.transport or "shm"
-    limit, peers = _sides(request, transport)
-    yield Case(
-        side=f"ours-{transport}",
-        call=f"{request.op}_blocks",
-        transport=transport,
-        workload=_workload(request, request.op, transport),
-        limit=limit,
-        peers=peers,
-        passes=request.passes or _PASSES,
-    )
+    yield _case(request, f"ours-{transport}", f"{request.op}_blocks", transport)
 
 
 def _inside(request: Request) -> Iterator[Case]:
     """Yield the cases of copy and swap. A call of copy_cache copies one row, so it has many tensors to copy it in."""
-    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
-    calls = {"copy_blocks": ("ours-copy-blocks", request), "copy_cache": ("ours-copy-cache", rows)}
     if request.op is Op.SWAP:
-        calls = {"swap_blocks": ("ours-swap", request)}
-    limit, peers = _sides(request, "local")
-    for call, (side, asked) in calls.items():
-        yield Case(
-            side=side,
-            call=call,
-            transport="local",
-            workload=_workload(asked, request.op, "local"),
-            limit=limit,
-            peers=peers,
-            passes=request.passes or _PASSES,
-        )
+        yield _case(request, "ours-swap", "swap_blocks", "local")
+        return
+    yield _case(request, "ours-copy-blocks", "copy_blocks", "local")
+    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
+    yield _case(rows, "ours-copy-cache", "copy_cache", "local")
 
 
 def _latency(request: Request) -> Iterator[Case]:
     """Yield single pulls of a resolved blocks cache, then pulls by key; idle, and beside a busy Python thread."""
     transport = request.transport or "shm"
-    limit, peers = _sides(request, transport)
-    for call, suffix, usual in (("pull_blocks", "", _LATENCY_BLOCKS), ("pull_cache by key", "-key", _KEY_BLOCKS)):
-        if suffix and transport == "inproc":
-            continue
-        idle = Case(
-            side=f"ours-{transport}{suffix}",
-            call=call,
-            transport=transport,
-            workload=_workload(request, Op.LATENCY, "shm" if suffix else transport, _at_most(usual, request)),
-            limit=None if suffix else limit,
-            peers=() if suffix else peers,
-            passes=request.passes or _PASSES,
-        )
-        yield replace(idle, samples=idle.workload.blocks)
-        yield from () if transport == "inproc" else _beside_python(idle)
-
-
-def _at_most(usual: int, request: Request) -> int:
-    """Return how many blocks are moved one by one: the usual number, or what the set holds."""
-    return max(1, min(usual, request.set_bytes // (request.block_bytes or _BLOCK_BYTES)))
+    most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
+    idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
+    idle = replace(idle, samples=idle.workload.blocks)
+    yield idle
+    if transport == "inproc":
+        return
+    yield from _beside_python(idle)
+    # A pull consumes its key only where the cache is in a pool.
+    pooled = replace(request, memory=request.memory or Memory.POOL, against=())
+    by_key = _case(pooled, f"ours-{transport}-key", "pull_cache by key", transport, blocks=min(_KEY_BLOCKS, most))
+    by_key = replace(by_key, samples=by_key.workload.blocks)
+    yield by_key
+    yield from _beside_python(by_key)
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
@@ -285,25 +274,18 @@ def _beside_python(idle: Case) -> Iterator[Case]:
 
 def _single(request: Request) -> Iterator[Case]:
     """Yield the cases of plan, alloc and link, which move nothing."""
-    op = request.op
-    transport = request.transport or "shm" if op is Op.LINK else "local"
-    if transport == "inproc":
-        raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
-    side = f"ours-{transport}-link" if op is Op.LINK else f"ours-{op}"
-    call = {Op.PLAN: "plan_blocks", Op.ALLOC: "allocate_blocks_cache + deallocate", Op.LINK: "link + unlink"}[op]
-    limit, peers = _sides(request, transport)
-    many = _PLANNED if op is Op.PLAN and not request.blocks else (1000 if op is Op.PLAN else 16,)
-    for blocks in many:
-        yield Case(
-            side=side,
-            call=call,
-            transport=transport,
-            workload=_workload(request, op, "shm", blocks),
-            limit=limit,
-            peers=peers,
-            passes=request.passes or _PASSES,
-            samples=_SAMPLES[op],
-        )
+    if request.op is Op.PLAN:
+        for blocks in (1000,) if request.blocks else _PLANNED:
+            yield _case(request, "ours-plan", "plan_blocks", "local", blocks=blocks, samples=_SAMPLES[Op.PLAN])
+    elif request.op is Op.ALLOC:
+        call = "allocate_blocks_cache + deallocate"
+        yield _case(request, "ours-alloc", call, "local", blocks=16, samples=_SAMPLES[Op.ALLOC])
+    else:
+        transport = request.transport or "shm"
+        if transport == "inproc":
+            raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
+        side = f"ours-{transport}-link"
+        yield _case(request, side, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
 
 
 _MAKERS: Final = {
