@@ -30,7 +30,7 @@ import msgspec
 
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Case, Request, cases_of
-from llm_datadist.bench.processes import Build, Contestant
+from llm_datadist.bench.processes import Build, RunningSide
 from llm_datadist.bench.workload import Op
 
 if TYPE_CHECKING:
@@ -127,24 +127,24 @@ def pair_ratio(case: Case, builds: tuple[Build, Build], number: int) -> float:
     seconds: tuple[list[float], list[float]] = ([], [])
     with ExitStack() as stack:
         # Both are launched before the first is set up: importing takes longer than anything else.
-        contestants = [stack.enter_context(Contestant(case.side, _TIMEOUT_S, build)) for build in builds]
+        running = [stack.enter_context(RunningSide(case.side, _TIMEOUT_S, build)) for build in builds]
         for index in order:
-            contestants[index].start(case.workload)
+            running[index].start(case.workload)
         for turn in range(_TURNS + 1):
             for index in order:
-                took = _measure(contestants[index], case, seed=number * (_TURNS + 1) + turn + 1)
+                took = _measure(running[index], case, seed=number * (_TURNS + 1) + turn + 1)
                 if turn:
                     seconds[index].append(took)
     before, after = map(statistics.median, seconds)
     return before / after
 
 
-def _measure(contestant: Contestant, case: Case, seed: int) -> float:
+def _measure(running: RunningSide, case: Case, seed: int) -> float:
     """Run one pass and verify its bytes; return its median seconds."""
-    contestant.prepare(seed)
+    running.prepare(seed)
     what, count = ("sample", case.samples) if case.samples else ("timed", _REPEATS)
-    seconds, _ = contestant.run(what, count)
-    contestant.verify(seed)
+    seconds, _ = running.run(what, count)
+    running.verify(seed)
     return statistics.median(seconds)
 
 

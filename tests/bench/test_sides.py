@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llm_datadist.bench import SideFailed, sides
-from llm_datadist.bench.processes import Contestant
+from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.sides.limits import TcpRaw, streaming_bits, useful_threads
@@ -62,12 +62,12 @@ def expects_reason(side: str) -> bool:
 
 def passes(side: str, workload: Workload) -> None:
     """Two passes with bytes of their own, so that those of the first do not do for the second."""
-    with Contestant(side, _TIMEOUT_S) as contestant:
-        contestant.start(workload)
+    with RunningSide(side, _TIMEOUT_S) as running:
+        running.start(workload)
         for seed in (1, 2):
-            contestant.prepare(seed)
-            contestant.run(*(("sample", workload.blocks) if workload.op is Op.LATENCY else ("timed", 2)))
-            contestant.verify(seed)
+            running.prepare(seed)
+            running.run(*(("sample", workload.blocks) if workload.op is Op.LATENCY else ("timed", 2)))
+            running.verify(seed)
 
 
 def test_every_limit_and_peer_is_tested() -> None:
@@ -126,14 +126,14 @@ def test_the_source_of_a_stream_stops_without_a_destination() -> None:
 
 def test_a_lost_source_is_told() -> None:
     workload = work(Op.PULL)
-    with Contestant("tcp-raw", _TIMEOUT_S) as contestant:
-        contestant.start(workload)
-        contestant.prepare(1)
-        contestant.run("timed", 1)
-        source, destination = contestant._processes
+    with RunningSide("tcp-raw", _TIMEOUT_S) as running:
+        running.start(workload)
+        running.prepare(1)
+        running.run("timed", 1)
+        source, destination = running._processes
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
-            contestant._ask(destination, "timed", count=1)
+            running._ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:

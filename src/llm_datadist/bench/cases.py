@@ -1,4 +1,7 @@
-"""What is compared with what: one case for each row of a table, made from what the user asked for."""
+"""Cases of the bench: one of our sides beside a limit and peers, made from the options of the user.
+
+A case becomes one row of results for each peer.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ _MOST_REPEATS: Final = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the user asked for; None where nothing was said.
+    """The options of the user; None where one was not given.
 
     Attributes:
         op: What is measured.
@@ -81,11 +84,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One side of ours beside a limit and peers, on one workload.
+    """One of our sides beside a limit and peers, on one workload.
 
     Attributes:
         side: Name of our side.
-        call: What is called, for people.
+        call: The call that is timed, as shown to the user.
         transport: What is asked for; "local" where nothing leaves the process.
         workload: What is moved.
         limit: Name of the limit, or None.
@@ -124,14 +127,14 @@ class Case:
 
     @property
     def repeats(self) -> int:
-        """How often a later pass repeats the transfer, each time by itself: often where one is over in no time."""
+        """How often a later pass times the transfer: more often where one is short."""
         if self.workload.op not in _MOVES:
             return 1
         return max(1, min(_MOST_REPEATS, _REPEATED_BYTES // self.workload.nbytes))
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         work = self.workload
         busy = f", {self.busy} busy" if self.busy else ""
         shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
@@ -165,7 +168,7 @@ def cases_of(request: Request) -> list[Case]:
 
 
 def check_options(request: Request, name: str, takes: set[str]) -> None:
-    """Refuse what is not among the options that something takes, and sides that do not exist."""
+    """Refuse options that are not in ``takes``, and sides that do not exist."""
     given = {each for each in _WORK if getattr(request, each) is not None}
     for each in sorted(given - takes):
         known = ", ".join(_option(one) for one in sorted(takes))
@@ -180,7 +183,7 @@ def _option(name: str) -> str:
 
 
 def usual_against(op: Op, transport: str) -> tuple[str, ...]:
-    """Return what an op is compared with where nothing is asked for: first the limit."""
+    """Return the limit and the peers of an op where the user named none."""
     if op in (Op.PULL, Op.PUSH):
         return (_LIMIT[transport], *_PEERS[transport])
     if op in (Op.COPY, Op.SWAP):
@@ -191,7 +194,7 @@ def usual_against(op: Op, transport: str) -> tuple[str, ...]:
 
 
 def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the limit and the peers: of several limits the one that suits the transport, the others are peers."""
+    """Return the limit and the peers. Of several limits the one for the transport; the others count as peers."""
     names = usual_against(request.op, transport) if request.against is None else request.against
     if transport == "tcp":
         names = tuple(_OVER_TCP.get(name, name) for name in names)
@@ -205,7 +208,7 @@ def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...
 def _case(
     request: Request, side: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
 ) -> Case:
-    """Return the case of one side; ``blocks``: how many where the user did not say."""
+    """Return the case of one side, with ``blocks`` blocks where the user gave no number."""
     limit, peers = _sides(request, transport)
     tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
@@ -238,7 +241,7 @@ def _between(request: Request) -> Iterator[Case]:
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap. A call of copy_cache copies one row, so it has many tensors to copy it in."""
+    """Yield the cases of copy and swap. copy_cache copies one row in a call, so its caches have many tensors."""
     if request.op is Op.SWAP:
         yield _case(request, "ours-swap", "swap_blocks", "local")
         return
@@ -266,7 +269,7 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side: no peers, and fewer steps, for one may take 10 ms."""
+    """Yield the case with a busy thread on either side, without peers. Fewer steps: one may take 10 ms."""
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)

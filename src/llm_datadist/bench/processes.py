@@ -1,4 +1,8 @@
-"""The processes of a side as the driver sees them: started, given orders, and certainly ended."""
+"""The worker processes of a side, from the driver: start them, give orders, and end them in every case.
+
+The thread ``bench-answers`` of each process reads its answers; everything else is used by one thread. A process that
+dies, hangs or reports an error is a :class:`SideFailed`, with the end of what it wrote to standard error.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["Build", "Contestant", "Process"]
+__all__ = ["Build", "Process", "RunningSide"]
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
@@ -49,10 +53,10 @@ class Build:
 
 
 class Process:
-    """One worker. The thread ``bench-answers`` reads its answers; everything else is for one thread.
+    """One worker process.
 
     Attributes:
-        name: "side (role)", for texts.
+        name: "side (role)", for messages.
     """
 
     def __init__(self, side: str, role: Role, build: Build) -> None:
@@ -81,7 +85,7 @@ class Process:
         return self._process.pid
 
     def send(self, do: str, **fields: object) -> None:
-        """Give an order. When the process is gone, nothing happens here: :meth:`answer` tells."""
+        """Give an order. If the process has ended, :meth:`answer` raises."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
             self._stdin.flush()
@@ -107,14 +111,14 @@ class Process:
         return answer["value"]
 
     def end(self) -> None:
-        """Let it stop by itself, kill it if it does not, and take back pipes and thread. Idempotent."""
+        """Ask the process to stop, kill it if it does not, and free pipes and thread. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill it if it lives, and take back pipes and thread. Idempotent."""
+        """Kill the process if it lives, and free pipes and thread. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_S)
@@ -130,18 +134,18 @@ class Process:
         self._answers.put(None)
 
     def _tail(self) -> str:
-        """Return the end of what it wrote to standard error."""
+        """Return the end of what the process wrote to standard error."""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
 
-class Contestant:
-    """One side at work: its processes, launched at once and set up by ``start``. A context manager, which ends them.
+class RunningSide:
+    """The processes of one side: launched by the constructor, set up by ``start``, ended by leaving the context.
 
     Attributes:
         side: Its name.
-        facts: What its processes told when they were connected, for example ``transport``.
+        facts: What its processes returned from ``start`` and ``connect``, for example ``transport``.
     """
 
     def __init__(self, side: str, timeout_s: float, build: Build | None = None) -> None:
@@ -231,6 +235,6 @@ class Contestant:
         try:
             return process.answer(what, deadline - time.monotonic())
         except SideFailed:
-            # Its other process may wait for it for ever: neither is asked to stop by itself.
+            # The other process may wait for this one for ever, so both are killed at the end.
             self._failed = True
             raise

@@ -155,7 +155,7 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before minutes have gone into what should be in it."""
+    """Refuse a file that cannot be written, before minutes are spent on its contents."""
     if path is None:
         return
     if path.is_dir():

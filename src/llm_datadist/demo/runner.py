@@ -33,7 +33,7 @@ _Message = TypeVar("_Message", Reference, Offer, Outcome)
 
 
 class DemoError(RuntimeError):
-    """The demo could not be played to its end; the text is one line."""
+    """The demo could not run to its end; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Demo:
             child.stop()
 
     def run(self) -> DemoResult:
-        """Play all roles, show the result and return it."""
+        """Run all roles, show the result and return it."""
         reference = self._run_reference()
         together = self._setup.transport is Transport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()

@@ -1,4 +1,4 @@
-"""Peers for the conformance suite: memory with an owner who can look at it without the transport under test.
+"""Far ends for the conformance suite. Their memory is read and written without the transport under test.
 
 :class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child that listens for a same-host rendezvous and
 obeys commands over a pipe. Run as a module (``python -m llm_datadist.testing.peers <fd>``) this file is that child.

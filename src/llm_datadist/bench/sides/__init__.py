@@ -93,7 +93,7 @@ def _peer_module(name: str) -> ModuleType:
 
 
 def why_not(name: str, workload: Workload) -> str | None:
-    """Say why a side cannot run a workload, before anything is started; None when it can."""
+    """Return why a side cannot run a workload, or None. Starts nothing."""
     try:
         return find(name).why_not(workload)
     except BenchError as error:
@@ -102,7 +102,7 @@ def why_not(name: str, workload: Workload) -> str | None:
 
 @cache
 def why_not_importable(module: str, package: str) -> str | None:
-    """Say why ``import module`` fails here, or return None. Imports it in another process, never in this one.
+    """Return why ``import module`` fails, or None. Imports it in another process only.
 
     Args:
         module: Dotted name.

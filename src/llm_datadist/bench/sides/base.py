@@ -1,4 +1,4 @@
-"""What every side of a comparison is: one class, in processes of its own, that moves a workload's blocks.
+"""The base class of all sides: a side moves the blocks of one workload, in processes of its own.
 
 A side sets up its memory in ``start``, connects to its other end in ``connect``, and moves blocks in ``transfer`` or
 ``transfer_one``. This base class gives the source its bytes, poisons the destination and compares afterwards, through
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Facts", "Role", "Side"]
 
 Facts = dict[str, Any]
-"""What one end tells the other: JSON values."""
+"""What one end returns for the other, and for the driver: JSON values."""
 
 
 class Role(StrEnum):
     """Which process of a side."""
 
     SOURCE = "source"
-    """Owns the memory that is read, or that is written to by a push. Answers."""
+    """Owns the memory that a pull reads and a push writes."""
     DESTINATION = "destination"
     """Starts the transfers."""
     ALONE = "alone"
@@ -41,7 +41,7 @@ class Side(ABC):
     Attributes:
         ops: What this side can be measured at.
         roles: The processes of this side, in the order of their start.
-        env: Environment of its processes beside the inherited one; set before they start.
+        env: Added to the environment of its processes.
         role: Which of the processes this is.
         workload: What is to be moved.
         source_views: The tensors that are read, where this process owns them: one uint8 array of shape
@@ -69,7 +69,7 @@ class Side(ABC):
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Return the bytes that all processes of this side hold: source and destination, moved blocks and others."""
+        """Return the bytes that all processes of this side hold, moved blocks and others."""
         return 2 * workload.tensor_bytes * workload.tensors
 
     @abstractmethod
@@ -95,13 +95,13 @@ class Side(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no single steps")
 
     def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
-        """Give everything back. Called once, also after a failure."""
+        """Free everything. Called once, also after a failure."""
 
     # Called by the worker. Few sides override one of these.
 
     @property
     def in_place(self) -> bool:
-        """True when what is read and what is written are blocks of the same memory."""
+        """True when source and destination are blocks of the same tensors."""
         return bool(self.source_views) and self.source_views is self.destination_views
 
     def own(self, views: list[Bytes]) -> None:
@@ -110,24 +110,24 @@ class Side(ABC):
         self.source_views, self.destination_views = (views, []) if reads else ([], views)
 
     def fill(self, seed: int) -> None:
-        """Give the source new bytes, where it is in this process."""
+        """Fill the source with new bytes, if it is in this process."""
         work.fill(self.source_views, seed)
 
     def poison(self) -> None:
-        """Poison what is to be written, where it is in this process."""
+        """Poison the destination, if it is in this process."""
         if self.in_place:
             work.poison_blocks(self.destination_views, self.workload)
         else:
             work.poison(self.destination_views)
 
     def verify(self, seed: int) -> bool:
-        """Compare every byte written here; False where nothing is. Raises WrongBytes."""
+        """Compare every byte of the destination; return False if it is not in this process. Raises WrongBytes."""
         if self.destination_views:
             work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
         return bool(self.destination_views)
 
     def timed(self, count: int) -> list[float]:
-        """Run ``transfer`` so many times; return the seconds of each."""
+        """Run ``transfer`` ``count`` times; return the seconds of each."""
         return [_seconds(self.transfer) for _ in range(count)]
 
     def sample(self, count: int) -> list[float]:

@@ -23,10 +23,10 @@ _LOOK_AGAIN_S: Final = 0.001
 
 
 class ByKey(Ours):
-    """Every step pulls a cache of one row by its key, into a row of one cache: resolve, copy, consume.
+    """Each step pulls a cache of one row by its key into a row of one cache: resolve, copy, consume.
 
-    Before each pass the source allocates one cache for each block, binds its key and gives the cache back, so that the
-    pull which consumes the key frees the memory, too.
+    Before each pass the source allocates one cache for each block, binds its key and deallocates the cache, so that the
+    pull that consumes the key also frees the memory.
     """
 
     ops = (Op.LATENCY,)
@@ -65,13 +65,13 @@ class ByKey(Ours):
         self._end.cache_manager.pull_cache(key, self._cache, row)
 
     def verify(self, seed: int) -> bool:
-        """Compare what was pulled; at the source, see that nothing is left that the pulls should have consumed."""
+        """Compare what was pulled; at the source, check that the pulls consumed every key."""
         if self.role is Role.SOURCE:
             self._wait_until_consumed()
         return super().verify(seed)
 
     def _wait_until_consumed(self) -> None:
-        """A pull returns when its bytes are there; the message that ends the key may still be on its way."""
+        """Wait until no key is bound: a pull may return before the message that consumes its key has arrived."""
         deadline = time.monotonic() + _CONSUMED_S
         while keys := len(self._end.statistics().keys):
             if time.monotonic() > deadline:

@@ -89,7 +89,7 @@ class RawBlocks:
 
     @classmethod
     def elsewhere(cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
-        """Return the same of another process, whose tensors of ``rows`` blocks begin at ``bases``. Raises as ``of``."""
+        """Return rows ``numbers`` of tensors of another process that begin at ``bases``. Raises as ``of``."""
         return cls._at(bases, rows, block_bytes, numbers, None)
 
     def steps(self, count: int) -> list[RawBlocks]:
@@ -182,12 +182,12 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> N
 
 
 def useful_threads(workload: Workload) -> int:
-    """Return how many threads make a limit fastest: they are started for every transfer, so few for little."""
+    """Return how many threads are fastest. They start for every transfer, so few for a small one."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
 class Memcpy(Side):
-    """memcpy of every block inside one process, from and to shared pages where the workload is about pools."""
+    """memcpy of every block inside one process, in shared pages where the workload is about pools."""
 
     ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
@@ -258,7 +258,7 @@ class Cma(Side):
 
 
 class TcpRaw(Side):
-    """One TCP stream on loopback: as many bytes as the workload's, without a word about blocks, at most 1 MiB a call.
+    """One TCP stream on loopback: the bytes of the workload without any framing, at most 1 MiB a call.
 
     Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which
     are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.
@@ -267,7 +267,7 @@ class TcpRaw(Side):
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
 
     def start(self) -> Facts:
-        """Make this end's tensors; the source listens, and answers in a thread of its own."""
+        """Make the tensors; the source listens and serves in the thread ``bench-stream``."""
         tensors = private_tensors(self.workload)
         self.own(tensors)
         self._front = RawBlocks.of([_halves(each) for each in tensors], np.zeros(1, np.int64))
@@ -287,7 +287,7 @@ class TcpRaw(Side):
         return {"transport": "tcp"}
 
     def transfer(self) -> None:
-        """Ask for everything and receive it, or send it and wait until it is there."""
+        """Ask for all bytes and receive them, or send them and wait for the answer."""
         assert self._stream is not None, "connected"
         self._stream.sendall(_GO)
         sends = self.workload.op is Op.PUSH
@@ -315,7 +315,7 @@ class TcpRaw(Side):
             self._stream.close()
 
     def _serve(self) -> None:
-        """In the source's thread: one pass for each request, until the stream ends."""
+        """Send or receive all bytes for each request until the stream ends. Threads: ``bench-stream``."""
         try:
             self._stream, _ = self._listener.accept()
             _prepare(self._stream)

@@ -14,7 +14,7 @@ _POOL_BYTES = 1 << 20
 
 
 class Linking(Ours):
-    """Every step links the destination to the source and unlinks it again. Both ends have a pool of 1 MiB."""
+    """Each step links the destination to the source and unlinks it. Both ends have a pool of 1 MiB."""
 
     ops = (Op.LINK,)
 
@@ -27,7 +27,7 @@ class Linking(Ours):
         return {"port": self._end.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link and unlink once, which shows whether the transport can be used."""
+        """Link and unlink once, to see that the transport can be used."""
         self._port = facts["port"]
         info = link(self._end, self._port)
         used = self._transport_used(self._end)

@@ -35,7 +35,7 @@ class Local(Side):
     caches: ClassVar[int] = 1
 
     def start(self) -> Facts:
-        """Initialize, with a pool for the caches that ``prepare`` makes there."""
+        """Initialize, with a pool for the caches that ``prepare`` makes."""
         work = self.workload
         one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is Memory.POOL else 0
         self._end: LLMDataDist = end_of(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
@@ -152,7 +152,7 @@ class Planning(Side):
 
 
 class Allocating(Local):
-    """Every step allocates a blocks cache of ``tensors`` tensors in an empty pool, and gives it back."""
+    """Each step allocates a blocks cache of ``tensors`` tensors in an empty pool and deallocates it."""
 
     ops = (Op.ALLOC,)
 
@@ -176,7 +176,7 @@ class Allocating(Local):
         manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
 
     def verify(self, seed: int) -> bool:
-        """See that tensors do not overlap, and that everything came back to the pool."""
+        """Check that tensors do not overlap and that the pool is empty again."""
         manager = self._end.cache_manager
         cache = manager.allocate_blocks_cache(self._desc)
         addresses = np.sort(np.array(cache.tensor_addrs, dtype=np.uint64))
