@@ -28,9 +28,10 @@ _PEERS_PACKAGE: Final = "benchmarks.peers."
 _IMPORT_S: Final = 120
 
 OURS: Final = {
-    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:{name.title()}" for name in ("shm", "cma", "tcp", "inproc")},
-    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:{name.title()}" for name in ("shm", "cma", "tcp")},
-    **{f"ours-{name}-link": f"llm_datadist.bench.sides.linking:{name.title()}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:Ours@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-link": f"llm_datadist.bench.sides.linking:Linking@{name}" for name in ("shm", "cma", "tcp")},
+    "ours-inproc": "llm_datadist.bench.sides.ours:Inproc",
     "ours-copy-blocks": "llm_datadist.bench.sides.local:CopyBlocks",
     "ours-copy-cache": "llm_datadist.bench.sides.local:CopyCache",
     "ours-swap": "llm_datadist.bench.sides.local:SwapBlocks",
@@ -58,16 +59,17 @@ PEERS: Final = {
 """Other software that does the same. ``nixl`` makes each transfer anew, ``nixl-prepared`` only posts one."""
 
 SIDES: Final = OURS | LIMITS | PEERS
-"""Name -> module:class. Every name of the form module:class is one too."""
+"""Name -> ``module:class`` or ``module:class@transport``. Every text of either form is a name, too."""
 
 
 def find(name: str) -> type[Side]:
-    """Import a side by its name, or by ``module:class``.
+    """Import a side by its name.
 
     Raises:
         BenchError: There is no such side, or its module cannot be imported here.
     """
     module, _, attribute = SIDES.get(name, name).partition(":")
+    attribute, _, transport = attribute.partition("@")
     if not attribute:
         raise BenchError(f"{name}: no such side; there are {', '.join(SIDES)}")
     try:
@@ -75,7 +77,7 @@ def find(name: str) -> type[Side]:
         side: type[Side] = getattr(loaded, attribute)
     except (ImportError, AttributeError) as error:
         raise BenchError(f"not there: {error}") from error
-    return side
+    return side.over(transport) if transport else side
 
 
 def _peer_module(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.workload import Bytes, Op, Workload
@@ -42,6 +42,7 @@ class Side(ABC):
         ops: What this side can be measured at.
         roles: The processes of this side, in the order of their start.
         env: Added to the environment of its processes.
+        transport: Which one to ask for, where the side has a choice; see :meth:`over`.
         role: Which of the processes this is.
         workload: What is to be moved.
         source_views: The tensors that are read, where this process owns them: one uint8 array of shape
@@ -52,12 +53,18 @@ class Side(ABC):
     ops: ClassVar[tuple[Op, ...]] = ()
     roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
     env: ClassVar[Mapping[str, str]] = {}
+    transport: ClassVar[str] = ""
 
     def __init__(self, role: Role, workload: Workload) -> None:
         self.role = role
         self.workload = workload
         self.source_views: list[Bytes] = []
         self.destination_views: list[Bytes] = []
+
+    @classmethod
+    def over(cls, transport: str) -> type[Self]:
+        """Return this side over one transport."""
+        return type(f"{cls.__name__}{transport.title()}", (cls,), {"transport": transport})
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:

@@ -16,7 +16,7 @@ from llm_datadist.views import tensor_views
 if TYPE_CHECKING:
     from llm_datadist import Cache, LLMDataDist
 
-__all__ = ["ByKey", "Cma", "Shm", "Tcp"]
+__all__ = ["ByKey"]
 
 _CONSUMED_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 0.001
@@ -89,21 +89,3 @@ class ByKey(Ours):
         one = pool_bytes_for(self.workload.block_bytes, self.workload.tensors) * self.workload.blocks
         size = one if role is Role.SOURCE else pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors)
         return end_of(role, self.workload, self.transport, pool_bytes=size, accessible=False)
-
-
-class Shm(ByKey):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(ByKey):
-    """By process_vm_readv."""
-
-    transport = "cma"
-
-
-class Tcp(ByKey):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"

@@ -7,7 +7,7 @@ from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import Ours, end_of, link
 from llm_datadist.bench.workload import Op, Workload
 
-__all__ = ["Cma", "Linking", "Shm", "Tcp"]
+__all__ = ["Linking"]
 
 _TIMEOUT_MS = 60_000
 _POOL_BYTES = 1 << 20
@@ -44,21 +44,3 @@ class Linking(Ours):
         if self._end.statistics().links and self.role is Role.DESTINATION:
             raise RuntimeError("a link is left after unlink_clusters")
         return self.role is Role.DESTINATION
-
-
-class Shm(Linking):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(Linking):
-    """By process_vm_readv."""
-
-    transport = "cma"
-
-
-class Tcp(Linking):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"

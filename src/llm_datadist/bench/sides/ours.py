@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Cma", "Inproc", "Ours", "Shm", "Tcp", "end_of", "link", "make_blocks", "pool_bytes_for"]
+__all__ = ["CLUSTER", "KEY", "Inproc", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
@@ -92,13 +92,12 @@ def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey |
 
 
 class Ours(Side):
-    """pull_blocks and push_blocks of a blocks cache between two processes.
+    """pull_blocks and push_blocks of a blocks cache between two processes, over ``transport``.
 
     Block numbers are NumPy arrays, which the library takes beside lists.
     """
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
-    transport: ClassVar[str]
 
     def start(self) -> Facts:
         self._end = self._open(self.role)
@@ -142,24 +141,6 @@ class Ours(Side):
         # Memory outside the pools may go another way than they.
         private = choice.private_transport if self.workload.memory is Memory.REGISTERED else None
         return private or choice.transport
-
-
-class Shm(Ours):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(Ours):
-    """By process_vm_readv and process_vm_writev."""
-
-    transport = "cma"
-
-
-class Tcp(Ours):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"
 
 
 class Inproc(Ours):
