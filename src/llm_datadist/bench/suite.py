@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
 from llm_datadist.bench.memory import available_memory
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.workload import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,10 +49,10 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         asked = half if transport == "tcp" else whole
         for size in _SIZES:
-            yield from _moves(asked, Op.PULL, transport, size, _PASSES)
+            yield from cases_of(replace(asked, op=Op.PULL, transport=transport, block_bytes=size, passes=_PASSES))
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
-            yield from _moves(half, Op.PUSH, transport, size, _PASSES)
+            yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
             cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
@@ -69,20 +69,13 @@ def _all(request: Request) -> Iterator[Case]:
         yield from cases_of(Request(op=Op.LINK, transport=transport, passes=2))
 
 
-def _moves(request: Request, op: Op, transport: str, size: int, passes: int) -> list[Case]:
-    memory = Memory.REGISTERED if transport == "cma" else Memory.POOL
-    asked = replace(request, op=op, transport=transport, block_bytes=size, memory=memory, passes=passes)
-    return cases_of(asked)
-
-
 def _counts(request: Request) -> Iterator[Case]:
     """Yield 4 KiB blocks from 10^2 to 10^6 against a memcpy of the same ones."""
     for blocks in _COUNTS:
         if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
             continue
         asked = replace(request, op=Op.PULL, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
-        few = 1 if blocks == _COUNTS[-1] else _PASSES
-        yield from cases_of(replace(asked, memory=Memory.POOL, passes=few))
+        yield from cases_of(replace(asked, passes=1 if blocks == _COUNTS[-1] else _PASSES))
 
 
 def _fitting(nbytes: int) -> int:

@@ -85,27 +85,23 @@ class RawBlocks:
         for each in tensors:
             _check_tensor(each, tensors[0])
         rows, block_bytes = tensors[0].shape
-        return cls._at([each.ctypes.data for each in tensors], rows, block_bytes, numbers, tuple(tensors))
+        return cls.elsewhere([each.ctypes.data for each in tensors], rows, block_bytes, numbers, tuple(tensors))
 
     @classmethod
-    def elsewhere(cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
-        """Return rows ``numbers`` of tensors of another process that begin at ``bases``. Raises as ``of``."""
-        return cls._at(bases, rows, block_bytes, numbers, None)
-
-    def steps(self, count: int) -> list[RawBlocks]:
-        """Return list ``i`` of ``count``: block ``i`` of every tensor, where ``of`` was given ``count`` numbers."""
-        columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
-        return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
-
-    @classmethod
-    def _at(
-        cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64], owner: object
+    def elsewhere(
+        cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64], owner: object = None
     ) -> RawBlocks:
+        """Return rows ``numbers`` of tensors of ``rows`` blocks that begin at ``bases``. Raises as ``of``."""
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < rows):
             raise ParamError(f"numbers are in [{numbers.min()}, {numbers.max()}]: must be in [0, {rows})")
         offsets = numbers.astype(np.uint64) * np.uint64(block_bytes)
         starts = np.asarray(bases, np.uint64)
         return cls((starts[:, None] + offsets).reshape(-1), block_bytes, owner)
+
+    def steps(self, count: int) -> list[RawBlocks]:
+        """Return list ``i`` of ``count``: block ``i`` of every tensor, where ``of`` was given ``count`` numbers."""
+        columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
+        return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
 
 
 def _check_tensor(tensor: NDArray[Any], first: NDArray[Any]) -> None:
