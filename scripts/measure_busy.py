@@ -157,7 +157,7 @@ def main() -> int:
             desc = CacheDesc(1, [rows, bench.nbytes], DataType.DT_UINT8)
             allocate = here.cm.allocate_cache if name == "row" else here.cm.allocate_blocks_cache
             here.caches[name] = allocate(desc)
-        # Where nobody is busy, or only another process, threads do not wait for each other.
+        # Where no process is busy, or only the third, threads do not wait for each other: one interval is enough.
         turns = [t for t in itertools.product(KINDS, PLACES, intervals) if t[1] in PLACES[1:3] or t[2] == intervals[0]]
         for _, turn in itertools.product(range(options.rounds), turns):
             bench.turn(*turn)

@@ -3,7 +3,7 @@
     python -m scripts.profile_pull [--kib 64] [--pulls 2000]
 
 Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
-printed, in nanoseconds, because whatever else the machine does only adds to it. A part that others contain is indented
+printed, in nanoseconds, because other work of the machine only adds to it. A part that others contain is indented
 below them. The sum of parts is below the whole: caches are warmer for a part that is called alone. ``sys.setprofile``
 counts the calls of one pull, of Python functions and of C.
 """

@@ -3,7 +3,7 @@
 =========== ==========================================================================================
 pool        every allocation and every release of pool memory waits (the lock of each pool is held)
 registry    every lookup, pin and release waits, those of peers on the control thread among them
-control     the control thread does nothing: no answer, no beat, no expiry
+control     the control thread does nothing: no answer, no heartbeat, no expiry
 copy        pulls and pushes of this end wait where their first byte would move
 frame       what this end says to ``peer`` is kept back, and sent in order when the stall ends
 =========== ==========================================================================================
@@ -47,7 +47,7 @@ def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Itera
         KeyError: There is no such stall.
         ValueError: The end is not initialised.
         NotLinked: There is no link to ``peer``.
-        TimeoutError: What is to be stalled is held by somebody else for half a minute.
+        TimeoutError: What is to be stalled is held by another thread for half a minute.
     """
     begin = STALLS[what]
     engine = datadist._engine

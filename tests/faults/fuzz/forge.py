@@ -65,7 +65,7 @@ _ODD: Final[list[Any]] = [
 def wild(rng: random.Random) -> Any:
     """Return a value of any type, near a limit more often than not."""
     pool = rng.choice((_NUMBERS, _NUMBERS, _LARGE, _LARGE, _TEXTS, _BYTES, _ODD))
-    # A copy: whoever gets it may put something into it, and the next one must not find that there.
+    # A copy: a caller may change it, and the next caller must not get the change.
     return copy.deepcopy(rng.choice(pool))
 
 

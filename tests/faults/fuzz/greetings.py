@@ -1,4 +1,4 @@
-"""Fuzz targets for those who are not linked yet: both halves of the handshake, and the same-host rendezvous."""
+"""Fuzz targets before a link exists: both roles of the handshake, and the same-host rendezvous."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
 
 
 def fuzz_greetings(frames: int, seed: int) -> Verdicts:
-    """Be strangers at the victim's listener: the target's half of the handshake. Counted are the greetings."""
+    """Connect to the listener of the victim with bad greetings: the target role of the handshake. Counts greetings."""
     forge = Forge(seed, HANDSHAKE, wrong=0.15)
     rng = forge.rng
     with Stage() as stage, trial("greetings", seed) as verdicts:
@@ -61,7 +61,7 @@ def _count_greeting(heard: bytes, verdicts: Verdicts) -> None:
 
 
 def fuzz_dials(frames: int, seed: int) -> Verdicts:
-    """Be a listener that answers nonsense: the initiator's half of the handshake. Counted are the dials."""
+    """Be a listener that answers nonsense: the initiator role of the handshake. Counts dials."""
     forge = Forge(seed, HANDSHAKE | {"welcome": (60, HANDSHAKE["welcome"][1])}, wrong=0.15)
     with Stage() as stage, trial("dials", seed) as verdicts, _nonsense(forge, stage) as address:
         exports, lanes = stage.engine.store.exports, stage.engine.links._lanes

@@ -40,7 +40,7 @@ _SECONDS: Final = 20.0
 
 
 class _Owner:
-    """Grants its memory to whoever names it rightly; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
+    """Grants its memory to requests with the right handle; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
 
     def __init__(self) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (4, _EXTENT), dtype=np.uint8)
@@ -173,7 +173,7 @@ def _lane_frame(rng: random.Random, number: int) -> bytes:
 
 
 def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
-    """Ask the owner of real caches for memory by handles nobody was given, in the name of a real link."""
+    """Ask the owner of real caches for memory by handles that it never gave out, over a real link."""
     rng = Forge(seed, LINK).rng
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:

@@ -40,7 +40,7 @@ _STRANGER: Final = 666
 
 
 def fuzz_handlers(frames: int, seed: int, *, rca: bool = False) -> Verdicts:
-    """Be many linked peers, one after the other, who say anything: at the victim's real links, handlers and tables."""
+    """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim."""
     forge = Forge(seed, LINK, wrong=0.02)
     odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
     name = "handlers, RCA" if rca else "handlers"
