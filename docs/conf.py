@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for scripts/
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -49,6 +53,13 @@ def _owner(name: str) -> object:
     return getattr(import_module(module), cls, None)
 
 
+def _add_coverage(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the tables of scripts/coverage.py below the text of docs/coverage.md."""
+    if page == "coverage":
+        text[0] += f"\n{import_module('scripts.coverage').render()}"
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the hook, before napoleon's."""
+    """Connect the hooks, the first before napoleon's."""
     app.connect("autodoc-process-docstring", _add_source, priority=100)
+    app.connect("source-read", _add_coverage)
