@@ -1,9 +1,9 @@
 """Show which tests cover which entry of the interface; exit with 1 if an entry has no test.
 
 The entries come from the code and from docs/interface.md. A test, or a whole module of tests, names what it covers with
-the mark ``covers``: ``covers("CacheManager: pull_blocks push_blocks", "R26")``. A ruling or an invariant is also covered
-by every test that has its number in its name, as in ``test_r05_...``. Tests are parsed, not run. docs/conf.py puts the
-tables into the built page docs/coverage.md.
+the mark ``covers``: ``covers("CacheManager: pull_blocks push_blocks", "R26")``. A ruling or an invariant is also
+covered by every test that has its number in its name, as in ``test_r05_...``. Tests are parsed, not run. docs/conf.py
+puts the tables into the built page docs/coverage.md.
 """
 
 from __future__ import annotations
