@@ -163,9 +163,6 @@ def test_contributing_has_every_word_and_says_what_continuous_integration_runs()
     assert re.findall(r"`make ([\w-]+)`", sentence[0]) == runs
 
 
-# --- the README's example --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """Write the README's Python blocks to the files that they name, with a free port in place of the printed one."""
@@ -181,9 +178,9 @@ def example(tmp_path: Path) -> Path:
 
 
 def _start(script: Path) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
-    return subprocess.Popen([sys.executable, "-u", "-W", "error", script], **pipes, text=True, env=environment)
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    command = [sys.executable, "-u", "-W", "error", str(script)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(example: Path) -> None:
