@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._native import LaneEvent
 
-pytestmark = pytest.mark.covers("Grant.to_bytes")
-
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
