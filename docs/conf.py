@@ -35,7 +35,7 @@ napoleon_use_rtype: Final = False
 
 
 def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Give what has no source of its own that of its class: properties, settings, members of enumerations."""
+    """Give what has no source of its own that of its class, and make sources links to docs/interface.md."""
     text = "\n".join(lines)
     if "Source:" not in text and "extension" not in text.lower():
         if what in ("attribute", "property", "method"):
@@ -43,6 +43,7 @@ def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object,
             lines += ["", *[line.strip() for line in owner.splitlines() if "Source:" in line], ""]
         elif what == "exception":
             lines += ["", "An extension: the interface has LLMException and its status codes.", ""]
+    lines[:] = [line.replace("Source: interface ", "Source: :doc:`interface </interface>` ") for line in lines]
     if what in ("attribute", "property"):
         lines[:0] = ["..", ""]  # an empty comment: napoleon takes what is before a colon in the first line for a type
 
