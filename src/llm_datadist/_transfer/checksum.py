@@ -93,7 +93,7 @@ class CompletedTransfer:
         return plan.dst_first if here is not self.push else plan.src_first
 
     def column(self, *, here: bool) -> int:
-        """Return the column of the runs with the offsets of this end, or of the peer."""
+        """Return the column of the runs that has the offsets of one end."""
         return 0 if here is not self.push else 1
 
 
@@ -215,7 +215,7 @@ class ChecksumClient:
         )
 
     def _narrow(self, done: CompletedTransfer, part: Plan) -> Plan:
-        """Return the first block (or piece of a row) of one tensor that differs, as far as the search came."""
+        """Return the first differing block, or piece of a row, as far as the search came."""
         # Blocks of the peer, else of this end, else pieces of a row.
         column, block = done.column(here=True), _ROW_PIECE_BYTES
         for here, geometry in ((True, done.local.geometry), (False, done.remote.geometry)):
@@ -259,7 +259,7 @@ class _Range:
 
 
 def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-    """Ask the peer, again while it is busy with our other questions; call ``meanwhile`` before waiting."""
+    """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
     link, what, pause = done.link, f"{done.what}: verifying", _FIRST_PAUSE
     while True:
         try:
@@ -275,7 +275,7 @@ def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Cal
 
 
 def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
-    """Build the error for any refusal: the bytes are not confirmed. Kept answers may be outdated, so drop them."""
+    """Drop the kept answers, which may be outdated; return the error: the bytes are not confirmed."""
     done.link.kept.clear()
     code = failure.status_code
     if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
@@ -407,7 +407,7 @@ class ChecksumServer:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        """Check the guards of the question and the entry's own: the memory of an unregistered cache is not read."""
+        """Check the guards of the question, and the entry's own: it may be unregistered meanwhile."""
         load = self._store.exports.guards.load
         named = ((each.slot, each.generation) for each in question.guards)
         for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
@@ -416,7 +416,7 @@ class ChecksumServer:
 
 
 def _question_plan(entry: Entry, question: Verify) -> Plan:
-    """Return what to digest, within the limits of one question. The digest checks that it lies inside the tensors."""
+    """Return what to digest, within the limits of one question; the digest checks the bounds of the tensors."""
     geometry, count = entry.geometry, question.count
     if question.extent != geometry.tensor_bytes:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")

@@ -137,7 +137,7 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy one list of source blocks to each of several lists of destination blocks; return the bytes copied (R13).
+        """Copy one list of blocks to each of several lists; return the bytes copied (R13).
 
         The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
         threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
@@ -212,7 +212,7 @@ def _plan_two(
     what: str,
     names: tuple[str, str],
 ) -> tuple[Plan, bool]:
-    """Plan blocks of one cache to blocks of another; return the plan, and if both caches are the same tensors.
+    """Plan blocks of one cache to blocks of another; also return if both are the same tensors.
 
     ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists one after the other. Errors call the two lists by
     ``names``.
@@ -293,7 +293,7 @@ class SwapEngine:
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Carry out a plan of whole blocks between host and device memory; return the bytes moved.
+        """Carry out a plan of whole blocks between host and device; return the bytes moved.
 
         Raises:
             OutOfMemory: The device cannot provide the staging buffers; nothing was copied.
