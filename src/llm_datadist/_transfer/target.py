@@ -178,7 +178,7 @@ class LaneTarget:
         """Nothing is held for a request: its guards and ``quiesce`` protect the memory."""
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Reconnect a lane that a transfer broke by giving up; a link may have ended as well."""
+        """Have a lost lane reconnected, unless its link has ended."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
         if isinstance(link, Link):
             self._lane_reconnector.lost(link)
