@@ -164,7 +164,7 @@ class ChecksumClient:
             )
 
         def digest_ours() -> None:
-            if not ours:  # the question may be sent several times
+            if not ours:  # a busy peer is asked again
                 ours.append(self._digest(done, part, nonce, each_run=each_run))
 
         answer = _ask(done, build, digest_ours)

@@ -93,9 +93,9 @@ class TransferOp(msgspec.Struct, eq=False):
         deadline: Of the whole call.
         what: The public call, for errors.
         push: True if the bytes go to the remote cache.
-        consumes: True if a complete push consumes the key of the remote row (R5). A complete pull always does.
-        grant: The pull succeeds only while this grant holds too.
-        destination_pin: Where the parts of this push before this one went.
+        consumes: True if a complete push consumes the key of the remote row (R5).
+        grant: A pull succeeds only while this grant holds too.
+        destination_pin: Where the earlier parts of a push in parts went.
     """
 
     name: RemoteName
@@ -133,7 +133,7 @@ class Initiator:
         link = self._links.get(op.name.cluster_id)
         key = op.name, op.push
         if op.push and op.destination_pin is None:
-            op.destination_pin = DestinationPin()  # a second attempt must not go elsewhere than a cut first one
+            op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept: Resolution | None = link.kept.get(key)
