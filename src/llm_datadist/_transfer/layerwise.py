@@ -439,39 +439,32 @@ class KeyDelivery:
             span.nbytes = self.source.push(self.name, plan, deadline, self.destination_pin)
 
 
+@dataclass(slots=True)
 class AddressDelivery:
-    """Sends to raw addresses of the peer, two for each layer. Threads: the job's own.
+    """Sends to raw addresses of the peer: K and V of each of ``layers``, in order. Threads: the job's own."""
 
-    Args:
-        source: What is sent.
-        cluster_id: The peer.
-        addresses: K and V of each layer of ``layers``, in order.
-        layers: Layers to send.
-    """
-
-    def __init__(self, source: Source, cluster_id: int, addresses: Sequence[int], layers: range) -> None:
-        self.layers = layers
-        self._source = source
-        self._cluster_id = cluster_id
-        self._addresses = addresses
-        self._located: Locations | None = None
-        self._destination_pin = DestinationPin()
+    source: Source
+    cluster_id: int
+    addresses: Sequence[int]
+    layers: range
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
+    located: Locations | None = None
 
     def send(self, layer: int) -> None:
         """Send one layer."""
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
-        deadline = Deadline(self._source.timeout_ms)
-        addresses = self._addresses[at : at + TENSORS_PER_LAYER]
+        deadline = Deadline(self.source.timeout_ms)
+        addresses = self.addresses[at : at + TENSORS_PER_LAYER]
         shown = ", ".join(f"{address:#x}" for address in addresses)
-        with self._source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
-            if self._located is not None:
+        with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
+            if self.located is not None:
                 try:
-                    span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # the caches have changed since an earlier layer: look the addresses up again
-            self._located = self._locate(deadline)
-            span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+            self.located = self._locate(deadline)
+            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
@@ -480,14 +473,14 @@ class AddressDelivery:
             TransferFailed: Another cache is there than at an earlier layer, and one of the two is memory of the peer's
                 pools: what was sent before is lost. Memory of the user is the same, however it is registered.
         """
-        before = self._located
-        now = self._source.locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
+        before = self.located
+        now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
         if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
-                f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
+                f"{_WHAT}: the memory at dst_addrs of cluster {self.cluster_id} has been freed and allocated anew "
                 f"meanwhile: cache {now.offsets[0].cache_id} is there now, and what was sent before went to cache "
                 f"{before.offsets[0].cache_id}; send all of it again",
-                peer=self._cluster_id,
+                peer=self.cluster_id,
                 phase="locate",
             )
         return now
@@ -501,7 +494,7 @@ class AddressDelivery:
         return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
 
     def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
-        cut = self._source.cut
+        cut = self.source.cut
 
         def plan(pair: CachePair) -> Plan:
             dst = pair.remote
@@ -509,5 +502,5 @@ class AddressDelivery:
                 raise ProtocolError(f"{_WHAT}: {name} does not have what it was located at: {to}")
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
-        name = RemoteName(self._cluster_id, cache_id=to.cache_id)
-        return self._source.push(name, plan, deadline, self._destination_pin)
+        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
+        return self.source.push(name, plan, deadline, self.destination_pin)
