@@ -39,16 +39,16 @@ class AccessPolicy:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
 
     def needs_pin(self, entry: Entry) -> bool:
-        """Return True if a peer must pin the cache: a complete pull consumes a row's key and may free its memory.
+        """Return True if a peer must pin the cache to use it.
 
-        Nothing is consumed of blocks caches, nor of registered ones with remote cache access. A peer may keep where
-        these are and use them without another question, protected by guards.
+        A complete pull consumes a row's key, after which the memory may be freed. Nothing is consumed of blocks
+        caches, nor of registered ones with remote cache access: a peer may keep where these are, protected by guards.
         """
         registered_with_access = not entry.owned and self._store.remote_accessible
         return entry.geometry.kind is CacheKind.CACHE and not registered_with_access
 
     def require_use(self, entry: Entry, pin: int) -> None:
-        """Allow the peer to use a cache that it holds by ``pin``, or by none where that is 0.
+        """Allow the peer to use a cache under ``pin``, or without one where that is 0.
 
         Raises:
             ParamError: Not remote accessible, or it needs a pin.

@@ -67,14 +67,7 @@ class TransferCall(msgspec.Struct, eq=False):
 
 
 def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
-    """Pull the remote row into the local ``row``.
-
-    Args:
-        call: The call.
-        row: Row of the local cache.
-        size: Bytes per tensor, or -1 for the whole row.
-        src_offset: Bytes into the remote row.
-        dst_offset: Bytes into the local row.
+    """Pull ``size`` bytes per tensor, or -1, of the remote row into the local ``row``; offsets are bytes into a row.
 
     Raises:
         CacheNotFound: No such local cache; also as :meth:`Initiator.run`.

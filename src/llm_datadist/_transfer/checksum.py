@@ -92,7 +92,7 @@ class CompletedTransfer:
         return plan.dst_first if here is not self.push else plan.src_first
 
     def column(self, *, here: bool) -> int:
-        """Return the column of the runs with the offsets of this end, or of the peer."""
+        """Return the column of the runs that has the offsets of one end."""
         return 0 if here is not self.push else 1
 
 
@@ -163,7 +163,7 @@ class ChecksumClient:
             )
 
         def digest_ours() -> None:
-            if not ours:  # the question may be sent several times
+            if not ours:  # a busy peer is asked again
                 ours.append(self._digest(done, part, nonce, each_run=each_run))
 
         answer = _ask(done, build, digest_ours)
@@ -197,7 +197,8 @@ class ChecksumClient:
         tensor, part = next(iter(differing.items()))
         with suppress(LLMException):  # without an answer the place is only less precise
             part = self._narrow(done, part)
-        here, there = _Range.of(done, part, here=True), _Range.of(done, part, here=False)
+        local_tensor, local_block, here = _where(done, part, here=True)
+        _, remote_block, there = _where(done, part, here=False)
         return ChecksumMismatch(
             f"{done.what}: checksum mismatch with {done.link.peer}: {there} of its cache {done.remote.cache_id} and "
             f"{here} of the cache here do not hold the same bytes; {len(differing)} of {plan.count} tensors differ; "
@@ -205,16 +206,16 @@ class ChecksumClient:
             "whatever else writes to either place, or the memory, if it happens again",
             cache_id=done.remote.cache_id,
             tensors=len(differing),
-            local_tensor=here.tensor,
-            local_block=here.block,
+            local_tensor=local_tensor,
+            local_block=local_block,
             remote_tensor=tensor,
-            remote_block=there.block,
+            remote_block=remote_block,
             peer=done.link.peer.cluster_id,
             phase="verify",
         )
 
     def _narrow(self, done: CompletedTransfer, part: Plan) -> Plan:
-        """Return the first block (or piece of a row) of one tensor that differs, as far as the search came."""
+        """Return the first differing block, or piece of a row, if the search ends."""
         # Blocks of the peer, else of this end, else pieces of a row.
         column, block = done.column(here=True), _ROW_PIECE_BYTES
         for here, geometry in ((True, done.local.geometry), (False, done.remote.geometry)):
@@ -232,33 +233,21 @@ class ChecksumClient:
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """A range of bytes in one tensor of one end, for messages; ``block`` is -1 unless it lies in one block or row."""
-
-    tensor: int
-    block: int
-    word: str
-    begin: int
-    end: int
-
-    @classmethod
-    def of(cls, done: CompletedTransfer, part: Plan, *, here: bool) -> _Range:
-        geometry = done.local.geometry if here else done.remote.geometry
-        word = "row" if geometry.kind is CacheKind.CACHE else "block"
-        begins = part.runs[:, done.column(here=here)]
-        begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
-        block = begin // geometry.stride
-        found = len(part.runs) == 1 and (end - 1) // geometry.stride == block
-        return cls(done.first(part, here=here), block if found else -1, word, begin, end)
-
-    def __str__(self) -> str:
-        where = f"tensor {self.tensor}" if self.block < 0 else f"tensor {self.tensor} {self.word} {self.block}"
-        return f"{where} (bytes {self.begin} to {self.end} of the tensor)"
+def _where(done: CompletedTransfer, part: Plan, *, here: bool) -> tuple[int, int, str]:
+    """Return tensor, block or row, and a text of a part at one end; block -1 unless the part lies in one."""
+    geometry, tensor = (done.local if here else done.remote).geometry, done.first(part, here=here)
+    begins = part.runs[:, done.column(here=here)]
+    begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
+    block, text = begin // geometry.stride, f"tensor {tensor}"
+    if len(part.runs) == 1 and (end - 1) // geometry.stride == block:
+        text += f" {'row' if geometry.kind is CacheKind.CACHE else 'block'} {block}"
+    else:
+        block = -1
+    return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
 
 
 def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-    """Ask the peer, again while it is busy with our other questions; call ``meanwhile`` before waiting."""
+    """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
     link, what, pause = done.link, f"{done.what}: verifying", _FIRST_PAUSE
     while True:
         try:
@@ -274,7 +263,7 @@ def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Cal
 
 
 def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
-    """Build the error for any refusal: the bytes are not confirmed. Kept answers may be outdated, so drop them."""
+    """Build the error of a refusal, and drop the kept answers: they may be outdated."""
     done.link.caches.kept.clear()
     code = failure.status_code
     if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
@@ -406,7 +395,7 @@ class ChecksumServer:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        """Check the guards of the question and the entry's own: the memory of an unregistered cache is not read."""
+        """Check the guards of the question, and the entry's own: it may be unregistered meanwhile."""
         load = self._store.exports.guards.load
         named = ((each.slot, each.generation) for each in question.guards)
         for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
@@ -415,7 +404,7 @@ class ChecksumServer:
 
 
 def _question_plan(entry: Entry, question: Verify) -> Plan:
-    """Return what to digest, within the limits of one question. The digest checks that it lies inside the tensors."""
+    """Return what to digest, within the limits of one question; the digest checks tensor bounds."""
     geometry, count = entry.geometry, question.count
     if question.extent != geometry.tensor_bytes:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")

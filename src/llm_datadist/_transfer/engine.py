@@ -206,7 +206,7 @@ class Engine:
         _warn_if_open(self.links.listen_address)
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
-        """Close the old listener, then bind a new address on the same port: one of them is a wildcard.
+        """Close the old listener, then bind the new address, which shares its port (one is a wildcard).
 
         From then on an existing link is no reason to refuse: that would leave this end without any listener.
         """
@@ -234,7 +234,7 @@ class Engine:
         self._undo.close()
 
     def abandon(self) -> None:
-        """Mark the engine as dead in a forked child; threads, locks and sockets are the parent's."""
+        """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
         self.alive = False
         self.links.abandon()
         self._lanes.close()

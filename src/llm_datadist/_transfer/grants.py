@@ -40,7 +40,7 @@ class Grants:
         self._call_at = call_at
         self._lock = threading.Lock()  # guards the next three
         self._live: dict[tuple[int, int], Grant] = {}
-        self._ends: list[tuple[float, tuple[int, int]]] = []
+        self._expiries: list[tuple[float, tuple[int, int]]] = []
         self._closed = False
 
     def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
@@ -65,18 +65,18 @@ class Grants:
             guard = self._store.exports.guards.allocate()
         key = (guard.slot, guard.generation)
         granted = Grant(self._cluster_id, self._store.exports.incarnation, cache_id, key, numbers.tolist(), self)
-        ends = time.monotonic() + ttl
+        expires = time.monotonic() + ttl
         with self._lock:
             closed, earliest = self._closed, False
             if not closed:
                 self._live[key] = granted
-                heapq.heappush(self._ends, (ends, key))
-                earliest = self._ends[0][1] == key
+                heapq.heappush(self._expiries, (expires, key))
+                earliest = self._expiries[0][1] == key
         if closed:
             self._store.exports.guards.release(guard.slot)
             raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
         if earliest:
-            self._call_at(ends, self._expire)
+            self._call_at(expires, self._expire)
         return granted
 
     def active(self, grant: Grant) -> bool:
@@ -94,7 +94,7 @@ class Grants:
         """End every grant. Idempotent."""
         with self._lock:
             self._closed = True
-            live, self._live, self._ends = list(self._live.values()), {}, []
+            live, self._live, self._expiries = list(self._live.values()), {}, []
         for grant in live:
             self._store.exports.guards.release(grant.guard[0])
 
@@ -103,11 +103,11 @@ class Grants:
         now = time.monotonic()
         over: list[Grant] = []
         with self._lock:
-            while self._ends and self._ends[0][0] <= now:
-                grant = self._live.get(heapq.heappop(self._ends)[1])
+            while self._expiries and self._expiries[0][0] <= now:
+                grant = self._live.get(heapq.heappop(self._expiries)[1])
                 if grant is not None:
                     over.append(grant)
-            following = self._ends[0][0] if self._ends else None
+            following = self._expiries[0][0] if self._expiries else None
         for grant in over:
             self.revoke(grant)
         if following is not None:

@@ -55,7 +55,7 @@ class DestinationPin(msgspec.Struct, eq=False):
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Allow the next part to go to cache ``cache_id`` of ``peer``, as which ``name`` was resolved.
+        """Allow the next part to go to cache ``cache_id``, as which ``name`` was resolved.
 
         Raises:
             TransferFailed: An earlier part went elsewhere.
@@ -92,9 +92,9 @@ class TransferOp(msgspec.Struct, eq=False):
         deadline: Of the whole call.
         what: The public call, for errors.
         push: True if the bytes go to the remote cache.
-        consumes: True if a complete push consumes the key of the remote row (R5). A complete pull always does.
-        grant: The pull succeeds only while this grant holds too.
-        destination_pin: Where the parts of this push before this one went.
+        consumes: True if a complete push consumes the key of the remote row (R5).
+        grant: A pull succeeds only while this grant holds too.
+        destination_pin: Where the earlier parts of a push in parts went.
     """
 
     name: RemoteName
@@ -132,7 +132,7 @@ class Initiator:
         link = self._links.get(op.name.cluster_id)
         key = op.name, op.push
         if op.push and op.destination_pin is None:
-            op.destination_pin = DestinationPin()  # a second attempt must not go elsewhere than a cut first one
+            op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
         with link.operation():
             for _ in range(_ATTEMPTS):
                 kept: Resolution | None = link.caches.kept.get(key)
@@ -176,7 +176,7 @@ class Initiator:
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
-        """Plan, copy and verify under the guards of one answer; return what was copied, None to resolve again."""
+        """Plan, copy and verify under one answer; return the plan, None to resolve again."""
         if op.destination_pin is not None:
             op.destination_pin.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
@@ -240,7 +240,7 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
-    """Return True while every guard shows the generation of the answer; remote guards are checked by the target."""
+    """Return True while every guard shows its generation; the target checks remote guards by itself."""
     if remote.tensors.remote_guards:
         return True
     try:
@@ -250,7 +250,7 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
 
 
 def _compare(link: Link, local: Entry, remote: Resolution) -> CachePair:
-    """Pair both caches; they are the same memory on a link to ourselves, or where both registered the same tensors."""
+    """Pair both caches, and find out if they are the same tensors."""
     theirs = remote.tensors
     comparable = link.connection.capabilities.same_addresses or not theirs.private
     same_memory = comparable and local.storage.tensors.native.same_bases(theirs.native)
@@ -258,7 +258,7 @@ def _compare(link: Link, local: Entry, remote: Resolution) -> CachePair:
 
 
 def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
-    """Tell the target which tensors of a row were moved, None: nothing was, and give the pin back."""
+    """Tell the target what was copied, None for nothing, and give the pin back."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
         link.tell(Consumed(remote.cache_id, remote.row, first, count))

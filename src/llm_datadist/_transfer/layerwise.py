@@ -90,7 +90,7 @@ class TransferJob:
         timeout_code: The status of a time-out in this interface.
 
     Attributes:
-        moved: Layers sent so far, over all destinations.
+        sent: Layers sent so far, over all destinations.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TransferJob:
     ) -> None:
         self.name = name
         self.timeout_code = timeout_code
-        self.moved = 0
+        self.sent = 0
         self._deliveries = list(deliveries)
         self._layers = sorted({layer for each in deliveries for layer in each.layers})
         self._synchronizer: LayerSynchronizer | None = synchronizer
@@ -130,7 +130,7 @@ class TransferJob:
         self._finish()
 
     def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer and send it to its destinations; return False when the job is over."""
+        """Wait for a layer, send it to its destinations; return False when the job is over."""
         selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
         if not self._synchronized(layer, selected):
             return False
@@ -144,7 +144,7 @@ class TransferJob:
             except Exception as error:  # noqa: BLE001 (kept, logged and reported)
                 self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
                 return False  # still "sending": run() finishes the job, not end()
-            self.moved += 1
+            self.sent += 1
             last = layer == self._deliveries[i].layers[-1]
             with self._lock:
                 self._sending = False
@@ -210,7 +210,7 @@ class TransferJob:
             self._done.set()
 
     def end(self, reason: LLMException) -> None:
-        """Let no further transfer begin; the job is over at once, or after the running one. Threads: any."""
+        """Let no further transfer begin; a running one is the last. Threads: any."""
         with self._lock:
             if self._ended is None:
                 self._ended = reason
@@ -272,7 +272,7 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer; return one status per config, in their order. May be called again.
+        """Wait for the end of the transfer; return one status per config. May be called again.
 
         ``LLM_SUCCESS``: all layers of that config arrived. ``LLM_PARAM_INVALID``: they do not fit the destination, an
         address lies in no cache of the peer, or the synchronizer returned False. ``LLM_NOT_YET_LINK``,
@@ -294,7 +294,7 @@ class CacheTask:
 
     @property
     def errors(self) -> list[BaseException | None]:
-        """The error of each config; None for one that succeeded or has not ended yet. An extension."""
+        """The error of each config, None without one so far. An extension."""
         return self._job.results()[2]
 
     def _wait(self, timeout_in_millis: int | None) -> bool:
@@ -351,12 +351,12 @@ class Tasks:
         return CacheTask(job)
 
     def finish(self) -> None:
-        """Wait until all jobs have ended, or none has sent a layer for as long as one may take."""
-        moved, limit = -1, Deadline(self._patience_ms)
+        """Wait until all jobs have ended, or none has sent a layer in ``patience_ms``."""
+        sent, limit = -1, Deadline(self._patience_ms)
         while any(not job.done for job, _ in self._jobs):
-            now = sum(job.moved for job, _ in self._jobs)
-            if now != moved:
-                moved, limit = now, Deadline(self._patience_ms)
+            now = sum(job.sent for job, _ in self._jobs)
+            if now != sent:
+                sent, limit = now, Deadline(self._patience_ms)
             elif limit.expired():
                 return
             time.sleep(_POLL_SECONDS)
@@ -439,39 +439,32 @@ class KeyDelivery:
             span.nbytes = self.source.push(self.name, plan, deadline, self.destination_pin)
 
 
+@dataclass(slots=True)
 class AddressDelivery:
-    """Sends to raw addresses of the peer, two for each layer. Threads: the job's own.
+    """Sends to raw addresses of the peer: K and V of each of ``layers``, in order. Threads: the job's own."""
 
-    Args:
-        source: What is sent.
-        cluster_id: The peer.
-        addresses: K and V of each layer of ``layers``, in order.
-        layers: Layers to send.
-    """
-
-    def __init__(self, source: Source, cluster_id: int, addresses: Sequence[int], layers: range) -> None:
-        self.layers = layers
-        self._source = source
-        self._cluster_id = cluster_id
-        self._addresses = addresses
-        self._located: Locations | None = None
-        self._destination_pin = DestinationPin()
+    source: Source
+    cluster_id: int
+    addresses: Sequence[int]
+    layers: range
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
+    located: Locations | None = None
 
     def send(self, layer: int) -> None:
         """Send one layer."""
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
-        deadline = Deadline(self._source.timeout_ms)
-        addresses = self._addresses[at : at + TENSORS_PER_LAYER]
+        deadline = Deadline(self.source.timeout_ms)
+        addresses = self.addresses[at : at + TENSORS_PER_LAYER]
         shown = ", ".join(f"{address:#x}" for address in addresses)
-        with self._source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
-            if self._located is not None:
+        with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
+            if self.located is not None:
                 try:
-                    span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # the caches have changed since an earlier layer: look the addresses up again
-            self._located = self._locate(deadline)
-            span.nbytes = self._push(layer, self._located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+            self.located = self._locate(deadline)
+            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
@@ -480,20 +473,20 @@ class AddressDelivery:
             TransferFailed: Another cache is there than at an earlier layer, and one of the two is memory of the peer's
                 pools: what was sent before is lost. Memory of the user is the same, however it is registered.
         """
-        before = self._located
-        now = self._source.locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
+        before = self.located
+        now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
         if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
-                f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
+                f"{_WHAT}: the memory at dst_addrs of cluster {self.cluster_id} has been freed and allocated anew "
                 f"meanwhile: cache {now.offsets[0].cache_id} is there now, and what was sent before went to cache "
                 f"{before.offsets[0].cache_id}; send all of it again",
-                peer=self._cluster_id,
+                peer=self.cluster_id,
                 phase="locate",
             )
         return now
 
     def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline) -> int:
-        """Push K and V; together if they lie at one offset in neighbouring tensors of one cache."""
+        """Push K and V, together if they are at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
@@ -501,13 +494,13 @@ class AddressDelivery:
         return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
 
     def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
-        cut = self._source.cut
+        cut = self.source.cut
 
         def plan(pair: CachePair) -> Plan:
             dst = pair.remote
             if to.tensor + count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
-                raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {to}")
+                raise ProtocolError(f"{_WHAT}: {name} does not have what it was located at: {to}")
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
-        name = RemoteName(self._cluster_id, cache_id=to.cache_id)
-        return self._source.push(name, plan, deadline, self._destination_pin)
+        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
+        return self.source.push(name, plan, deadline, self.destination_pin)

@@ -95,10 +95,10 @@ class LocalCopies:
         """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
         with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
-            both, tensors = (entry.geometry, entry.geometry), entry.storage.tensors
+            cache = Operand("cache", entry.geometry, entry.storage.tensors)
             names = ("sources of copy_block_info", "destinations of copy_block_info")
-            plan = _plan_blocks(both, src_blocks, dst_blocks, alias=True, names=names)
-            return self._execute(plan, tensors, tensors, deadline, "copy_blocks")
+            plan, _ = _plan_blocks(cache, cache, src_blocks, dst_blocks, "copy_blocks", names)
+            return self._execute(plan, cache.tensors, cache.tensors, deadline, "copy_blocks")
 
     def swap_blocks(
         self,
@@ -119,7 +119,7 @@ class LocalCopies:
         """
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
-            plan, alias = _plan_two(source, target, src_blocks, dst_blocks, "swap_blocks", names)
+            plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
                 raise ParamError(
                     f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
@@ -137,7 +137,7 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy one list of source blocks to each of several lists of destination blocks; return the bytes copied (R13).
+        """Copy one list of blocks to each of several lists; return the bytes copied (R13).
 
         The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
         threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
@@ -157,7 +157,7 @@ class LocalCopies:
             DeadlineExceeded: The addressed blocks are undefined.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
-            plan, alias = _plan_two(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
+            plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
             host = [side.geometry.placement == Placement.HOST for side in (source, target)]
             if all(host):
                 raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
@@ -204,7 +204,7 @@ class LocalCopies:
         return plan.nbytes
 
 
-def _plan_two(
+def _plan_blocks(
     source: Operand,
     target: Operand,
     src_blocks: NDArray[np.int64],
@@ -212,7 +212,7 @@ def _plan_two(
     what: str,
     names: tuple[str, str],
 ) -> tuple[Plan, bool]:
-    """Plan blocks of one cache to blocks of another; return the plan, and if both caches are the same tensors.
+    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]``; also return if both are the same tensors.
 
     ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists one after the other. Errors call the two lists by
     ``names``.
@@ -227,27 +227,14 @@ def _plan_two(
         raise CacheMismatch(
             f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
         )
-    # Host memory may be the "device" here, so both caches may lie on the same tensors.
-    alias = np.array_equal(source.tensors.bases, target.tensors.bases)
+    # Host memory may be the "device" here, so two caches may lie on the same tensors.
+    alias = source is target or np.array_equal(source.tensors.bases, target.tensors.bases)
     if dst_blocks.ndim > 1:
-        if int(dst_blocks.max()) >= dst.rows:  # the plan would name a place in the one long list
+        if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the one long list
             i, j = (int(at) for at in np.unravel_index(dst_blocks.argmax(), dst_blocks.shape))
             raise ParamError(f"{names[1]}[{i}][{j}]={dst_blocks[i, j]}: must be in [0, {dst.rows})")
         src_blocks, dst_blocks = np.tile(src_blocks, len(dst_blocks)), dst_blocks.reshape(-1)
-    return _plan_blocks((src, dst), src_blocks, dst_blocks, alias=alias, names=names), alias
-
-
-def _plan_blocks(
-    both: tuple[Geometry, Geometry],
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
-    *,
-    alias: bool,
-    names: tuple[str, str],
-) -> Plan:
-    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors call the two lists by ``names``."""
-    src, dst = both
-    return _native.plan_blocks(
+    plan = _native.plan_blocks(
         dst_blocks,
         src_blocks,
         block_bytes=src.stride,
@@ -258,6 +245,7 @@ def _plan_blocks(
         dst_name=names[1],
         src_name=names[0],
     )
+    return plan, alias
 
 
 def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
@@ -293,7 +281,7 @@ class SwapEngine:
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Carry out a plan of whole blocks between host and device memory; return the bytes moved.
+        """Carry out a plan of whole blocks between host and device; return the bytes moved.
 
         Raises:
             OutOfMemory: The device cannot provide the staging buffers; nothing was copied.
@@ -353,7 +341,11 @@ class SwapEngine:
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
-        copies = [block for span in _spans(plan, dst, src) for block in _blocks(span, block_bytes)]
+        copies = [
+            (target + at, source + at, block_bytes)  # merged runs do not fit a staging buffer
+            for target, source, nbytes in _spans(plan, dst, src)
+            for at in range(0, nbytes, block_bytes)
+        ]
         if plan.ordered:
             buffer = self._staging[0].address
             for target, source, nbytes in copies:
@@ -445,13 +437,6 @@ def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, i
         target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])
         for to, at, nbytes in runs:
             yield target + to, source + at, nbytes
-
-
-def _blocks(span: tuple[int, int, int], block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a merged run into the blocks that fit a staging buffer."""
-    target, source, nbytes = span
-    for at in range(0, nbytes, block_bytes):
-        yield target + at, source + at, block_bytes
 
 
 def _finish(futures: list[Future[None]]) -> None:

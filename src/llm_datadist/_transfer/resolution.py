@@ -126,7 +126,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
 
 
 def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Keep a value in a table of at most ``most`` entries; a full table starts anew."""
+    """Keep a value in a table; one with ``most`` entries is emptied first."""
     if len(known) >= most and key not in known:
         known.clear()
     known[key] = value

@@ -175,7 +175,7 @@ class LaneTarget:
         return self._grant(link, request, write=True)
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Have a lane reconnected that ended, with its link or by a transfer that was given up half way."""
+        """Have a lost lane reconnected, unless its link has ended."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
         if isinstance(link, Link):
             self._lane_reconnector.lost(link)

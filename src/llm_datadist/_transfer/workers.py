@@ -93,7 +93,7 @@ class _Call(Generic[T]):
         return self._call(deadline)
 
     def cancel(self, future: Future[T]) -> bool:
-        """Return True if the call had not begun, and never will; else make it end as soon as it can."""
+        """Make the call end soon; return True if it had not begun, and never will."""
         if future.cancel():
             return True
         self._cancelled = True
