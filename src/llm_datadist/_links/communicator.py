@@ -90,8 +90,6 @@ class Communicator:
         """Return True when it needs the link to that member: it has not failed, and is not unlinked."""
         return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
 
-    # --- greetings of members that dial ----------------------------------------------------------------------------
-
     def is_for(self, theirs: CommunicatorId, cluster_id: int) -> bool:
         """Return True when that greeting of that member may be for this communicator."""
         return theirs.name == self.plan.name and cluster_id in self.expected
@@ -118,8 +116,6 @@ class Communicator:
                 f"{mine.table.hex()[:8]} at cluster {self._own}; all members have to give the same table"
             )
         return None
-
-    # --- changes ---------------------------------------------------------------------------------------------------
 
     def join(self, cluster_id: int, theirs: CommunicatorId | None) -> None:
         """Count a member as linked, by its greeting where it dialled; the last one makes the communicator OK."""

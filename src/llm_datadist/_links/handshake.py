@@ -19,7 +19,7 @@ import asyncio
 import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
@@ -78,7 +78,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this end says about itself."""
+    """What this end says about itself: a part of its :class:`Greeting`."""
 
     cluster_id: int
     incarnation: bytes
@@ -98,22 +98,15 @@ class Endpoint:
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of :class:`Greeting`."""
-        mine = self.identity
-        return {
+        return asdict(self.identity) | {
             "version": PROTOCOL_VERSION,
-            "cluster_id": mine.cluster_id,
-            "incarnation": mine.incarnation,
-            "remote_accessible": mine.remote_accessible,
-            "pid": mine.pid,
-            "host": mine.host,
             "cookie": self.exports.guards.cookie,
             "cookie_address": self.exports.guards.segment.address,
             "exports": self.exports.descriptors(),
-            "transport": mine.transport,
         }
 
     def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused as that does."""
+        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
         forced = agree(self.identity.transport, theirs.transport)
         claim = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
         return ConnectionBuilder(claim, memory, forced)
@@ -177,9 +170,8 @@ class _BlockingFrames:
             while (message := _take(self.parser)) is None:
                 data = self._call("handshake", lambda: self.socket.recv(_RECEIVE_BYTES))
                 if not data:
-                    raise LinkRefused(
-                        f"{self._what}: the peer closed the connection in the handshake", phase="handshake"
-                    )
+                    text = f"{self._what}: the peer closed the connection in the handshake"
+                    raise LinkRefused(text, phase="handshake")
                 self.parser.feed(data)
             if isinstance(message, Refused):
                 raise remote_refusal(message, self._what)
@@ -239,8 +231,8 @@ class Dial:
         """Do steps 1 to 3: connect, introduce this end, meet the peer's memory, open the connection.
 
         Raises:
-            DeadlineExceeded: Not done in time, in whichever phase.
-            LinkRefused: Unreachable, refused, speaks something else, or no transport reaches it.
+            DeadlineExceeded: Not done in time.
+            LinkRefused: Unreachable, refused, speaks another protocol, or no transport reaches it.
         """
         hello = Hello(
             **self._endpoint.greeting(),

@@ -51,9 +51,6 @@ class Peer:
         return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
 
 
-# --- the states of a link --------------------------------------------------------------------------------------------
-
-
 class LinkState(Enum):
     """The states of a link."""
 
@@ -134,9 +131,6 @@ class LinkMachine:
         return "; ".join(self._story) or "made"
 
 
-# --- the parts of a link ---------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class LinkOrigin:
     """How a link was made, and which calls may use it.
@@ -149,9 +143,9 @@ class LinkOrigin:
         reconnected: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
             may still claim it.
         by_communicator: True when communicators of both ends made it, and ``link_clusters`` of neither.
+        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
         claimed: True once ``link_clusters`` of this end asked for it.
         open: False while it is for communicators of which none is OK: operations of this end may not use it yet.
-        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
     """
 
     dialled: bool
@@ -160,9 +154,13 @@ class LinkOrigin:
     address: tuple[str, int] | None = None
     reconnected: bool = False
     by_communicator: bool = False
-    claimed: bool = False
-    open: bool = True
     greetings: list[Hello] = field(default_factory=list)
+    claimed: bool = field(init=False)
+    open: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claimed = self.dialled and not (self.reconnected or self.by_communicator)
+        self.open = not self.by_communicator
 
     @property
     def spare(self) -> bool:
@@ -217,9 +215,6 @@ class RequestTable:
             for waiter in self.waiters.values():
                 waiter.wake(None)
             self.waiters.clear()
-
-
-# --- the link --------------------------------------------------------------------------------------------------------
 
 
 class Link:
@@ -404,8 +399,6 @@ class Link:
         """Add to the bytes whose checksums were equal at both ends."""
         with self._lock:
             self._verified_bytes += nbytes
-
-    # --- liveness: the control thread ------------------------------------------------------------------------------
 
     def heard(self) -> None:
         """Note that a message came from the peer."""

@@ -125,17 +125,15 @@ class LinkConflicts:
         self._table = table
         self._end = end
 
-    # --- callers' threads ------------------------------------------------------------------------------------------
-
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer shows in time that it lives and knows this link."""
+        """Return True when the peer shows in time that it lives and knows this link. In a caller's thread."""
         ping = link.ping()
         seconds = min(_ANSWER_SECONDS, deadline.remaining())
         self._table.wait(lambda: link.last_pong >= ping or not link.usable, seconds)
         return link.usable and link.last_pong >= ping
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
-        """End the link to an earlier process of the cluster of ``peer``, which this end dials, unless that answers."""
+        """End the link to another process of the cluster of ``peer``, unless that answers. In a caller's thread."""
         old = self._table.conflict(peer)
         if old is not None and not self.answers(old, deadline):
             self.lose(old, f"silent while {peer} took its place", deadline)
@@ -150,13 +148,13 @@ class LinkConflicts:
         if link.usable:
             self._end(link, reason, lost=True)
 
-    # --- the control thread ----------------------------------------------------------------------------------------
-
     async def give_way(self, peer: Peer) -> None:
-        """Return once no link to another process of the cluster of ``peer``, which dials this end, is in the way.
+        """Return once no other process of the cluster of ``peer``, which dials this end, is linked.
+
+        Threads: the control thread.
 
         Raises:
-            AlreadyLinked: That process lives.
+            AlreadyLinked: The other process lives.
         """
         old = self._table.conflict(peer)
         if old is None:

@@ -355,8 +355,6 @@ class LinkManager:
             address=None if dial.by_communicator else dial.address,
             reconnected=reconnected,
             by_communicator=dial.by_communicator,
-            claimed=not (reconnected or dial.by_communicator),
-            open=not dial.by_communicator,
         )
         link = Link(dial.peer, dial.connection, dial.choice, origin)
         sock, leftover = dial.take()
@@ -384,11 +382,10 @@ class LinkManager:
         by_communicator = hello.communicator is not None
         origin = LinkOrigin(
             dialled=False,
-            sequence=0,
+            sequence=0,  # the table gives it one
             peer_sequence=accepted.sequence,
             reconnected=hello.reconnects,
             by_communicator=by_communicator,
-            open=not by_communicator,
             greetings=[hello] if by_communicator else [],
         )
         link = Link(Peer.of(hello), accepted.connection, accepted.choice, origin)

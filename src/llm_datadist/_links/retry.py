@@ -200,9 +200,8 @@ class RetryQueue(Generic[A]):
         for attempt in [*self._current, *self._waiting]:
             attempt.abandon()
 
-    # --- the queue's threads ---------------------------------------------------------------------------------------
-
     def _run(self) -> None:
+        """Make attempts until none waits, or the queue is stopped. One of the queue's threads."""
         while (attempt := self._next()) is not None:
             again = False
             try:

@@ -125,8 +125,7 @@ class LinkTable:
     def conflict(self, peer: Peer) -> Link | None:
         """Return the link to another process under the same cluster id."""
         old = self._links.get(peer.cluster_id)
-        same = old is None or old.ended or old.peer.incarnation == peer.incarnation
-        return None if same else old
+        return None if old is None or old.ended or old.peer.incarnation == peer.incarnation else old
 
     def admit(self, link: Link) -> Link | None:
         """Put in a link that the peer dialled, and number it; return one that it replaces, which the caller ends.
@@ -144,8 +143,8 @@ class LinkTable:
                 self._loopback.add(link)
                 return None
             old = self._links.get(peer.cluster_id)
-            if self.conflict(peer) is not None and old is not None:
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {old.peer}")
+            if (other := self.conflict(peer)) is not None:
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
                     f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
@@ -168,8 +167,6 @@ class LinkTable:
             self._unlinked[cluster_id] = None
             if len(self._unlinked) > _MAX_UNLINKED:
                 del self._unlinked[next(iter(self._unlinked))]
-
-    # --- both ------------------------------------------------------------------------------------------------------
 
     def remove(self, link: Link) -> None:
         """Take a link out that has ended, or is about to."""
@@ -206,6 +203,3 @@ class LinkTable:
             for link in self._loopback:
                 if link.peer.incarnation != self._mine:
                     raise AssertionError(f"{link!r} is filed as a link to ourselves")
-
-    def __repr__(self) -> str:
-        return f"<LinkTable: {len(self._links)} links, {len(self._dialling)} dials, number {self._sequence}>"
