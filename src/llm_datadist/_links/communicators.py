@@ -174,7 +174,7 @@ class Communicators:
                 self._links.unlink(peer, deadline, force=True)
         logger.info("%s unlinked", communicator)
 
-    # --- reading: any thread ---------------------------------------------------------------------------------------
+    # --- looking up: any thread ------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
         """Return one value per communicator."""

@@ -70,7 +70,7 @@ _BACKLOG: Final = 128
 #: Hello, else of the oldest of all.
 _MAX_GREETINGS: Final = 128
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
-#: A choice and its reason have to fit into a message.
+#: Characters of the reason for a choice that are sent.
 _MAX_REASON: Final = 4000
 M = TypeVar("M", bound="Message")
 R = TypeVar("R")
@@ -108,8 +108,8 @@ class Endpoint:
     def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
         """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
         forced = agree(self.identity.transport, theirs.transport)
-        claim = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
-        return ConnectionBuilder(claim, memory, forced)
+        peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
+        return ConnectionBuilder(peer, memory, forced)
 
 
 # --- both roles: frames and checks without I/O -----------------------------------------------------------------------

@@ -55,7 +55,6 @@ class LinkState(Enum):
     """The states of a link."""
 
     CLOSED = "closed"
-    CONNECTING = "connecting"
     HANDSHAKE = "handshake"
     READY = "ready"
     SUSPECT = "suspect"
@@ -66,8 +65,7 @@ class LinkState(Enum):
 class LinkEvent(Enum):
     """What changes the state of a link."""
 
-    CONNECT = "connect"  # initiator: dialling
-    HELLO = "hello"  # initiator: hello sent; target: hello received
+    HELLO = "hello"  # the two ends have introduced themselves
     READY = "ready"  # both ends have mapped each other
     SILENT = "silent"  # no heartbeat for a while
     HEARD = "heard"  # a message after a silence
@@ -81,10 +79,7 @@ class LinkEvent(Enum):
 _S, _E = LinkState, LinkEvent
 
 TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
-    (_S.CLOSED, _E.CONNECT): _S.CONNECTING,
     (_S.CLOSED, _E.HELLO): _S.HANDSHAKE,
-    (_S.CONNECTING, _E.HELLO): _S.HANDSHAKE,
-    (_S.CONNECTING, _E.LOST): _S.BROKEN,
     (_S.HANDSHAKE, _E.READY): _S.READY,
     (_S.HANDSHAKE, _E.LOST): _S.BROKEN,
     (_S.READY, _E.SILENT): _S.SUSPECT,

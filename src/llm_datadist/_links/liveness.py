@@ -36,7 +36,9 @@ class End(Protocol):
 
 
 class Heartbeat:
-    """One timer for all links: sends beats, and ends links whose peers are silent. Runs on the control thread.
+    """One timer for all links: tells peers that this end lives, and ends links whose peers are silent.
+
+    Threads: the control thread.
 
     Args:
         links: Returns every link.

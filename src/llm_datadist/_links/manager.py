@@ -67,7 +67,7 @@ _IGNORED: Final = (Beat, *_FINAL)
 
 @dataclass(frozen=True, slots=True)
 class LinkHooks:
-    """What the layer above does about links. All on the control thread, but for ``on_end``.
+    """What transfers do about links. Called on the control thread, except ``on_end``.
 
     Attributes:
         handlers: Message type -> function(link, message).
@@ -128,8 +128,7 @@ class LinkManager:
 
     def _start(self, listening: socket.socket | None) -> None:
         self._rendezvous.start(self._control.loop)
-        if listening is not None:
-            self._listener = self.listener_for(None, listening)
+        self._listen(listening)
         self._heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
@@ -150,9 +149,7 @@ class LinkManager:
 
     def _stop(self) -> None:
         self._heartbeat.stop()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._listen(None)
         self._rendezvous.close()
 
     def abandon(self) -> None:
@@ -180,7 +177,7 @@ class LinkManager:
         """
         self._control.call(self._listen, listening, even_if_linked)
 
-    def _listen(self, listening: socket.socket | None, even_if_linked: bool) -> None:
+    def _listen(self, listening: socket.socket | None, even_if_linked: bool = True) -> None:
         if not even_if_linked:
             self.refuse_if_linked()
         if self._listener is not None:

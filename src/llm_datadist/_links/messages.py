@@ -205,7 +205,7 @@ class Guarded(msgspec.Struct, frozen=True, array_like=True):
 class Resolved(Message, frozen=True):
     """Target -> initiator: the cache's geometry, where its tensors are, and what proves it is still the same.
 
-    ``geometry`` is passed through undecoded: this layer does not know what a cache is.
+    ``geometry`` is passed through undecoded: this package does not know what a cache is.
     ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor. ``pin`` 0: nothing to release, and
     the answer may be kept for as long as the guards hold.
     """
