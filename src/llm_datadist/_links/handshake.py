@@ -122,7 +122,7 @@ def _take(parser: FrameParser) -> Message | None:
 
 
 def _expect(kind: type[M], message: Message) -> M:
-    """Return the message, which must be of ``kind``: a greeting of this end's own role is none of the other's."""
+    """Return the message if it is of ``kind``; an echo of our own greeting is not."""
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
     return message
@@ -165,7 +165,7 @@ class _BlockingFrames:
         self._call("handshake", lambda: self.socket.sendall(data))
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message, which must be of ``kind``; a Refused raises LinkRefused with its code."""
+        """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
             while (message := _take(self.parser)) is None:
                 data = self._call("handshake", lambda: self.socket.recv(_RECEIVE_BYTES))
@@ -193,7 +193,9 @@ class _BlockingFrames:
 
 
 class Dial:
-    """One handshake, seen from the initiator. Used by one thread, as a context manager; :meth:`hang_up` by any.
+    """One handshake, seen from the initiator. A context manager.
+
+    Threads: one; :meth:`hang_up` any.
 
     What it holds is given back at the end of the block, unless it was taken. ``peer``, ``connection`` and ``choice``
     are set by :meth:`greet`.
@@ -228,7 +230,7 @@ class Dial:
         self._undo.callback(self._frames.socket.close)
 
     def greet(self, wanted: int | None) -> None:
-        """Do steps 1 to 3: connect, introduce this end, meet the peer's memory, open the connection.
+        """Do steps 1 to 3: connect, introduce this end, open the data connection.
 
         Raises:
             DeadlineExceeded: Not done in time.
@@ -263,7 +265,7 @@ class Dial:
         _check_access(self._endpoint.identity, welcome)
 
     def _open(self, welcome: Welcome, token: bytes) -> None:
-        """Meet the peer's memory, choose the transports, dial the lanes where one needs them, open the connection."""
+        """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
         forced = agree(self._endpoint.identity.transport, welcome.transport)
         memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
@@ -285,16 +287,16 @@ class Dial:
         return self._frames.receive(Linked).sequence
 
     def take(self) -> tuple[socket.socket, bytes]:
-        """Return the socket and what came after the handshake; they and the connection are the caller's from now on."""
+        """Give the socket, what came after the handshake, and the connection to the caller."""
         self._undo.pop_all()
         return self._frames.socket, self._frames.parser.rest()
 
     def hang_up(self) -> None:
-        """Make the call that waits for the peer fail at once. Any thread; also ends what was taken."""
+        """Make a waiting call fail at once; also ends what was taken."""
         _shut_down(self._frames.socket)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket, and send nothing to the peer."""
+        """In a forked child: close the child's copy of the socket only."""
         self._frames.socket.close()
 
     def __enter__(self) -> Self:
@@ -320,7 +322,7 @@ class Accepted:
 
 
 class Host(Protocol):
-    """What the listener asks of the link manager. All on the control thread; a refusal is a LinkError."""
+    """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
     async def admit(self, hello: Hello) -> None: ...
     def install(self, accepted: Accepted) -> None: ...
@@ -378,7 +380,7 @@ class _AsyncFrames:
         self.parser = FrameParser()
 
     async def preamble(self) -> bytes:
-        """Read the preamble and not a byte more: what follows on a lane is not ours."""
+        """Read the preamble only: what follows on a lane is not ours."""
         data = b""
         while len(data) < PREAMBLE_BYTES:
             more = await self._loop.sock_recv(self.socket, PREAMBLE_BYTES - len(data))
@@ -402,7 +404,7 @@ class _AsyncFrames:
 
 
 class Listener:
-    """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only.
+    """One listening address, on the control thread. A bad stranger costs its own socket only.
 
     With ``admission`` it serves for one communicator only; without one it lets no communicator in.
     """
@@ -519,7 +521,7 @@ class Listener:
     async def _recognise(
         self, frames: _AsyncFrames, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
     ) -> None:
-        """Answer with the number of the link that there is; nothing of this handshake is kept."""
+        """Answer with the number of the present link; keep nothing of this handshake."""
         if memory is not None and not isinstance(memory, LinkError):
             memory.close()
         self._endpoint.lanes.shut(group)
@@ -551,7 +553,7 @@ class Listener:
     async def _exchange_memory(
         self, frames: _AsyncFrames, hello: Hello, group: LaneGroup
     ) -> tuple[TransportChoice, PeerMemory | LinkError | None]:
-        """Let the peer into the rendezvous; return what it chose then, and the memory that it left there."""
+        """Admit the peer to the rendezvous; return its choice and the memory it left."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
@@ -576,7 +578,7 @@ class Listener:
         memory: PeerMemory | LinkError | None,
         group: LaneGroup,
     ) -> None:
-        """Open the connection if both ends chose alike; make the link usable here before the peer hears so."""
+        """Open the connection if both ends chose alike, and install the link."""
         lanes = self._endpoint.lanes
         with closing(self._endpoint.builder(hello, memory)) as builder:
             mine = builder.choice

@@ -213,7 +213,7 @@ class RequestTable:
 
 
 class Link:
-    """A link whose handshake is over. Owns the channel and the data connection, and closes both when it ends.
+    """A link whose handshake is over. Owns the channel and the data connection.
 
     Threads: any; the lock guards the state and the unlink; nothing blocks under it.
 
@@ -279,7 +279,7 @@ class Link:
     # --- operations: callers' threads ------------------------------------------------------------------------------
 
     def operation(self) -> Self:
-        """Keep the link from being unlinked for the length of the block. NotLinked: it is being given up, or gone."""
+        """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
         return self
 
     def __enter__(self) -> Self:
@@ -305,7 +305,7 @@ class Link:
         phase: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> Message:
-        """Send a request and wait for its answer; ``meanwhile`` is called in between, ``what`` is for errors only.
+        """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
         Raises:
             RemoteFailure: The target answered with a failure.
@@ -358,7 +358,7 @@ class Link:
         return channel
 
     def tell(self, message: Message) -> None:
-        """Send a message that may come too late: where the link has ended, only log it.
+        """Send a message; when the link has ended, only log it.
 
         Raises:
             ProtocolError: The message is larger than a frame may be.
@@ -369,7 +369,7 @@ class Link:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
     def ping(self) -> int:
-        """Ask for a sign of life; return the number that :attr:`last_pong` reaches when it has come."""
+        """Send a Ping; return the number that :attr:`last_pong` reaches by its answer."""
         number = next(self.requests.numbers)
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
@@ -428,7 +428,7 @@ class Link:
             return self._idle.wait_for(lambda: not self.busy, deadline.remaining())
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
-        """Take an unlink back, this end's or the peer's; the link is usable again unless the other end unlinks too."""
+        """Take this end's unlink back, or the peer's; resume unless the other end unlinks too."""
         with self._lock:
             if of_peer:
                 self._peer_unlinks, self._unlink_ack = False, None
@@ -438,7 +438,7 @@ class Link:
                 self._fire(LinkEvent.RESUME)
 
     def peer_unlinks(self, acknowledge: Callable[[], None]) -> None:
-        """Drain for the peer's unlink; call ``acknowledge`` once no operation runs, in the thread of the last one."""
+        """Drain for the peer's unlink; the last operation's thread calls ``acknowledge``."""
         with self._lock:
             if self._machine.can(LinkEvent.UNLINK):
                 self._fire(LinkEvent.UNLINK)
@@ -461,7 +461,7 @@ class Link:
             self._operations.shut()
 
     def _due_unlink_ack(self) -> Callable[[], None] | None:
-        """Under the lock: return what acknowledges the peer's unlink, if that waits and no operation runs."""
+        """Under the lock: return a waiting acknowledgement if no operation runs."""
         if self.busy:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None
@@ -470,7 +470,7 @@ class Link:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, reason: str, *, lost: bool) -> bool:
-        """End the link: fail waiting callers, close the channel and the connection. False when it was over already."""
+        """Fail waiting callers, close channel and connection; return False if it was over."""
         with self._lock:
             if self._machine.state is LinkState.CLOSED:
                 return False

@@ -122,7 +122,7 @@ class LinkManager:
     # --- init, finalize, listen ------------------------------------------------------------------------------------
 
     def start(self, listening: socket.socket | None) -> None:
-        """Start the heartbeat, the rendezvous, and, with a bound socket, the listener. The control thread runs."""
+        """Start heartbeat, rendezvous and, with a bound socket, listener. The control thread runs."""
         self._started = True
         self._control.call(self._start, listening)
 
@@ -153,7 +153,7 @@ class LinkManager:
         self._rendezvous.close()
 
     def abandon(self) -> None:
-        """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
+        """In a forked child, without any lock: close the child's copies of sockets."""
         self._rendezvous.close()
         self._reconnector.abandon()
         self.communicators.abandon()
@@ -185,11 +185,11 @@ class LinkManager:
         self._listener = None if listening is None else self.listener_for(None, listening)
 
     def settle_unlinks(self) -> None:
-        """Wait a moment for the ends of links that the peer has unlinked. A caller's thread."""
+        """Wait a moment until the links that peers have unlinked end."""
         self._table.wait(lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), _UNLINK_SECONDS)
 
     def refuse_if_linked(self) -> None:
-        """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
+        """Raise StateError (``LLM_EXIST_LINK``) while a link exists or is being prepared."""
         there = [f"the link to {link.peer}" for link in self.all() if not link.ended]
         there += self._table.dials()
         there += self.communicators.preparing()
@@ -202,7 +202,7 @@ class LinkManager:
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def get(self, cluster_id: int) -> Link:
-        """Return the link to a cluster. Raises NotLinked when there is none, or it is not open."""
+        """Return the link to a cluster. Raises NotLinked without one that is usable."""
         link = self._table.get(cluster_id)
         if link is None or not (link.usable and link.origin.open):
             story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
@@ -270,7 +270,7 @@ class LinkManager:
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
     ) -> Link | None:
-        """Make a link; return the one that there is already, when it was made first and its peer knows it."""
+        """Make a link; return an existing one instead, if its peer knows it."""
         while True:
             try:
                 present = self._dial(wanted, address, deadline)
@@ -298,7 +298,7 @@ class LinkManager:
             self._end(link, "unlinked", lost=False)
 
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
-        """Dial a member of a communicator once; a link to it that is there already is enough.
+        """Dial a member of a communicator once; an existing link is enough.
 
         Raises:
             LinkRefused: Not there; with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
@@ -317,7 +317,7 @@ class LinkManager:
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> Link | None:
-        """Make one link; return the one that there is already, when it was made first. Arguments as of ``Dial``."""
+        """Make one link, or return an existing one. Arguments as of ``Dial``."""
         with Dial(self._endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial:
             if attempt is not None:
                 attempt.begin(dial)
@@ -371,7 +371,7 @@ class LinkManager:
         await self._conflicts.give_way(Peer.of(hello))
 
     def install(self, accepted: Accepted) -> None:
-        """Make the link of a stranger usable, then send Linked; replace an older link of the same incarnation.
+        """Make an accepted link usable, then send Linked; replace an older one.
 
         Owns connection and socket, unless it raises LinkRefused.
         """
@@ -393,7 +393,7 @@ class LinkManager:
         self._bring_up(link, channel, accepted.leftover, old)
 
     def recognise(self, hello: Hello) -> int:
-        """Let a communicator of the peer use the link that there is; return this end's number of it."""
+        """Let the peer's communicator use the present link; return this end's number of it."""
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
             mine = self._endpoint.identity.cluster_id
@@ -417,7 +417,7 @@ class LinkManager:
         )
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
-        """Start what a link that is in the table needs; end the one that it replaces."""
+        """Start a link that is in the table; end the one that it replaces."""
         link.connection.begin(link)
         self._table.touch()
         channel.begin(leftover)
@@ -437,7 +437,7 @@ class LinkManager:
 
     @staticmethod
     def _answers(link: Link, message: Message) -> bool:
-        """Deliver an answer that a caller waits for. The control thread, or that of any caller that reads."""
+        """Deliver an answer to its caller; in any thread that reads."""
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 
@@ -473,10 +473,10 @@ class LinkManager:
     # --- the end of a link -----------------------------------------------------------------------------------------
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster, also a lost one that is being dialled again; no link is success.
+        """Give up the link to a cluster, also one that is being dialled again.
 
-        Running operations may finish first. Forced: this side only, the peer is not asked; what still runs at the
-        deadline fails. Otherwise the peer must agree.
+        No link is success. Running operations may finish first. Forced: this side only, the peer is not asked; what
+        still runs at the deadline fails. Otherwise the peer must agree.
 
         Raises:
             DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
@@ -520,7 +520,7 @@ class LinkManager:
                 logger.info("%s: %s", what, error)  # a link that breaks meanwhile is unlinked too
 
     def drop(self, link: Link, reason: str) -> None:
-        """End a link at once: operations that run on it fail. Any thread; the peer sees it end."""
+        """End a link at once: operations that run on it fail."""
         self._end(link, reason, lost=False)
 
     def _end(self, link: Link, reason: str, *, lost: bool) -> None:
@@ -539,7 +539,7 @@ class LinkManager:
 
 
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
-    """Count a link as the one that ``link_clusters`` asked for, which began when ``since`` was the newest one.
+    """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
     Raises:
         AlreadyLinked: It was not made meanwhile, nor by a reconnect that no call has claimed, nor for a communicator
