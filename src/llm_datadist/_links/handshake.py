@@ -16,10 +16,11 @@ Any failure ends only this connection. The target gives a stranger :data:`GREETI
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
@@ -77,29 +78,25 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What this end says about itself: a part of its :class:`Greeting`."""
-
-    cluster_id: int
-    incarnation: bytes
-    pid: int
-    host: str
-    remote_accessible: bool
-    transport: str | None  # forced, or None
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint:
     """What this end needs for a handshake in either role."""
 
-    identity: Identity
+    cluster_id: int
+    remote_accessible: bool
+    transport: str | None  # forced, or None
     exports: Exports
     lanes: Lanes
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of :class:`Greeting`."""
-        return asdict(self.identity) | {
+        return {
             "version": PROTOCOL_VERSION,
+            "cluster_id": self.cluster_id,
+            "incarnation": self.exports.incarnation,
+            "remote_accessible": self.remote_accessible,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "transport": self.transport,
             "cookie": self.exports.guards.cookie,
             "cookie_address": self.exports.guards.segment.address,
             "exports": self.exports.descriptors(),
@@ -107,7 +104,7 @@ class Endpoint:
 
     def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
         """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
-        forced = agree(self.identity.transport, theirs.transport)
+        forced = agree(self.transport, theirs.transport)
         peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
         return ConnectionBuilder(peer, memory, forced)
 
@@ -133,7 +130,7 @@ def _check_version(theirs: Greeting) -> None:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
 
 
-def _check_access(mine: Identity, theirs: Greeting) -> None:
+def _check_access(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.remote_accessible != mine.remote_accessible:
         raise LinkRefused(
             f"llm.EnableRemoteCacheAccessible differs: {int(theirs.remote_accessible)} at cluster "
@@ -262,12 +259,12 @@ class Dial:
             )
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
-        _check_access(self._endpoint.identity, welcome)
+        _check_access(self._endpoint, welcome)
 
     def _open(self, welcome: Welcome, token: bytes) -> None:
         """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
-        forced = agree(self._endpoint.identity.transport, welcome.transport)
+        forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
         with closing(self._endpoint.builder(welcome, memory)) as builder:
             dialer = LaneDialer(self.address, welcome.lane_token)
@@ -537,7 +534,7 @@ class Listener:
         lanes.add(group, sock)
 
     def _check(self, hello: Hello) -> None:
-        mine = self._endpoint.identity
+        mine = self._endpoint
         _check_version(hello)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(

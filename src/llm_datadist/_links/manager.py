@@ -109,15 +109,14 @@ class LinkManager:
             UnlinkCancel: self._on_unlink_cancel,
             **hooks.handlers,
         }
-        identity = endpoint.identity
-        self._table = LinkTable(identity.incarnation)
+        self._table = LinkTable(endpoint.exports.incarnation)
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         self._conflicts = LinkConflicts(self._table, self._end)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
         self._heartbeat = Heartbeat(control, self._table.all, self._end, hooks.on_tick, peer_timeout)
-        self.communicators = Communicators(self, control, identity.cluster_id)
+        self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     # --- init, finalize, listen ------------------------------------------------------------------------------------
 
@@ -396,9 +395,8 @@ class LinkManager:
         """Let the peer's communicator use the present link; return this end's number of it."""
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
-            mine = self._endpoint.identity.cluster_id
             raise LinkRefused(
-                f"cluster {mine} has no link to this process of cluster {hello.cluster_id} (yet)",
+                f"cluster {self._endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
         self.communicators.joined(hello)
