@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
-from llm_datadist._links.link import Peer
+from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
@@ -107,6 +107,18 @@ class Endpoint:
         forced = agree(self.transport, theirs.transport)
         peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
         return ConnectionBuilder(peer, memory, forced)
+
+
+@dataclass(frozen=True, slots=True)
+class NewLink:
+    """The outcome of a handshake in either role: a link that lacks only its channel."""
+
+    peer: Peer
+    connection: DataPath
+    choice: Choice
+    origin: LinkOrigin
+    sock: socket.socket
+    leftover: bytes  # received after the handshake
 
 
 # --- both roles: frames and checks without I/O -----------------------------------------------------------------------
@@ -216,8 +228,7 @@ class Dial:
         communicator: CommunicatorId | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
-        self.address = address
-        self.by_communicator = communicator is not None
+        self._address = address
         self._incarnation = incarnation
         self._communicator = communicator
         self._endpoint = endpoint
@@ -240,7 +251,7 @@ class Dial:
             token=secrets.token_bytes(TOKEN_BYTES),
             communicator=self._communicator,
         )
-        self._frames.connect(self.address)
+        self._frames.connect(self._address)
         self._frames.send(CONTROL_PREAMBLE + frame(hello))
         welcome = self._frames.receive(Welcome)
         try:
@@ -267,7 +278,7 @@ class Dial:
         forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
         with closing(self._endpoint.builder(welcome, memory)) as builder:
-            dialer = LaneDialer(self.address, welcome.lane_token)
+            dialer = LaneDialer(self._address, welcome.lane_token)
             group = lanes.open(dialer.dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
             self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dialer.dial)
@@ -283,10 +294,21 @@ class Dial:
         self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present)))
         return self._frames.receive(Linked).sequence
 
-    def take(self) -> tuple[socket.socket, bytes]:
-        """Give the socket, what came after the handshake, and the connection to the caller."""
+    def take(self, sequence: int, peer_sequence: int) -> NewLink:
+        """Give the link with these numbers of both ends to the caller."""
         self._undo.pop_all()
-        return self._frames.socket, self._frames.parser.rest()
+        by_communicator = self._communicator is not None
+        origin = LinkOrigin(
+            dialled=True,
+            sequence=sequence,
+            peer_sequence=peer_sequence,
+            # The listener of a communicator is about to close: such a link is not dialled again.
+            address=None if by_communicator else self._address,
+            reconnected=self._incarnation is not None,
+            by_communicator=by_communicator,
+        )
+        sock, leftover = self._frames.socket, self._frames.parser.rest()
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover)
 
     def hang_up(self) -> None:
         """Make a waiting call fail at once; also ends what was taken."""
@@ -306,23 +328,11 @@ class Dial:
 # --- the target ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A link that a peer dialled, complete but for its channel."""
-
-    hello: Hello
-    sequence: int  # the peer's number of it
-    connection: DataPath
-    choice: Choice
-    sock: socket.socket
-    leftover: bytes  # received after the handshake
-
-
 class Host(Protocol):
     """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
     async def admit(self, hello: Hello) -> None: ...
-    def install(self, accepted: Accepted) -> None: ...
+    def install(self, new: NewLink) -> None: ...
     def recognise(self, hello: Hello) -> int: ...
 
 
@@ -584,8 +594,17 @@ class Listener:
                 raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
             connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
         try:
+            by_communicator = hello.communicator is not None
+            origin = LinkOrigin(
+                dialled=False,
+                sequence=0,  # the host gives it one
+                peer_sequence=theirs.sequence,
+                reconnected=hello.reconnects,
+                by_communicator=by_communicator,
+                greetings=[hello] if by_communicator else [],
+            )
             sock, leftover = frames.socket, frames.parser.rest()
-            self._host.install(Accepted(hello, theirs.sequence, connection, builder.choice, sock, leftover))
+            self._host.install(NewLink(Peer.of(hello), connection, builder.choice, origin, sock, leftover))
         except BaseException:
             connection.close()
             raise

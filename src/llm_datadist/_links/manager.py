@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, Listener
-from llm_datadist._links.link import Link, LinkOrigin, LinkState, Peer
+from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.handshake import Accepted, AdmissionPolicy, Endpoint
+    from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist._links.retry import Attempt, MemberDial, Reconnect
@@ -328,7 +328,7 @@ class LinkManager:
                     self._agree_on(number, dial, deadline)
                 return number
             try:
-                self._install_dialled(dial, number, dial.settle(number), reconnected=incarnation is not None)
+                self._install_dialled(dial.take(number, dial.settle(number)))
             finally:
                 self._table.withdraw(dial.peer)
         return None
@@ -342,26 +342,15 @@ class LinkManager:
                 self._conflicts.lose(present, "its peer knows nothing of it", deadline)
             raise
 
-    def _install_dialled(self, dial: Dial, number: int, peer_number: int, *, reconnected: bool) -> None:
-        origin = LinkOrigin(
-            dialled=True,
-            sequence=number,
-            peer_sequence=peer_number,
-            # The listener of a communicator is about to close: such a link is not dialled again.
-            address=None if dial.by_communicator else dial.address,
-            reconnected=reconnected,
-            by_communicator=dial.by_communicator,
-        )
-        link = Link(dial.peer, dial.connection, dial.choice, origin)
-        sock, leftover = dial.take()
-        channel = self._channel(link, sock)
-        link.ready(channel)
+    def _install_dialled(self, new: NewLink) -> None:
+        link = Link(new.peer, new.connection, new.choice, new.origin)
+        channel = self._ready(link, new.sock)
         try:
             old = self._table.install(link)
         except LinkRefused:
             link.end("finalized", lost=False)
             raise
-        self._bring_up(link, channel, leftover, old)
+        self._bring_up(link, channel, new.leftover, old)
 
     # --- the target: the control thread (see handshake.Host) -------------------------------------------------------
 
@@ -369,27 +358,16 @@ class LinkManager:
         """Refuse a second process of a linked cluster id, unless the first one is gone."""
         await self._conflicts.give_way(Peer.of(hello))
 
-    def install(self, accepted: Accepted) -> None:
+    def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked; replace an older one.
 
         Owns connection and socket, unless it raises LinkRefused.
         """
-        hello = accepted.hello
-        by_communicator = hello.communicator is not None
-        origin = LinkOrigin(
-            dialled=False,
-            sequence=0,  # the table gives it one
-            peer_sequence=accepted.sequence,
-            reconnected=hello.reconnects,
-            by_communicator=by_communicator,
-            greetings=[hello] if by_communicator else [],
-        )
-        link = Link(Peer.of(hello), accepted.connection, accepted.choice, origin)
+        link = Link(new.peer, new.connection, new.choice, new.origin)
         old = self._table.admit(link)
         # Usable here before the initiator hears of it, and it hears of it before anything else.
-        channel = self._channel(link, accepted.sock, Linked(origin.sequence))
-        link.ready(channel)
-        self._bring_up(link, channel, accepted.leftover, old)
+        channel = self._ready(link, new.sock, Linked(link.origin.sequence))
+        self._bring_up(link, channel, new.leftover, old)
 
     def recognise(self, hello: Hello) -> int:
         """Let the peer's communicator use the present link; return this end's number of it."""
@@ -404,8 +382,9 @@ class LinkManager:
 
     # --- both roles ------------------------------------------------------------------------------------------------
 
-    def _channel(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
-        return Channel(
+    def _ready(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
+        """Make a link usable over a channel on this socket, which has not begun."""
+        channel = Channel(
             self._control,
             sock,
             partial(self._dispatch, link),
@@ -413,6 +392,8 @@ class LinkManager:
             first,
             partial(self._answers, link),
         )
+        link.ready(channel)
+        return channel
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
         """Start a link that is in the table; end the one that it replaces."""
