@@ -335,10 +335,8 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     """
     try:
         message: Message = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
-    except (UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"peer sent a broken message: {error}") from error
     return message
 
 

@@ -290,7 +290,7 @@ class Reconnector(RetryQueue[Reconnect]):
     """All reconnects of one LLMDataDist, at most one per cluster id. One thread.
 
     Args:
-        dial: Makes one attempt; returns once the cluster is linked, whoever made the link, and raises otherwise.
+        dial: Makes one attempt; returns once the cluster is linked, by this or another call, and raises otherwise.
         linked: Tells whether a cluster is linked by now.
     """
 
