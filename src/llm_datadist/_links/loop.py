@@ -89,7 +89,7 @@ class ControlLoop:
 
     def __init__(self) -> None:
         selector = _DirectSelector()
-        self.serve, self.dismiss = selector.serve, selector.dismiss
+        self.serve, self.dismiss = selector.serve, selector.dismiss  # see _DirectSelector
         self.loop = asyncio.SelectorEventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
