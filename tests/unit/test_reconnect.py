@@ -1,4 +1,4 @@
-"""Redials one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
+"""Reconnects one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lost(cluster_id: int = 7, connection: Nowhere | None = None) -> Link:
 
 
 class Attempts:
-    """What the redialler dials, and what comes of it."""
+    """What the reconnector dials, and what comes of it."""
 
     def __init__(self) -> None:
         self.made: list[Reconnect] = []

@@ -43,7 +43,7 @@ _POLL_SECONDS: Final = 3600.0
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every control socket has: no Nagle delay, keepalive after 1 s, 10 s for an acknowledgement."""
+    """Set no Nagle delay, keepalive after 1 s, and 10 s for an acknowledgement."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -53,7 +53,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class Waiter:
-    """One caller waiting for one answer: a lock that the thread which reads the answer opens."""
+    """One caller waiting for one answer: a lock that the reading thread opens."""
 
     __slots__ = ("_gate", "answer")
 
@@ -201,7 +201,7 @@ class Channel:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Under the lock: return how much the kernel takes. A dead socket takes everything: reading reports it."""
+        """Under the lock: return how much the kernel takes; reading reports a dead socket."""
         try:
             return self._socket.send(data, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
@@ -252,7 +252,7 @@ class Channel:
         self._dispatch_and_release()
 
     def _dispatch_and_release(self) -> None:
-        """Caller holds the reader role. Dispatch complete frames, then release it, or park it over a long backlog."""
+        """Caller holds the reader role. Dispatch complete frames, then release or park it."""
         self._parked = False
         if self._dispatch():
             self._release_role()
@@ -281,7 +281,7 @@ class Channel:
     # --- reading: a waiting caller ---------------------------------------------------------------------------------
 
     def prepare(self, waiter: Waiter) -> None:
-        """Take the reader role, if it is free, before the request is sent; :meth:`forgo` must follow.
+        """Take a free reader role before the request is sent; :meth:`forgo` must follow.
 
         An answer may come before the caller waits for it: it would wake the control thread, which finds nothing to do
         and keeps the interpreter from the caller.
@@ -289,7 +289,7 @@ class Channel:
         self._take_role(waiter)
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Return when ``waiter`` is woken, or when the time is over; read meanwhile if the reader role is free."""
+        """Wait for the answer or the deadline; read meanwhile if the role is free."""
         try:
             if self._reader is waiter or (waiter.waiting and self._take_role(waiter)):
                 self._read_for(waiter, deadline)
@@ -303,7 +303,7 @@ class Channel:
             self._stop_reading()
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Caller holds the reader role. Deliver answers until its own has come, or a frame for the control thread."""
+        """Caller holds the reader role. Deliver answers until its own or another message comes."""
         while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
             if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
                 self._whole = False
@@ -314,7 +314,7 @@ class Channel:
                     return
 
     def _receive_answers(self) -> bool:
-        """Receive once and deliver answers; return False when the rest, or the end, is for the control thread."""
+        """Receive once, deliver answers; return False when the rest is for the control thread."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):

@@ -42,7 +42,7 @@ class CommunicatorPlan:
 
 
 class Communicator:
-    """A communicator of this end. Its fields change under the lock of :class:`Communicators`, but for the last three.
+    """A communicator of this end. :class:`Communicators` has the lock for all but the last three fields.
 
     Of two members the one with the lower cluster id listens and the other one dials until it answers; so the members
     may call ``link()`` in any order.
@@ -87,17 +87,15 @@ class Communicator:
         return self.status is RegisterMemStatus.PREPARING
 
     def holds(self, cluster_id: int) -> bool:
-        """Return True when it needs the link to that member: it has not failed, and is not unlinked."""
+        """Return True when it needs the link to that member: it has not failed."""
         return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
-
-    # --- greetings of members that dial ----------------------------------------------------------------------------
 
     def is_for(self, theirs: CommunicatorId, cluster_id: int) -> bool:
         """Return True when that greeting of that member may be for this communicator."""
         return theirs.name == self.plan.name and cluster_id in self.expected
 
     def expects(self, theirs: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when it is, and that member has not joined by another communicator of its own."""
+        """Return True unless that member has joined by another communicator of its own."""
         return self.is_for(theirs, cluster_id) and self._tokens.get(cluster_id, theirs.token) == theirs.token
 
     def has_joined(self, theirs: CommunicatorId, cluster_id: int) -> bool:
@@ -119,10 +117,8 @@ class Communicator:
             )
         return None
 
-    # --- changes ---------------------------------------------------------------------------------------------------
-
     def join(self, cluster_id: int, theirs: CommunicatorId | None) -> None:
-        """Count a member as linked, by its greeting where it dialled; the last one makes the communicator OK."""
+        """Count a member as linked; ``theirs`` is from its greeting, where it dialled."""
         self.waiting.discard(cluster_id)
         if theirs is not None:
             self._tokens[cluster_id] = theirs.token
@@ -130,7 +126,7 @@ class Communicator:
             self.status, self.reason = RegisterMemStatus.OK, ""
 
     def lose(self, cluster_id: int) -> bool:
-        """Wait again for a member whose link has ended; return False when it was not linked."""
+        """Wait again for a member whose link ended; return False without a link."""
         if cluster_id not in self.others or cluster_id in self.waiting:
             return False
         self.waiting.add(cluster_id)

@@ -96,7 +96,7 @@ class Communicators:
         return communicator.comm_id
 
     def _bind(self, plan: CommunicatorPlan) -> socket.socket:
-        """Listen at the first port that is free, at the table's address if it is one of this host."""
+        """Listen at the table's address, or at any, on the first free port."""
         host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
         reasons = []
         for port in candidates:
@@ -153,7 +153,7 @@ class Communicators:
             return self._get(comm_id).statistics()
 
     def close(self, comm_id: int, deadline: Deadline) -> None:
-        """Give up a communicator, also one in preparation, and every link that was made for it alone.
+        """Give up a communicator, and every link that was made for it alone.
 
         Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
 
@@ -174,7 +174,7 @@ class Communicators:
                 self._links.unlink(peer, deadline, force=True)
         logger.info("%s unlinked", communicator)
 
-    # --- reading: any thread ---------------------------------------------------------------------------------------
+    # --- looking up: any thread ------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
         """Return one value per communicator."""
@@ -187,7 +187,7 @@ class Communicators:
             return [str(each) for each in self._all.values() if each.preparing]
 
     def story(self, cluster_id: int) -> str:
-        """Return the newest communicator of a cluster that cannot be used, as the end of an error text."""
+        """Return the newest communicator of an unusable cluster, as the end of an error text."""
         with self._lock:
             about = [each for each in self._all.values() if cluster_id in each.others]
             if not about:
@@ -224,7 +224,7 @@ class Communicators:
         return True
 
     def lost(self, peer: int) -> None:
-        """Let every communicator in preparation that had a member whose link has ended wait for it again."""
+        """Wait again for a member whose link has ended, in every communicator in preparation."""
         with self._lock:
             if self._is_linked(peer):
                 return  # by another link, which has taken its place
@@ -241,13 +241,13 @@ class Communicators:
         return link is not None and not link.ended
 
     def _open_link(self, peer: int) -> None:
-        """Under the lock: let operations use the link to a member once a communicator with it is OK."""
+        """Under the lock: open the link to a member while a communicator with it is OK."""
         link = self._links.peek(peer)
         if link is not None and link.origin.spare:
             link.origin.open = any(not each.preparing and each.holds(peer) for each in self._all.values())
 
     def _spare(self, peer: int) -> Link | None:
-        """Return the link to a member if it was made for communicators, and none holds it any more."""
+        """Return the link to a member if it was made for communicators that are gone."""
         with self._lock:
             if any(each.holds(peer) for each in self._all.values()):
                 return None
@@ -332,7 +332,7 @@ class Communicators:
             raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
     def _on_refused(self, communicator: Communicator, hello: Hello, error: LLMException) -> None:
-        """Note why a member did not become a link; end the preparation when no attempt can succeed."""
+        """Note why a member was refused; end the preparation when no attempt can succeed."""
         if hello.communicator is None or not communicator.is_for(hello.communicator, hello.cluster_id):
             return
         text = f"cluster {hello.cluster_id} was refused here: {error}"
@@ -342,7 +342,7 @@ class Communicators:
             self.note(communicator, text, error.phase)
 
     def joined(self, hello: Hello) -> None:
-        """Count a member that dialled, and is linked or is to use the link that there is.
+        """Count a member that dialled and is linked, by this or an earlier dial.
 
         Raises:
             LinkRefused: No communicator waits for it any more.

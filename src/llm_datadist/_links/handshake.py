@@ -16,6 +16,7 @@ Any failure ends only this connection. The target gives a stranger :data:`GREETI
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
-from llm_datadist._links.link import Peer
+from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
@@ -70,53 +71,54 @@ _BACKLOG: Final = 128
 #: Hello, else of the oldest of all.
 _MAX_GREETINGS: Final = 128
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
-#: A choice and its reason have to fit into a message.
+#: Characters of the reason for a choice that are sent.
 _MAX_REASON: Final = 4000
 M = TypeVar("M", bound="Message")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What this end says about itself."""
-
-    cluster_id: int
-    incarnation: bytes
-    pid: int
-    host: str
-    remote_accessible: bool
-    transport: str | None  # forced, or None
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint:
     """What this end needs for a handshake in either role."""
 
-    identity: Identity
+    cluster_id: int
+    remote_accessible: bool
+    transport: str | None  # forced, or None
     exports: Exports
     lanes: Lanes
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of :class:`Greeting`."""
-        mine = self.identity
         return {
             "version": PROTOCOL_VERSION,
-            "cluster_id": mine.cluster_id,
-            "incarnation": mine.incarnation,
-            "remote_accessible": mine.remote_accessible,
-            "pid": mine.pid,
-            "host": mine.host,
+            "cluster_id": self.cluster_id,
+            "incarnation": self.exports.incarnation,
+            "remote_accessible": self.remote_accessible,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "transport": self.transport,
             "cookie": self.exports.guards.cookie,
             "cookie_address": self.exports.guards.segment.address,
             "exports": self.exports.descriptors(),
-            "transport": mine.transport,
         }
 
     def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused as that does."""
-        forced = agree(self.identity.transport, theirs.transport)
-        claim = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
-        return ConnectionBuilder(claim, memory, forced)
+        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
+        forced = agree(self.transport, theirs.transport)
+        peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
+        return ConnectionBuilder(peer, memory, forced)
+
+
+@dataclass(frozen=True, slots=True)
+class NewLink:
+    """The outcome of a handshake in either role: a link that lacks only its channel."""
+
+    peer: Peer
+    connection: DataPath
+    choice: Choice
+    origin: LinkOrigin
+    sock: socket.socket
+    leftover: bytes  # received after the handshake
 
 
 # --- both roles: frames and checks without I/O -----------------------------------------------------------------------
@@ -129,7 +131,7 @@ def _take(parser: FrameParser) -> Message | None:
 
 
 def _expect(kind: type[M], message: Message) -> M:
-    """Return the message, which must be of ``kind``: a greeting of this end's own role is none of the other's."""
+    """Return the message if it is of ``kind``; an echo of our own greeting is not."""
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
     return message
@@ -140,7 +142,7 @@ def _check_version(theirs: Greeting) -> None:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
 
 
-def _check_access(mine: Identity, theirs: Greeting) -> None:
+def _check_access(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.remote_accessible != mine.remote_accessible:
         raise LinkRefused(
             f"llm.EnableRemoteCacheAccessible differs: {int(theirs.remote_accessible)} at cluster "
@@ -172,14 +174,13 @@ class _BlockingFrames:
         self._call("handshake", lambda: self.socket.sendall(data))
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message, which must be of ``kind``; a Refused raises LinkRefused with its code."""
+        """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
             while (message := _take(self.parser)) is None:
                 data = self._call("handshake", lambda: self.socket.recv(_RECEIVE_BYTES))
                 if not data:
-                    raise LinkRefused(
-                        f"{self._what}: the peer closed the connection in the handshake", phase="handshake"
-                    )
+                    text = f"{self._what}: the peer closed the connection in the handshake"
+                    raise LinkRefused(text, phase="handshake")
                 self.parser.feed(data)
             if isinstance(message, Refused):
                 raise remote_refusal(message, self._what)
@@ -201,7 +202,9 @@ class _BlockingFrames:
 
 
 class Dial:
-    """One handshake, seen from the initiator. Used by one thread, as a context manager; :meth:`hang_up` by any.
+    """One handshake, seen from the initiator. A context manager.
+
+    Threads: one; :meth:`hang_up` any.
 
     What it holds is given back at the end of the block, unless it was taken. ``peer``, ``connection`` and ``choice``
     are set by :meth:`greet`.
@@ -225,8 +228,7 @@ class Dial:
         communicator: CommunicatorId | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
-        self.address = address
-        self.by_communicator = communicator is not None
+        self._address = address
         self._incarnation = incarnation
         self._communicator = communicator
         self._endpoint = endpoint
@@ -236,11 +238,11 @@ class Dial:
         self._undo.callback(self._frames.socket.close)
 
     def greet(self, wanted: int | None) -> None:
-        """Do steps 1 to 3: connect, introduce this end, meet the peer's memory, open the connection.
+        """Do steps 1 to 3: connect, introduce this end, open the data connection.
 
         Raises:
-            DeadlineExceeded: Not done in time, in whichever phase.
-            LinkRefused: Unreachable, refused, speaks something else, or no transport reaches it.
+            DeadlineExceeded: Not done in time.
+            LinkRefused: Unreachable, refused, speaks another protocol, or no transport reaches it.
         """
         hello = Hello(
             **self._endpoint.greeting(),
@@ -249,7 +251,7 @@ class Dial:
             token=secrets.token_bytes(TOKEN_BYTES),
             communicator=self._communicator,
         )
-        self._frames.connect(self.address)
+        self._frames.connect(self._address)
         self._frames.send(CONTROL_PREAMBLE + frame(hello))
         welcome = self._frames.receive(Welcome)
         try:
@@ -268,15 +270,15 @@ class Dial:
             )
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
-        _check_access(self._endpoint.identity, welcome)
+        _check_access(self._endpoint, welcome)
 
     def _open(self, welcome: Welcome, token: bytes) -> None:
-        """Meet the peer's memory, choose the transports, dial the lanes where one needs them, open the connection."""
+        """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
-        forced = agree(self._endpoint.identity.transport, welcome.transport)
+        forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
         with closing(self._endpoint.builder(welcome, memory)) as builder:
-            dialer = LaneDialer(self.address, welcome.lane_token)
+            dialer = LaneDialer(self._address, welcome.lane_token)
             group = lanes.open(dialer.dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
             self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dialer.dial)
@@ -292,17 +294,28 @@ class Dial:
         self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present)))
         return self._frames.receive(Linked).sequence
 
-    def take(self) -> tuple[socket.socket, bytes]:
-        """Return the socket and what came after the handshake; they and the connection are the caller's from now on."""
+    def take(self, sequence: int, peer_sequence: int) -> NewLink:
+        """Give the link with these numbers of both ends to the caller."""
         self._undo.pop_all()
-        return self._frames.socket, self._frames.parser.rest()
+        by_communicator = self._communicator is not None
+        origin = LinkOrigin(
+            dialled=True,
+            sequence=sequence,
+            peer_sequence=peer_sequence,
+            # The listener of a communicator is about to close: such a link is not dialled again.
+            address=None if by_communicator else self._address,
+            reconnected=self._incarnation is not None,
+            by_communicator=by_communicator,
+        )
+        sock, leftover = self._frames.socket, self._frames.parser.rest()
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover)
 
     def hang_up(self) -> None:
-        """Make the call that waits for the peer fail at once. Any thread; also ends what was taken."""
+        """Make a waiting call fail at once; also ends what was taken."""
         _shut_down(self._frames.socket)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket, and send nothing to the peer."""
+        """In a forked child: close the child's copy of the socket only."""
         self._frames.socket.close()
 
     def __enter__(self) -> Self:
@@ -315,23 +328,11 @@ class Dial:
 # --- the target ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A link that a peer dialled, complete but for its channel."""
-
-    hello: Hello
-    sequence: int  # the peer's number of it
-    connection: DataPath
-    choice: Choice
-    sock: socket.socket
-    leftover: bytes  # received after the handshake
-
-
 class Host(Protocol):
-    """What the listener asks of the link manager. All on the control thread; a refusal is a LinkError."""
+    """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
     async def admit(self, hello: Hello) -> None: ...
-    def install(self, accepted: Accepted) -> None: ...
+    def install(self, new: NewLink) -> None: ...
     def recognise(self, hello: Hello) -> int: ...
 
 
@@ -386,7 +387,7 @@ class _AsyncFrames:
         self.parser = FrameParser()
 
     async def preamble(self) -> bytes:
-        """Read the preamble and not a byte more: what follows on a lane is not ours."""
+        """Read the preamble only: what follows on a lane is not ours."""
         data = b""
         while len(data) < PREAMBLE_BYTES:
             more = await self._loop.sock_recv(self.socket, PREAMBLE_BYTES - len(data))
@@ -410,7 +411,7 @@ class _AsyncFrames:
 
 
 class Listener:
-    """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only.
+    """One listening address, on the control thread. A bad stranger costs its own socket only.
 
     With ``admission`` it serves for one communicator only; without one it lets no communicator in.
     """
@@ -527,7 +528,7 @@ class Listener:
     async def _recognise(
         self, frames: _AsyncFrames, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
     ) -> None:
-        """Answer with the number of the link that there is; nothing of this handshake is kept."""
+        """Answer with the number of the present link; keep nothing of this handshake."""
         if memory is not None and not isinstance(memory, LinkError):
             memory.close()
         self._endpoint.lanes.shut(group)
@@ -543,7 +544,7 @@ class Listener:
         lanes.add(group, sock)
 
     def _check(self, hello: Hello) -> None:
-        mine = self._endpoint.identity
+        mine = self._endpoint
         _check_version(hello)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
@@ -559,7 +560,7 @@ class Listener:
     async def _exchange_memory(
         self, frames: _AsyncFrames, hello: Hello, group: LaneGroup
     ) -> tuple[TransportChoice, PeerMemory | LinkError | None]:
-        """Let the peer into the rendezvous; return what it chose then, and the memory that it left there."""
+        """Admit the peer to the rendezvous; return its choice and the memory it left."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
@@ -584,7 +585,7 @@ class Listener:
         memory: PeerMemory | LinkError | None,
         group: LaneGroup,
     ) -> None:
-        """Open the connection if both ends chose alike; make the link usable here before the peer hears so."""
+        """Open the connection if both ends chose alike, and install the link."""
         lanes = self._endpoint.lanes
         with closing(self._endpoint.builder(hello, memory)) as builder:
             mine = builder.choice
@@ -593,8 +594,17 @@ class Listener:
                 raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
             connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
         try:
+            by_communicator = hello.communicator is not None
+            origin = LinkOrigin(
+                dialled=False,
+                sequence=0,  # the host gives it one
+                peer_sequence=theirs.sequence,
+                reconnected=hello.reconnects,
+                by_communicator=by_communicator,
+                greetings=[hello] if by_communicator else [],
+            )
             sock, leftover = frames.socket, frames.parser.rest()
-            self._host.install(Accepted(hello, theirs.sequence, connection, builder.choice, sock, leftover))
+            self._host.install(NewLink(Peer.of(hello), connection, builder.choice, origin, sock, leftover))
         except BaseException:
             connection.close()
             raise

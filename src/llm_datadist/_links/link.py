@@ -51,14 +51,10 @@ class Peer:
         return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
 
 
-# --- the states of a link --------------------------------------------------------------------------------------------
-
-
 class LinkState(Enum):
     """The states of a link."""
 
     CLOSED = "closed"
-    CONNECTING = "connecting"
     HANDSHAKE = "handshake"
     READY = "ready"
     SUSPECT = "suspect"
@@ -69,8 +65,7 @@ class LinkState(Enum):
 class LinkEvent(Enum):
     """What changes the state of a link."""
 
-    CONNECT = "connect"  # initiator: dialling
-    HELLO = "hello"  # initiator: hello sent; target: hello received
+    HELLO = "hello"  # the two ends have introduced themselves
     READY = "ready"  # both ends have mapped each other
     SILENT = "silent"  # no heartbeat for a while
     HEARD = "heard"  # a message after a silence
@@ -84,10 +79,7 @@ class LinkEvent(Enum):
 _S, _E = LinkState, LinkEvent
 
 TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
-    (_S.CLOSED, _E.CONNECT): _S.CONNECTING,
     (_S.CLOSED, _E.HELLO): _S.HANDSHAKE,
-    (_S.CONNECTING, _E.HELLO): _S.HANDSHAKE,
-    (_S.CONNECTING, _E.LOST): _S.BROKEN,
     (_S.HANDSHAKE, _E.READY): _S.READY,
     (_S.HANDSHAKE, _E.LOST): _S.BROKEN,
     (_S.READY, _E.SILENT): _S.SUSPECT,
@@ -134,9 +126,6 @@ class LinkMachine:
         return "; ".join(self._story) or "made"
 
 
-# --- the parts of a link ---------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class LinkOrigin:
     """How a link was made, and which calls may use it.
@@ -149,9 +138,9 @@ class LinkOrigin:
         reconnected: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
             may still claim it.
         by_communicator: True when communicators of both ends made it, and ``link_clusters`` of neither.
+        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
         claimed: True once ``link_clusters`` of this end asked for it.
         open: False while it is for communicators of which none is OK: operations of this end may not use it yet.
-        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
     """
 
     dialled: bool
@@ -160,9 +149,13 @@ class LinkOrigin:
     address: tuple[str, int] | None = None
     reconnected: bool = False
     by_communicator: bool = False
-    claimed: bool = False
-    open: bool = True
     greetings: list[Hello] = field(default_factory=list)
+    claimed: bool = field(init=False)
+    open: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claimed = self.dialled and not (self.reconnected or self.by_communicator)
+        self.open = not self.by_communicator
 
     @property
     def spare(self) -> bool:
@@ -219,11 +212,8 @@ class RequestTable:
             self.waiters.clear()
 
 
-# --- the link --------------------------------------------------------------------------------------------------------
-
-
 class Link:
-    """A link whose handshake is over. Owns the channel and the data connection, and closes both when it ends.
+    """A link whose handshake is over. Owns the channel and the data connection.
 
     Threads: any; the lock guards the state and the unlink; nothing blocks under it.
 
@@ -289,7 +279,7 @@ class Link:
     # --- operations: callers' threads ------------------------------------------------------------------------------
 
     def operation(self) -> Self:
-        """Keep the link from being unlinked for the length of the block. NotLinked: it is being given up, or gone."""
+        """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
         return self
 
     def __enter__(self) -> Self:
@@ -315,7 +305,7 @@ class Link:
         phase: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> Message:
-        """Send a request and wait for its answer; ``meanwhile`` is called in between, ``what`` is for errors only.
+        """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
         Raises:
             RemoteFailure: The target answered with a failure.
@@ -368,7 +358,7 @@ class Link:
         return channel
 
     def tell(self, message: Message) -> None:
-        """Send a message that may come too late: where the link has ended, only log it.
+        """Send a message; when the link has ended, only log it.
 
         Raises:
             ProtocolError: The message is larger than a frame may be.
@@ -379,7 +369,7 @@ class Link:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
     def ping(self) -> int:
-        """Ask for a sign of life; return the number that :attr:`last_pong` reaches when it has come."""
+        """Send a Ping; return the number that :attr:`last_pong` reaches by its answer."""
         number = next(self.requests.numbers)
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
@@ -404,8 +394,6 @@ class Link:
         """Add to the bytes whose checksums were equal at both ends."""
         with self._lock:
             self._verified_bytes += nbytes
-
-    # --- liveness: the control thread ------------------------------------------------------------------------------
 
     def heard(self) -> None:
         """Note that a message came from the peer."""
@@ -440,7 +428,7 @@ class Link:
             return self._idle.wait_for(lambda: not self.busy, deadline.remaining())
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
-        """Take an unlink back, this end's or the peer's; the link is usable again unless the other end unlinks too."""
+        """Take this end's unlink back, or the peer's; resume unless the other end unlinks too."""
         with self._lock:
             if of_peer:
                 self._peer_unlinks, self._unlink_ack = False, None
@@ -450,7 +438,7 @@ class Link:
                 self._fire(LinkEvent.RESUME)
 
     def peer_unlinks(self, acknowledge: Callable[[], None]) -> None:
-        """Drain for the peer's unlink; call ``acknowledge`` once no operation runs, in the thread of the last one."""
+        """Drain for the peer's unlink; the last operation's thread calls ``acknowledge``."""
         with self._lock:
             if self._machine.can(LinkEvent.UNLINK):
                 self._fire(LinkEvent.UNLINK)
@@ -473,7 +461,7 @@ class Link:
             self._operations.shut()
 
     def _due_unlink_ack(self) -> Callable[[], None] | None:
-        """Under the lock: return what acknowledges the peer's unlink, if that waits and no operation runs."""
+        """Under the lock: return a waiting acknowledgement if no operation runs."""
         if self.busy:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None
@@ -482,7 +470,7 @@ class Link:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, reason: str, *, lost: bool) -> bool:
-        """End the link: fail waiting callers, close the channel and the connection. False when it was over already."""
+        """Fail waiting callers, close channel and connection; return False if it was over."""
         with self._lock:
             if self._machine.state is LinkState.CLOSED:
                 return False

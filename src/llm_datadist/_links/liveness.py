@@ -36,7 +36,9 @@ class End(Protocol):
 
 
 class Heartbeat:
-    """One timer for all links: sends beats, and ends links whose peers are silent. Runs on the control thread.
+    """One timer for all links: sends heartbeats, and ends links whose peers are silent.
+
+    Threads: the control thread.
 
     Args:
         links: Returns every link.
@@ -103,7 +105,7 @@ class Heartbeat:
 
 
 def peer_responds(link: Link, deadline: Deadline) -> bool:
-    """Return True when the peer answers a ping after a transfer broke. Waits in a caller's thread."""
+    """Return True when the peer answers a ping in time. Waits in a caller's thread."""
     number = link.ping()
     give_up = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
     while link.last_pong < number:
@@ -114,7 +116,7 @@ def peer_responds(link: Link, deadline: Deadline) -> bool:
 
 
 class LinkConflicts:
-    """Resolves conflicts between a link and a new process of the same cluster: the first one must answer a ping.
+    """Links that stand in the way of new ones: their peers must answer a ping.
 
     Args:
         table: Touched whenever a link has been answered.
@@ -125,17 +127,15 @@ class LinkConflicts:
         self._table = table
         self._end = end
 
-    # --- callers' threads ------------------------------------------------------------------------------------------
-
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer shows in time that it lives and knows this link."""
+        """Return True when the peer answers a ping over this link in time."""
         ping = link.ping()
         seconds = min(_ANSWER_SECONDS, deadline.remaining())
         self._table.wait(lambda: link.last_pong >= ping or not link.usable, seconds)
         return link.usable and link.last_pong >= ping
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
-        """End the link to an earlier process of the cluster of ``peer``, which this end dials, unless that answers."""
+        """End the link to another process of ``peer``'s cluster, unless that answers."""
         old = self._table.conflict(peer)
         if old is not None and not self.answers(old, deadline):
             self.lose(old, f"silent while {peer} took its place", deadline)
@@ -150,13 +150,13 @@ class LinkConflicts:
         if link.usable:
             self._end(link, reason, lost=True)
 
-    # --- the control thread ----------------------------------------------------------------------------------------
-
     async def give_way(self, peer: Peer) -> None:
-        """Return once no link to another process of the cluster of ``peer``, which dials this end, is in the way.
+        """Return once no other process of the cluster of ``peer`` is linked.
+
+        Threads: the control thread.
 
         Raises:
-            AlreadyLinked: That process lives.
+            AlreadyLinked: The other process lives.
         """
         old = self._table.conflict(peer)
         if old is None:

@@ -28,7 +28,7 @@ class _HasFileno(Protocol):
 
 
 class _DirectSelector(selectors.BaseSelector):
-    """The loop's selector: an epoll that calls some callbacks itself, and passes all other events to asyncio.
+    """An epoll that calls some callbacks itself and passes other events to asyncio.
 
     Why: between an event and its callback asyncio makes some thirty Python calls, and after a sleep none of their code
     is in the processor's caches. That costs more than a small control message. Here the callback comes first.
@@ -89,7 +89,7 @@ class ControlLoop:
 
     def __init__(self) -> None:
         selector = _DirectSelector()
-        self.serve, self.dismiss = selector.serve, selector.dismiss
+        self.serve, self.dismiss = selector.serve, selector.dismiss  # see _DirectSelector
         self.loop = asyncio.SelectorEventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)

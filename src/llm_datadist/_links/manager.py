@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, Listener
-from llm_datadist._links.link import Link, LinkOrigin, LinkState, Peer
+from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.handshake import Accepted, AdmissionPolicy, Endpoint
+    from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist._links.retry import Attempt, MemberDial, Reconnect
@@ -67,7 +67,7 @@ _IGNORED: Final = (Beat, *_FINAL)
 
 @dataclass(frozen=True, slots=True)
 class LinkHooks:
-    """What the layer above does about links. All on the control thread, but for ``on_end``.
+    """What transfers do about links. Called on the control thread, except ``on_end``.
 
     Attributes:
         handlers: Message type -> function(link, message).
@@ -109,27 +109,25 @@ class LinkManager:
             UnlinkCancel: self._on_unlink_cancel,
             **hooks.handlers,
         }
-        identity = endpoint.identity
-        self._table = LinkTable(identity.incarnation)
+        self._table = LinkTable(endpoint.exports.incarnation)
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         self._conflicts = LinkConflicts(self._table, self._end)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
         self._heartbeat = Heartbeat(control, self._table.all, self._end, hooks.on_tick, peer_timeout)
-        self.communicators = Communicators(self, control, identity.cluster_id)
+        self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     # --- init, finalize, listen ------------------------------------------------------------------------------------
 
     def start(self, listening: socket.socket | None) -> None:
-        """Start the heartbeat, the rendezvous, and, with a bound socket, the listener. The control thread runs."""
+        """Start heartbeat, rendezvous and, with a bound socket, listener. The control thread runs."""
         self._started = True
         self._control.call(self._start, listening)
 
     def _start(self, listening: socket.socket | None) -> None:
         self._rendezvous.start(self._control.loop)
-        if listening is not None:
-            self._listener = self.listener_for(None, listening)
+        self._listen(listening)
         self._heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
@@ -150,13 +148,11 @@ class LinkManager:
 
     def _stop(self) -> None:
         self._heartbeat.stop()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._listen(None)
         self._rendezvous.close()
 
     def abandon(self) -> None:
-        """In a forked child, without any lock: close the child's copies of the parent's sockets, which stay up."""
+        """In a forked child, without any lock: close the child's copies of sockets."""
         self._rendezvous.close()
         self._reconnector.abandon()
         self.communicators.abandon()
@@ -180,7 +176,7 @@ class LinkManager:
         """
         self._control.call(self._listen, listening, even_if_linked)
 
-    def _listen(self, listening: socket.socket | None, even_if_linked: bool) -> None:
+    def _listen(self, listening: socket.socket | None, even_if_linked: bool = True) -> None:
         if not even_if_linked:
             self.refuse_if_linked()
         if self._listener is not None:
@@ -188,11 +184,11 @@ class LinkManager:
         self._listener = None if listening is None else self.listener_for(None, listening)
 
     def settle_unlinks(self) -> None:
-        """Wait a moment for the ends of links that the peer has unlinked. A caller's thread."""
+        """Wait a moment until the links that peers have unlinked end."""
         self._table.wait(lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), _UNLINK_SECONDS)
 
     def refuse_if_linked(self) -> None:
-        """Raise StateError with ``LLM_EXIST_LINK`` while a link of either style is there or is being prepared."""
+        """Raise StateError (``LLM_EXIST_LINK``) while a link exists or is being prepared."""
         there = [f"the link to {link.peer}" for link in self.all() if not link.ended]
         there += self._table.dials()
         there += self.communicators.preparing()
@@ -205,7 +201,7 @@ class LinkManager:
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def get(self, cluster_id: int) -> Link:
-        """Return the link to a cluster. Raises NotLinked when there is none, or it is not open."""
+        """Return the link to a cluster. Raises NotLinked without one that is usable."""
         link = self._table.get(cluster_id)
         if link is None or not (link.usable and link.origin.open):
             story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
@@ -273,7 +269,7 @@ class LinkManager:
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
     ) -> Link | None:
-        """Make a link; return the one that there is already, when it was made first and its peer knows it."""
+        """Make a link; return an existing one instead, if its peer knows it."""
         while True:
             try:
                 present = self._dial(wanted, address, deadline)
@@ -301,7 +297,7 @@ class LinkManager:
             self._end(link, "unlinked", lost=False)
 
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
-        """Dial a member of a communicator once; a link to it that is there already is enough.
+        """Dial a member of a communicator once; an existing link is enough.
 
         Raises:
             LinkRefused: Not there; with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
@@ -320,7 +316,7 @@ class LinkManager:
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> Link | None:
-        """Make one link; return the one that there is already, when it was made first. Arguments as of ``Dial``."""
+        """Make one link, or return an existing one. Arguments as of ``Dial``."""
         with Dial(self._endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial:
             if attempt is not None:
                 attempt.begin(dial)
@@ -332,7 +328,7 @@ class LinkManager:
                     self._agree_on(number, dial, deadline)
                 return number
             try:
-                self._install_dialled(dial, number, dial.settle(number), reconnected=incarnation is not None)
+                self._install_dialled(dial.take(number, dial.settle(number)))
             finally:
                 self._table.withdraw(dial.peer)
         return None
@@ -346,28 +342,15 @@ class LinkManager:
                 self._conflicts.lose(present, "its peer knows nothing of it", deadline)
             raise
 
-    def _install_dialled(self, dial: Dial, number: int, peer_number: int, *, reconnected: bool) -> None:
-        origin = LinkOrigin(
-            dialled=True,
-            sequence=number,
-            peer_sequence=peer_number,
-            # The listener of a communicator is about to close: such a link is not dialled again.
-            address=None if dial.by_communicator else dial.address,
-            reconnected=reconnected,
-            by_communicator=dial.by_communicator,
-            claimed=not (reconnected or dial.by_communicator),
-            open=not dial.by_communicator,
-        )
-        link = Link(dial.peer, dial.connection, dial.choice, origin)
-        sock, leftover = dial.take()
-        channel = self._channel(link, sock)
-        link.ready(channel)
+    def _install_dialled(self, new: NewLink) -> None:
+        link = Link(new.peer, new.connection, new.choice, new.origin)
+        channel = self._ready(link, new.sock)
         try:
             old = self._table.install(link)
         except LinkRefused:
             link.end("finalized", lost=False)
             raise
-        self._bring_up(link, channel, leftover, old)
+        self._bring_up(link, channel, new.leftover, old)
 
     # --- the target: the control thread (see handshake.Host) -------------------------------------------------------
 
@@ -375,36 +358,23 @@ class LinkManager:
         """Refuse a second process of a linked cluster id, unless the first one is gone."""
         await self._conflicts.give_way(Peer.of(hello))
 
-    def install(self, accepted: Accepted) -> None:
-        """Make the link of a stranger usable, then send Linked; replace an older link of the same incarnation.
+    def install(self, new: NewLink) -> None:
+        """Make an accepted link usable, then send Linked; replace an older one.
 
         Owns connection and socket, unless it raises LinkRefused.
         """
-        hello = accepted.hello
-        by_communicator = hello.communicator is not None
-        origin = LinkOrigin(
-            dialled=False,
-            sequence=0,
-            peer_sequence=accepted.sequence,
-            reconnected=hello.reconnects,
-            by_communicator=by_communicator,
-            open=not by_communicator,
-            greetings=[hello] if by_communicator else [],
-        )
-        link = Link(Peer.of(hello), accepted.connection, accepted.choice, origin)
+        link = Link(new.peer, new.connection, new.choice, new.origin)
         old = self._table.admit(link)
         # Usable here before the initiator hears of it, and it hears of it before anything else.
-        channel = self._channel(link, accepted.sock, Linked(origin.sequence))
-        link.ready(channel)
-        self._bring_up(link, channel, accepted.leftover, old)
+        channel = self._ready(link, new.sock, Linked(link.origin.sequence))
+        self._bring_up(link, channel, new.leftover, old)
 
     def recognise(self, hello: Hello) -> int:
-        """Let a communicator of the peer use the link that there is; return this end's number of it."""
+        """Let the peer's communicator use the present link; return this end's number of it."""
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
-            mine = self._endpoint.identity.cluster_id
             raise LinkRefused(
-                f"cluster {mine} has no link to this process of cluster {hello.cluster_id} (yet)",
+                f"cluster {self._endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
         self.communicators.joined(hello)
@@ -412,8 +382,9 @@ class LinkManager:
 
     # --- both roles ------------------------------------------------------------------------------------------------
 
-    def _channel(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
-        return Channel(
+    def _ready(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
+        """Make a link usable over a channel on this socket, which has not begun."""
+        channel = Channel(
             self._control,
             sock,
             partial(self._dispatch, link),
@@ -421,9 +392,11 @@ class LinkManager:
             first,
             partial(self._answers, link),
         )
+        link.ready(channel)
+        return channel
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
-        """Start what a link that is in the table needs; end the one that it replaces."""
+        """Start a link that is in the table; end the one that it replaces."""
         link.connection.begin(link)
         self._table.touch()
         channel.begin(leftover)
@@ -443,7 +416,7 @@ class LinkManager:
 
     @staticmethod
     def _answers(link: Link, message: Message) -> bool:
-        """Deliver an answer that a caller waits for. The control thread, or that of any caller that reads."""
+        """Deliver an answer to its caller; in any thread that reads."""
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 
@@ -479,10 +452,10 @@ class LinkManager:
     # --- the end of a link -----------------------------------------------------------------------------------------
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster, also a lost one that is being dialled again; no link is success.
+        """Give up the link to a cluster, also one that is being dialled again.
 
-        Running operations may finish first. Forced: this side only, the peer is not asked; what still runs at the
-        deadline fails. Otherwise the peer must agree.
+        No link is success. Running operations may finish first. Forced: this side only, the peer is not asked; what
+        still runs at the deadline fails. Otherwise the peer must agree.
 
         Raises:
             DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
@@ -526,7 +499,7 @@ class LinkManager:
                 logger.info("%s: %s", what, error)  # a link that breaks meanwhile is unlinked too
 
     def drop(self, link: Link, reason: str) -> None:
-        """End a link at once: operations that run on it fail. Any thread; the peer sees it end."""
+        """End a link at once: operations that run on it fail."""
         self._end(link, reason, lost=False)
 
     def _end(self, link: Link, reason: str, *, lost: bool) -> None:
@@ -545,7 +518,7 @@ class LinkManager:
 
 
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
-    """Count a link as the one that ``link_clusters`` asked for, which began when ``since`` was the newest one.
+    """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
     Raises:
         AlreadyLinked: It was not made meanwhile, nor by a reconnect that no call has claimed, nor for a communicator

@@ -57,11 +57,11 @@ Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
-    """Base of every message. Its tag on the wire is the name of its class in lower case."""
+    """Base of every message. The tag is the class name in lower case."""
 
 
 class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
-    """Which communicator a :class:`Hello` is for: both ends called ``link()`` with this name, these ranks, this table.
+    """Which communicator a :class:`Hello` is for: name, ranks and table given to ``link()``.
 
     ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` tells one ``link()`` of the
     initiator from the next one with the same arguments.
@@ -74,7 +74,7 @@ class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(Message, frozen=True):
-    """What each end says about itself first. The tag of the subclass says the end's role.
+    """What each end says about itself first. The tag tells its role.
 
     ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page, and what cma must
     find at ``cookie_address`` of its address space. ``exports`` are its regions, for a transport that maps nothing.
@@ -138,7 +138,7 @@ class TransportChoice(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """Target -> initiator: the link is ready on this side too. The last frame of the handshake.
+    """Target -> initiator, last frame of the handshake: the link is ready here too.
 
     ``sequence`` is the target's own number for the link, as in :class:`TransportChoice`.
     """
@@ -177,7 +177,7 @@ class UnlinkAck(Message, frozen=True):
 
 
 class UnlinkCancel(Message, frozen=True):
-    """Either way: take the :class:`UnlinkRequest` back, whose answer was late. The link is kept (API §3.4)."""
+    """Either way: take the :class:`UnlinkRequest` back; the link is kept (API §3.4)."""
 
 
 class Resolve(Message, frozen=True):
@@ -203,9 +203,9 @@ class Guarded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resolved(Message, frozen=True):
-    """Target -> initiator: the cache's geometry, where its tensors are, and what proves it is still the same.
+    """Target -> initiator: the cache's geometry, its tensors, and the guards of this answer.
 
-    ``geometry`` is passed through undecoded: this layer does not know what a cache is.
+    ``geometry`` is passed through undecoded: this package does not know what a cache is.
     ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor. ``pin`` 0: nothing to release, and
     the answer may be kept for as long as the guards hold.
     """
@@ -229,7 +229,7 @@ class Failed(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Initiator -> target: done with the pin; ``count`` tensors from ``first`` on arrived (0: none did)."""
+    """Initiator -> target: the pin may end; ``count`` tensors from ``first`` arrived."""
 
     pin: Id
     first: Id
@@ -259,7 +259,7 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """Target -> initiator: for each address its cache (uint64), tensor (uint32) and offset in that (uint64).
+    """Target -> initiator: for each address cache (uint64), tensor (uint32) and offset (uint64).
 
     Little-endian, in their order. ``allocated``: one of these caches is memory of the target's pools, not of its user.
     """
@@ -335,10 +335,8 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     """
     try:
         message: Message = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
-    except (UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"peer sent a broken message: {error}") from error
     return message
 
 
@@ -384,6 +382,6 @@ def remote_refusal(message: Refused, what: str) -> LinkRefused:
 
 
 def _status(message: Failed | Refused, failure: LLMStatusCode) -> LLMStatusCode:
-    """Return the peer's status, or ``failure`` where the peer claims success: no exception carries that (R29)."""
+    """Return the peer's status; ``failure`` instead of success, which no exception carries (R29)."""
     status = code_2_status(message.code)
     return failure if status is LLMStatusCode.LLM_SUCCESS else status

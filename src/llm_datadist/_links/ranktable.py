@@ -86,7 +86,7 @@ class RankTable:
 
 
 def ports(name: str, listener: int) -> list[int]:
-    """Return the ports at which cluster ``listener`` may wait for the members of communicator ``name``, in order.
+    """Return the ports at which cluster ``listener`` may listen for communicator ``name``, in order.
 
     Raises:
         ParamError: The environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
@@ -112,7 +112,7 @@ def _port_range(text: str) -> tuple[int, int]:
 
 
 def _entries(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, object) for each element of a JSON array of objects, which must have some."""
+    """Yield (name, object) for each element of a non-empty JSON array of objects."""
     check_rule(isinstance(value, list) and value, f"{name}: {_kind(value)}, a JSON array with entries is needed")
     for i, entry in enumerate(value if isinstance(value, list) else ()):
         check_rule(isinstance(entry, dict), f"{name}[{i}]: {_kind(entry)}, a JSON object is needed")

@@ -128,7 +128,7 @@ class RetryQueue(Generic[A]):
         self._stopped = False
 
     def add(self, attempt: A) -> bool:
-        """Dial when it is due; return False after a stop, or when a waiting attempt does the same.
+        """Dial when due; return False after a stop, or for a duplicate.
 
         Raises:
             LinkRefused: The system refuses a thread, and none runs.
@@ -161,7 +161,7 @@ class RetryQueue(Generic[A]):
             return [*self._current, *self._waiting]
 
     def cancel(self, owner: object, *, hang_up: bool = True) -> None:
-        """Dial no more for an owner. Hang up its attempts in progress, unless told not to, but do not wait for them."""
+        """Dial no more for an owner; hang up attempts in progress unless told not to."""
         with self._changed:
             dropped = [each for each in self._waiting if each.owner == owner]
             current = [each for each in self._current if each.owner == owner and hang_up]
@@ -177,7 +177,7 @@ class RetryQueue(Generic[A]):
             attempt.hang_up()
 
     def wait(self, owner: object, deadline: Deadline) -> None:
-        """Return once no attempt of an owner is in progress, or at the deadline. Not from an attempt."""
+        """Wait until no attempt of an owner is in progress, or for the deadline."""
         with self._changed:
             self._changed.wait_for(lambda: all(each.owner != owner for each in self._current), deadline.remaining())
 
@@ -196,13 +196,12 @@ class RetryQueue(Generic[A]):
             thread.join()
 
     def abandon(self) -> None:
-        """In a forked child, without the lock: the threads are the parent's; close the child's descriptors."""
+        """In a forked child, without the lock: close the child's descriptors."""
         for attempt in [*self._current, *self._waiting]:
             attempt.abandon()
 
-    # --- the queue's threads ---------------------------------------------------------------------------------------
-
     def _run(self) -> None:
+        """Make attempts until none waits, or the queue is stopped. One of the queue's threads."""
         while (attempt := self._next()) is not None:
             again = False
             try:
@@ -241,7 +240,7 @@ class RetryQueue(Generic[A]):
 
 
 class Reconnect(Attempt):
-    """A link that this end dialled and lost. Owns a descriptor of the peer's process, where the transport had one.
+    """A link that this end dialled and lost. Owns the peer's pidfd, if any.
 
     Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
     is the user's decision (R22). Operations do not wait for a reconnect: they fail, and the error says that it goes on.
@@ -288,10 +287,10 @@ class Reconnect(Attempt):
 
 
 class Reconnector(RetryQueue[Reconnect]):
-    """All reconnects of one LLMDataDist: at most one per cluster id, which is the owner, and one thread.
+    """All reconnects of one LLMDataDist, at most one per cluster id. One thread.
 
     Args:
-        dial: Makes one attempt; returns once the cluster is linked, whoever made the link, and raises otherwise.
+        dial: Makes one attempt; returns once the cluster is linked, by this or another call, and raises otherwise.
         linked: Tells whether a cluster is linked by now.
     """
 
@@ -303,7 +302,7 @@ class Reconnector(RetryQueue[Reconnect]):
         self._made: dict[int, tuple[float, float]] = {}
 
     def begin(self, link: Link) -> Reconnect | None:
-        """Dial a link that is being lost; None when this end did not dial it, or it cannot come back."""
+        """Dial a link that is being lost; None when it cannot come back."""
         if link.origin.address is None or link.ended:
             return None
         cluster_id = link.peer.cluster_id
@@ -342,7 +341,7 @@ class Reconnector(RetryQueue[Reconnect]):
         )
 
     def story(self, cluster_id: int) -> str:
-        """Return the state of a reconnect, as the end of an error text; "" when there is none."""
+        """Return the state of a reconnect, as the end of an error text."""
         for each in self.statistics():
             if each.remote_cluster_id == cluster_id:
                 last = f", the last attempt: {each.reason}" if each.reason else ""

@@ -52,7 +52,7 @@ class LinkTable:
             return self.snapshot()
 
     def snapshot(self) -> list[Link]:
-        """Return every link, without the lock: the caller holds it, or is a forked child, where it may stay held."""
+        """Return every link; without the lock, which a forked child may find held."""
         return [*self._links.values(), *self._loopback]
 
     def dials(self) -> list[str]:
@@ -74,7 +74,7 @@ class LinkTable:
     # --- links that this end dialled: callers' threads -------------------------------------------------------------
 
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
-        """Commit a dial to ``peer``, or return the usable link to it that there is by now.
+        """Commit a dial to ``peer``, or return the usable link that exists by now.
 
         Waits while another dial or an unlink goes on. :meth:`withdraw` must follow.
 
@@ -107,7 +107,7 @@ class LinkTable:
             self._changed.notify_all()
 
     def install(self, link: Link) -> Link | None:
-        """Put in the link of a committed dial; return one that it replaces, which the caller ends.
+        """Put in a committed dial's link; return one that the caller must end.
 
         Raises:
             LinkRefused: The table is closed.
@@ -125,11 +125,10 @@ class LinkTable:
     def conflict(self, peer: Peer) -> Link | None:
         """Return the link to another process under the same cluster id."""
         old = self._links.get(peer.cluster_id)
-        same = old is None or old.ended or old.peer.incarnation == peer.incarnation
-        return None if same else old
+        return None if old is None or old.ended or old.peer.incarnation == peer.incarnation else old
 
     def admit(self, link: Link) -> Link | None:
-        """Put in a link that the peer dialled, and number it; return one that it replaces, which the caller ends.
+        """Put in and number a link that the peer dialled; return one to end.
 
         Raises:
             AlreadyLinked: The cluster id belongs to another process.
@@ -144,8 +143,8 @@ class LinkTable:
                 self._loopback.add(link)
                 return None
             old = self._links.get(peer.cluster_id)
-            if self.conflict(peer) is not None and old is not None:
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {old.peer}")
+            if (other := self.conflict(peer)) is not None:
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
                     f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
@@ -162,14 +161,12 @@ class LinkTable:
             return old
 
     def refuse_reconnects(self, cluster_id: int) -> None:
-        """Admit no reconnect of a cluster until a call of either end links it again: this end has unlinked it."""
+        """Admit no reconnect of an unlinked cluster until a call links it again."""
         with self._changed:
             self._unlinked.pop(cluster_id, None)
             self._unlinked[cluster_id] = None
             if len(self._unlinked) > _MAX_UNLINKED:
                 del self._unlinked[next(iter(self._unlinked))]
-
-    # --- both ------------------------------------------------------------------------------------------------------
 
     def remove(self, link: Link) -> None:
         """Take a link out that has ended, or is about to."""
@@ -185,7 +182,7 @@ class LinkTable:
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the condition holds, or the time is over; it is evaluated whenever the table changes."""
+        """Wait until the condition holds, evaluated at every change; return False when time is over."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
@@ -206,6 +203,3 @@ class LinkTable:
             for link in self._loopback:
                 if link.peer.incarnation != self._mine:
                     raise AssertionError(f"{link!r} is filed as a link to ourselves")
-
-    def __repr__(self) -> str:
-        return f"<LinkTable: {len(self._links)} links, {len(self._dialling)} dials, number {self._sequence}>"

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import secrets
-import socket
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._links.communicator import CommunicatorPlan
-from llm_datadist._links.handshake import Endpoint, Identity, bind
+from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
@@ -38,6 +36,7 @@ from llm_datadist.errors import LinkError, StateError
 from llm_datadist.metrics import Statistics
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
@@ -114,7 +113,7 @@ class Engine:
             undo.callback(self.workers.close)
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
-            self.links = self._make_links(incarnation)
+            self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
             verifier = ChecksumClient(self._copy_pool) if options.checksum else None
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
@@ -134,16 +133,9 @@ class Engine:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine
             self._control.post(self._control.loop.call_at, when, function)
 
-    def _make_links(self, incarnation: bytes) -> LinkManager:
+    def _make_links(self) -> LinkManager:
         options = self.options
-        identity = Identity(
-            cluster_id=self.cluster_id,
-            incarnation=incarnation,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            remote_accessible=options.remote_accessible,
-            transport=None if options.transport == "auto" else options.transport,
-        )
+        transport = None if options.transport == "auto" else options.transport
         handlers = {
             **self._target.handlers(),
             **self._checksums.handlers(),
@@ -151,7 +143,7 @@ class Engine:
         }
         return LinkManager(
             self._control,
-            Endpoint(identity, self.store.exports, self._lanes),
+            Endpoint(self.cluster_id, options.remote_accessible, transport, self.store.exports, self._lanes),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,

@@ -65,8 +65,7 @@ def fuzz_dials(frames: int, seed: int) -> Verdicts:
     forge = Forge(seed, HANDSHAKE | {"welcome": (60, HANDSHAKE["welcome"][1])}, wrong=0.15)
     with Stage() as stage, trial("dials", seed) as verdicts, _nonsense(forge, stage) as address:
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
-        endpoint = stage.engine.links._endpoint
-        endpoint = replace(endpoint, identity=replace(endpoint.identity, transport=None))
+        endpoint = replace(stage.engine.links._endpoint, transport=None)
         while verdicts.judged < frames:
             try:
                 with Dial(endpoint, address, Deadline(2_000)) as dial:

@@ -14,8 +14,9 @@ import msgspec
 
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.handshake import Accepted
-from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Resolve, Resolved, decode
+from llm_datadist._links.handshake import NewLink
+from llm_datadist._links.link import LinkOrigin, Peer
+from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
@@ -86,12 +87,11 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
 
     def install() -> Link:
         own = engine.store.exports
-        told: tuple[Any, ...] = (False, 1, "fuzz", bytes(16), 0, [], None, None, False, bytes(16))
-        hello = Hello(1, _STRANGER, secrets.token_bytes(16), *told)
+        peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
         with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
             lanes = engine.links._endpoint.lanes
             connection = opening.open(lanes, lanes.open(), writable=own.writable)
-            engine.links.install(Accepted(hello, sequence, connection, opening.choice, sock, b""))
+            engine.links.install(NewLink(peer, connection, opening.choice, LinkOrigin(False, 0, sequence), sock, b""))
         return engine.links.get(_STRANGER)
 
     return engine._control.call(install)
