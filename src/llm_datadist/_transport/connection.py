@@ -474,31 +474,32 @@ class DataPath:
         private: Reaches the peer's private memory; None where ``shared`` does, or nothing.
 
     Attributes:
+        connections: The one or both.
         capabilities: What they can do together.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
         self.shared = shared
         self.private = private
-        self._all = (shared,) if private is None else (shared, private)
+        self.connections = (shared,) if private is None else (shared, private)
         self.capabilities = shared.capabilities
         if private is not None:
             self.capabilities = Capabilities(
                 shared.capabilities.name,
                 shared_regions=True,
                 private_memory=True,
-                announces_reads=any(each.capabilities.announces_reads for each in self._all),
+                announces_reads=any(each.capabilities.announces_reads for each in self.connections),
             )
 
     @property
     def bytes_read(self) -> int:
         """Bytes moved from the peer so far."""
-        return sum(each.bytes_read for each in self._all)
+        return sum(each.bytes_read for each in self.connections)
 
     @property
     def bytes_written(self) -> int:
         """Bytes moved to the peer so far."""
-        return sum(each.bytes_written for each in self._all)
+        return sum(each.bytes_written for each in self.connections)
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection that maps tensors in these regions: all of them exported, or none."""
@@ -508,36 +509,36 @@ class DataPath:
 
     def introduce(self, who: str, cluster_id: int) -> None:
         """Tell the connections who the peer is."""
-        for each in self._all:
+        for each in self.connections:
             each.introduce(who, cluster_id)
 
     def begin(self, link: object) -> None:
         """Serve what the peer asks from now on, see :meth:`Connection.begin`."""
-        for each in self._all:
+        for each in self.connections:
             each.begin(link)
 
     def reconnect_lanes(self, deadline: Deadline) -> None:
         """Dial lost lanes again, see :meth:`Connection.reconnect_lanes`."""
-        for each in self._all:
+        for each in self.connections:
             each.reconnect_lanes(deadline)
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that the peer's process has ended, or a connection is closed."""
-        return any(each.peer_ended() for each in self._all)
+        return any(each.peer_ended() for each in self.connections)
 
     def peer_pidfd(self) -> int | None:
         """Return a new descriptor as :meth:`Connection.peer_pidfd`, if a connection has one."""
-        return next((fd for each in self._all if (fd := each.peer_pidfd()) is not None), None)
+        return next((fd for each in self.connections if (fd := each.peer_pidfd()) is not None), None)
 
     def close(self) -> None:
         """Close the connections, see :meth:`Connection.close`."""
-        for each in self._all:
+        for each in self.connections:
             each.close()
 
     def abort(self) -> None:
         """Abort the connections, see :meth:`Connection.abort`."""
-        for each in self._all:
+        for each in self.connections:
             each.abort()
 
     def __repr__(self) -> str:
-        return f"<DataPath {', '.join(map(repr, self._all))}>"
+        return f"<DataPath {', '.join(map(repr, self.connections))}>"
