@@ -66,7 +66,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where memory of a peer lies, by address, and whether this process may write it. Size in bytes.
+    """Where memory of a peer lies, and whether this process may write it. Size in bytes.
 
     Attributes:
         memory: What keeps it mapped while this window exists; None where the connection does.
@@ -78,8 +78,8 @@ class Window:
     memory: object = None
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
-        """Return the addresses of tensors of ``extent`` bytes. The comparison is such that no sum can wrap."""
-        limit = self.nbytes - extent
+        """Return the addresses of tensors of ``extent`` bytes at these offsets of the window."""
+        limit = self.nbytes - extent  # compared with an offset, so that no sum of untrusted numbers can wrap
         far = max(offsets.tolist())  # an array's own maximum takes ten times as long for one tensor
         if extent < 0 or limit < 0 or far > limit:
             raise ProtocolError(
@@ -157,11 +157,11 @@ def move_mapped(transfer: Transfer) -> None:
 
 
 class MemoryChanged(TransferFailed):
-    """The owner refused before the first byte: the memory is not what was resolved any more. Nothing was moved."""
+    """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
 class _CallGate:
-    """Counts the calls inside a connection, and refuses new ones once it is shut or in a forked child.
+    """Counts the calls inside a connection; refuses new ones once shut, or in a forked child.
 
     Threads: any. ``leave`` and ``shut`` return True to the one caller that has to release what the calls used.
 
@@ -255,7 +255,7 @@ class Connection(ABC):
         """Learn who the peer is, for messages about what it does in our memory."""
 
     def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
-        """Serve what the peer asks from now on, in the name of ``link``: the handshake is over.
+        """Serve what the peer asks from now on, in the name of ``link``.
 
         Raises:
             LinkRefused: This process is being finalised.
@@ -269,7 +269,7 @@ class Connection(ABC):
         """
 
     def peer_ended(self) -> bool:
-        """Return True when it is certain that the peer's process has ended, or this connection is closed."""
+        """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
 
     # What a transport is given
@@ -342,7 +342,7 @@ class Connection(ABC):
         return window
 
     def guards_unchanged(self, guard_set: GuardSet) -> bool:
-        """Return True while every guard of the peer shows the generation that was promised, by acquire loads.
+        """Return True while every guard shows its generation, by acquire loads.
 
         Raises:
             ProtocolError: A slot is outside the peer's guard table.
@@ -416,7 +416,7 @@ class Connection(ABC):
         return nbytes
 
     def peer_pidfd(self) -> int | None:
-        """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
+        """Return a new descriptor that is readable once the peer's process has ended, or None."""
         try:
             self._gate.enter("peer_pidfd")
         except LinkError:
@@ -465,7 +465,7 @@ class Connection(ABC):
 
 
 class DataPath:
-    """The connections of one link: one for what the peer exports, and perhaps another for its private memory.
+    """The connections of one link: one, or another one beside it for the peer's private memory.
 
     Owns both. Tensors carry the connection that mapped them, which then moves them. Threads: as for a connection.
 
@@ -523,7 +523,7 @@ class DataPath:
             each.reconnect_lanes(deadline)
 
     def peer_ended(self) -> bool:
-        """Return True when it is certain that the peer's process has ended, or a connection is closed."""
+        """Return True as :meth:`Connection.peer_ended` of either does."""
         return any(each.peer_ended() for each in self.connections)
 
     def peer_pidfd(self) -> int | None:

@@ -253,7 +253,7 @@ class SameHostConnection(Connection):
         super().__init__()
 
     def peer_ended(self) -> bool:
-        """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
+        """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
         return self.closed or not self._peer.alive()
 
     def introduce(self, who: str, cluster_id: int) -> None:

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
-__all__ = ["MAX_REGIONS", "VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode"]
+__all__ = ["VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode", "send_packet"]
 
 VERSION: Final = 2
-MAX_REGIONS: Final = 32
-MAX_DESCRIPTORS: Final = MAX_REGIONS + 2
+_MAX_REGIONS: Final = 32
+_MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 _FD_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
-_ANCILLARY: Final = socket.CMSG_LEN(MAX_DESCRIPTORS * _FD_BYTES)
+_ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
 
 
 class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -55,7 +55,7 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
     writers_nbytes: Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
-    regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
 
     @property
     def descriptors(self) -> int:
@@ -146,7 +146,7 @@ class Packet:
 
 def _defect(data: bytes, flags: int) -> str | None:
     if flags & socket.MSG_CTRUNC:
-        return f"same-host packet has more than {MAX_DESCRIPTORS} descriptors, or this process has none left"
+        return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
     if flags & socket.MSG_TRUNC:
         return f"same-host packet is larger than {_MAX_PACKET} bytes"
     if not data:
