@@ -230,7 +230,7 @@ def _asked(world: World) -> None:
     link = world.dd._require_engine("test").links.get(1)
     gate = threading.Event()
     for _ in range(10_000):
-        if link._waiters:
+        if link.requests.waiters:
             return
         gate.wait(0.001)
     raise AssertionError("nobody asked the peer")
@@ -362,7 +362,7 @@ def test_r07_a_coroutine_that_is_closed_tells_its_call_to_end(local_pair: Pair) 
     before = local_pair.decoder.do(make, "kv", PAGED, 2)
     world: World = local_pair.decoder.world  # type: ignore[attr-defined]
     peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
-    waiters = world.dd._require_engine("test").links.get(1)._waiters
+    waiters = world.dd._require_engine("test").links.get(1).requests.waiters
 
     async def begun_and_closed() -> None:
         pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])

@@ -90,7 +90,7 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
 def is_redialled(world: World, peer: int) -> bool:
     engine = world.dd._engine
     link_ = None if engine is None else engine.links.peek(peer)
-    return link_ is not None and link_.redialled and link_.usable
+    return link_ is not None and link_.origin.reconnected and link_.usable
 
 
 def test_r20_ends_of_one_process_join_each_other_and_others(local_pair: Pair) -> None:

@@ -120,4 +120,4 @@ def beats(world: World) -> int:
 
 def explained_sequence(world: World) -> int:
     assert world.dd._engine is not None
-    return world.dd._engine.links.get(1).sequence
+    return world.dd._engine.links.get(1).origin.sequence

@@ -140,7 +140,6 @@ def test_out_of_memory_names_the_figures_and_leaves_nothing_behind(world: World,
 def test_a_full_guard_table_leaves_nothing_behind() -> None:
     options = Options.parse(make_config(), LLMRole.PROMPT)
     store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))
-    assert store._guards is not None
     store._guards.close()
     small = store._guards = GuardTable(slots=4)
     soon = Deadline(10_000)
@@ -152,7 +151,7 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
         with pytest.raises(OutOfMemory, match="guard table is full"):
             store.register(geometry, [4096, 8192], keys, remote_accessible=True)
         assert small.live == 1
-        assert [each.statistics().live_allocations for each in store.pools()] == [2, 0]
+        assert [each.statistics().live_allocations for each in store.pools] == [2, 0]
     store.allocate(geometry, keys[:1], soon)
     store.check_integrity()
     store.close()
@@ -172,7 +171,6 @@ class Probe:
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     store = world.cm._engine.store
     guards = store._guards
-    assert guards is not None
     advanced, retired = guards.allocate(), guards.allocate()
     probe = Probe(guards, [advanced, retired])
     freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe, private=False), guard=retired)

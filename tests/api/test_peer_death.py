@@ -93,7 +93,7 @@ def files_of_ours() -> list[str]:
 def waiting(world: World, peer: int) -> int:
     """Return how many calls of this end wait for an answer of the peer."""
     assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer)._waiters)
+    return len(world.dd._engine.links.get(peer).requests.waiters)
 
 
 def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:

@@ -52,7 +52,7 @@ def threads(world: World) -> list[str]:
 def link_number(world: World, peer: int) -> int:
     assert world.dd._engine is not None
     link_ = world.dd._engine.links._table.get(peer)
-    return 0 if link_ is None or not link_.usable else link_.sequence
+    return 0 if link_ is None or not link_.usable else link_.origin.sequence
 
 
 def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:

@@ -175,7 +175,7 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
-        link, owner = join(stage, theirs, 1), stage.engine.links._lanes._handler
+        link, owner = join(stage, theirs, 1), stage.engine.links._endpoint.lanes._handler
         plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
 
         def ask_many() -> None:

@@ -50,7 +50,7 @@ class Flood:
         self.end.do(call, "pull_blocks", KEY, Use("mine"), [0], [0])
         assert self.end.world.dd._engine is not None
         there = self.end.world.dd._engine.links.get(1)
-        (answer,) = there.kept.values()
+        (answer,) = there.caches.kept.values()
         self.remote = answer.tensors
         connection = there.connection.shared
         assert isinstance(connection, TcpConnection)

@@ -105,10 +105,10 @@ def unconsumed(pair: Pair, keys: int) -> None:
 def block_answers(world: World, go: Path) -> None:
     """Keep this end from answering until a file is there."""
     assert world.dd._engine is not None
-    world.dd._engine._witness._thread.submit(wait_until, go.exists, 60)
+    world.dd._engine._checksums._thread.submit(wait_until, go.exists, 60)
 
 
 def questions(world: World) -> int:
     """Return how many questions wait for an answer of this end."""
     assert world.dd._engine is not None
-    return sum(len(queue.questions) for queue in world.dd._engine._witness._queues.values())
+    return sum(len(queue.questions) for queue in world.dd._engine._checksums._queues.values())

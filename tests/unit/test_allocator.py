@@ -125,7 +125,7 @@ def test_repr_shows_the_whole_state() -> None:
         lambda a: a._hole_at.update({2 * KIB: 2 * KIB + 1}),
         lambda a: a._by_size.append((1, 1)),
         lambda a: a._hole_before.clear(),
-        lambda a: setattr(a, "_used", 0),
+        lambda a: setattr(a, "used_bytes", 0),
     ],
 )
 def test_the_integrity_check_sees_damage(break_it: object) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist._memory import GuardTable
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
 from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
 

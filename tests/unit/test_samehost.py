@@ -81,8 +81,9 @@ class Stage:
 
     def hello(self, **changes: Any) -> tuple[RendezvousHello, list[int]]:
         """Return our own offer with some fields replaced."""
-        with MemoryOffer(self.ours, TOKEN) as offer:  # of an end without RCA: there is no page of its own in it
-            return msgspec.structs.replace(offer.hello, **changes), offer.fds
+        with MemoryOffer(self.ours, TOKEN) as offer:
+            guards, _, *regions = offer.fds  # the page of the offer ends with it
+            return msgspec.structs.replace(offer.hello, **({"writers_nbytes": 0} | changes)), [guards, *regions]
 
     def refused(self, hello: object, fds: list[int]) -> str:
         """Send a hello, expect a refusal, and return its reason after it reached the callback too."""

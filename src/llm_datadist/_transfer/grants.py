@@ -1,4 +1,4 @@
-"""The grants that this process has given, and their ends: revoked, out of time, or with their cache."""
+"""The grants that this process has given to peers. A grant ends when revoked, out of time, or with its cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Grants"]
 
 
 class Grants:
-    """Owns a guard for every grant that has not ended. Callers grant and revoke, the control thread ends the rest.
+    """Owns a guard for every grant that has not ended.
 
-    One lock; guards are advanced outside it. A grant that comes to its end twice is ended once.
+    Threads: any; the control thread ends those out of time. Guards are advanced outside the lock, each once.
 
     Args:
-        cluster_id: Ours.
-        store: The caches, and the guards.
-        call_at: ``call_at(seconds, function)`` calls ``function`` at a monotonic time; may be called from any thread.
+        cluster_id: Of this process.
+        store: The caches and the guards.
+        call_at: ``call_at(seconds, function)`` calls ``function`` at a monotonic time. Threads: any.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Grants:
         self._cluster_id = cluster_id
         self._store = store
         self._call_at = call_at
-        self._lock = threading.Lock()  # protects the three below
+        self._lock = threading.Lock()  # guards the next three
         self._live: dict[tuple[int, int], Grant] = {}
         self._ends: list[tuple[float, tuple[int, int]]] = []
         self._closed = False
 
     def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
-        """Return a grant for ``blocks`` that ends by itself after ``ttl`` seconds.
+        """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most.
 
         Raises:
             TypeError: ``blocks`` is no list, tuple or 1-D integer array, or ``ttl`` no number.
@@ -57,7 +57,7 @@ class Grants:
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         check_type("ttl", ttl, (int, float))
         check_rule(0 < ttl < float("inf"), f"ttl: {ttl} s, it must be above 0 and finite")
-        with self._store.holding(cache_id, "grant: cache") as entry:
+        with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             for block in (int(numbers.min()), int(numbers.max())):
@@ -98,13 +98,8 @@ class Grants:
         for grant in live:
             self._store.exports.guards.release(grant.guard[0])
 
-    @property
-    def count(self) -> int:
-        """Grants that have not ended."""
-        return len(self._live)
-
     def _expire(self) -> None:
-        """End what is out of time, and come again for the next. On the control thread."""
+        """End the grants that are out of time; schedule the next look. Threads: control."""
         now = time.monotonic()
         over: list[Grant] = []
         with self._lock:

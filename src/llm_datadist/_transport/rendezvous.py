@@ -186,23 +186,23 @@ class MemoryOffer:
         regions = [described for described in exports.descriptors() if described.region in shared]
         guards = exports.guards
         try:
-            self._page = exports.writers.open() if exports.writable or exports.by_address else None
+            page = exports.writers.open()
         except LLMException as error:
             raise LinkRefused(f"no page for the writers of this peer: {error}") from error
-        page = None if self._page is None else self._page.segment
-        nbytes = 0 if page is None else page.nbytes
+        self._page: WriterPage | None = page
+        memory = page.segment
+        assert memory is not None
         self.hello = RendezvousHello(
-            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, nbytes, regions
+            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, memory.nbytes, regions
         )
-        pages = [] if page is None else [page.fd]
-        self.fds = [guards.segment.fd, *pages, *(shared[described.region].fd for described in regions)]
+        self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
 
     def send(self, sock: socket.socket) -> None:
         """Send it, once; errors as :func:`send_packet`."""
         send_packet(sock, self.hello, self.fds)
 
     def take_page(self) -> WriterPage | None:
-        """Return the page for the peer's writers, the caller's from now on; None where peers may not write."""
+        """Return the page for the peer's writers, the caller's from now on; None if it was taken already."""
         page, self._page = self._page, None
         return page
 
