@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo test test-torch asan faults bench lint docs clean
+.PHONY: help install demo test test-torch asan faults bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -13,7 +13,8 @@ help:
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
-	@echo "make lint   ruff, mypy strict, layers"
+	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
+	@echo "make lint   ruff, mypy strict, the layers of imports"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make clean  remove what the other words made"
@@ -77,6 +78,9 @@ bench: $(BENCH_VENV)/.installed
 	@mkdir -p benchmarks/results
 	@$(BENCH_BIN)/llm-datadist bench $(BENCH)
 
+compare: $(STAMP)
+	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
+
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -88,6 +92,8 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 docs: $(VENV)/.docs
+	@$(BIN)/python scripts/check_citations.py
+	@$(BIN)/python -m scripts.coverage
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 

@@ -23,18 +23,18 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link
-from tests.support.world import World, make_config
+from scripts.two_ends import two_ends
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from tests.support.ends import ChildEnd
+    from tests.support.world import World
 
 MIB: Final = 1 << 20
 KEY: Final = BlocksCacheKey(1)
@@ -57,11 +57,10 @@ class Size:
         """Bytes of one call."""
         return self.blocks * self.block_bytes
 
-    def settings(self, transport: str, copy_threads: int) -> dict[str, Any]:
-        """Return the settings of an end whose pool holds them and the unused ones."""
-        pool = (self.blocks + _UNUSED) * self.block_bytes + MIB
-        extra = {"llm.Transport": transport, "llm.CopyThreads": str(copy_threads)}
-        return {"mem_pool_cfg": f'{{"memory_size": {pool}}}', "sync_kv_timeout": 60_000, "extra": extra}
+    @property
+    def pool(self) -> str:
+        """Configuration of a pool that holds them and the unused ones."""
+        return f'{{"memory_size": {(self.blocks + _UNUSED) * self.block_bytes + MIB}}}'
 
 
 def make(world: World, size: Size, key: BlocksCacheKey | None) -> None:
@@ -241,23 +240,13 @@ def main() -> int:
     parser.add_argument("--copy-threads", type=int, default=1)
     options = parser.parse_args()
     size = Size((options.mib << 20) // (options.block_kib << 10), options.block_kib << 10)
-    settings = size.settings(options.transport, options.copy_threads)
-    owner, here = ChildEnd("owner", fresh=True), World("puller")
-    try:
-        owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
+    extra = {"llm.CopyThreads": str(options.copy_threads)}
+    with two_ends(options.transport, extra=extra, mem_pool_cfg=size.pool, sync_kv_timeout=60_000) as (owner, here):
         owner.do(make, size, KEY)
-        here.start("DECODER", 2, make_config(**settings))
         make(here, size, None)
-        codes = link(here, [info(1, owner.port)])
-        if codes != SUCCESS:
-            raise SystemExit(f"cannot link: {codes}")
         measured = Beside(owner, here, size)
         measured.run((options.gib << 30) // size.nbytes)
         return 0 if _report(measured, here.dd.explain(1).transport, options.copy_threads) else 1
-    finally:
-        here.stop()
-        owner.stop()
-        owner.close()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import itertools
 import statistics
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from scripts.two_ends import two_ends
 from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link
-from tests.support.world import World, make_config
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.worker import Busy
@@ -32,6 +32,7 @@ from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from tests.support.world import World
 
 KINDS: Final = ("kept", "first", "by key")
 PLACES: Final = ("nobody", "initiator", "target", "a third process")
@@ -150,28 +151,17 @@ def main() -> int:
     parser.add_argument("--intervals-ms", type=float, nargs="+", default=[5, 0.5, 0.05])
     options = parser.parse_args()
     intervals = [each / 1e3 for each in options.intervals_ms]
-    target, third, here = ChildEnd("target", fresh=True), ChildEnd("third", fresh=True), World("initiator")
-    bench = Bench(target, third, here, options.pulls, options.kib << 10)
-    settings = {"extra": {"llm.Transport": "shm"}}
-    try:
-        target.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
-        here.start("DECODER", 2, make_config(**settings))
+    with two_ends() as (target, here), closing(ChildEnd("third", fresh=True)) as third:
+        bench = Bench(target, third, here, options.pulls, options.kib << 10)
         for name, rows in (("dst", options.pulls), ("row", 1)):
             desc = CacheDesc(1, [rows, bench.nbytes], DataType.DT_UINT8)
             allocate = here.cm.allocate_cache if name == "row" else here.cm.allocate_blocks_cache
             here.caches[name] = allocate(desc)
-        if (codes := link(here, [info(1, target.port)])) != SUCCESS:
-            raise SystemExit(f"cannot link: {codes}")
-        # Where nobody is busy, or only another process, threads do not wait for each other.
+        # Where no process is busy, or only the third, threads do not wait for each other: one interval is enough.
         turns = [t for t in itertools.product(KINDS, PLACES, intervals) if t[1] in PLACES[1:3] or t[2] == intervals[0]]
         for _, turn in itertools.product(range(options.rounds), turns):
             bench.turn(*turn)
         _report(bench, intervals)
-    finally:
-        here.stop()
-        target.stop()
-        for end in (target, third):
-            end.close()
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from tests.support.ends import ChildEnd
 
 from llm_datadist.bench.sides.base import Facts, Role
-from llm_datadist.bench.sides.ours import KEY, Tcp
+from llm_datadist.bench.sides.ours import KEY, Ours
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _ALONE = 100
 
 def start_source(world: World, workload: Workload) -> Facts:
     """At the other end: publish."""
-    world.memory["side"] = side = Tcp(Role.SOURCE, workload)
+    world.memory["side"] = side = Ours.over("tcp")(Role.SOURCE, workload)
     return side.start()
 
 
@@ -46,8 +46,10 @@ def stop_source(world: World) -> None:
     world.memory.pop("side").stop()
 
 
-class Puller(Tcp):
+class Puller(Ours):
     """The destination: pulls the first block of the workload, or all the others."""
+
+    transport = "tcp"
 
     def start(self) -> Facts:
         """As every destination."""

@@ -3,7 +3,7 @@
     python -m scripts.profile_pull [--kib 64] [--pulls 2000]
 
 Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
-printed, in nanoseconds, because whatever else the machine does only adds to it. A part that others contain is indented
+printed, in nanoseconds, because other work of the machine only adds to it. A part that others contain is indented
 below them. The sum of parts is below the whole: caches are warmer for a part that is called alone. ``sys.setprofile``
 counts the calls of one pull, of Python functions and of C.
 """
@@ -16,9 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link
-from tests.support.world import World, make_config
+from scripts.two_ends import two_ends
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
@@ -28,6 +26,8 @@ from llm_datadist._transfer.initiator import TransferOp, _current
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.support.world import World
 
 _ROWS = 64
 _LOOPS = 10
@@ -111,22 +111,13 @@ def main() -> int:
     parser.add_argument("--kib", type=int, default=64)
     parser.add_argument("--pulls", type=int, default=2000)
     options = parser.parse_args()
-    target, here, settings = ChildEnd("target", fresh=True), World("initiator"), {"extra": {"llm.Transport": "shm"}}
-    try:
-        target.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
+    with two_ends() as (target, here):
         target.do(publish, options.kib << 10)
-        here.start("DECODER", 2, make_config(**settings))
         here.caches["kv"] = here.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, options.kib << 10], DataType.DT_UINT8))
-        if (codes := link(here, [info(1, target.port)])) != SUCCESS:
-            raise SystemExit(f"cannot link: {codes}")
         for part, call in parts_of(here).items():
             print(f"{part:<32}{_best(call, options.pulls):>8.0f} ns", flush=True)
         counted = count_calls(lambda: here.cm.pull_blocks(_KEY, here.caches["kv"], [3], [5]))
         print("{} Python calls, {} of C".format(*counted))
-    finally:
-        here.stop()
-        target.stop()
-        target.close()
     return 0
 
 

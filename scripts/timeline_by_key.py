@@ -20,9 +20,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link
-from tests.support.world import World, make_config
+from scripts.two_ends import two_ends
 
 from llm_datadist import CacheDesc, CacheKey, DataType
 from llm_datadist._links import channel as channels
@@ -35,6 +33,9 @@ from llm_datadist._transport.connection import Connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.support.ends import ChildEnd
+    from tests.support.world import World
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,24 +180,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pause-ms", type=float, default=0)
     options = parser.parse_args()
-    target, here, settings = ChildEnd("target", fresh=True), World("initiator"), {"extra": {"llm.Transport": "shm"}}
-    try:
-        target.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
-        here.start("DECODER", 2, make_config(**settings))
+    with two_ends() as (target, here):
         desc = CacheDesc(1, [options.pulls, options.kib << 10], DataType.DT_UINT8)
         here.caches["dst"] = here.cm.allocate_cache(desc)
-        if (codes := link(here, [info(1, target.port)])) != SUCCESS:
-            raise SystemExit(f"cannot link: {codes}")
         plain = [_round(target, here, options, seed) for seed in range(options.rounds)]
         target.do(watch_target)
         watch_initiator(here)
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for seed in range(options.rounds, 2 * options.rounds):
             _steps(_round(target, here, options, seed)[2], found)
-    finally:
-        here.stop()
-        target.stop()
-        target.close()
     times = sorted(each * 1e6 for round_ in plain for each in round_[0])
     ours, theirs = (sum(round_[1][end] for round_ in plain) / len(times) * 1e6 for end in (0, 1))
     print(f"{options.kib} KiB over shm, microseconds: p50 {statistics.median(times):.0f}, ", end="")

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
+    "CacheManager: push_cache_async swap_blocks_async",
+    "LLMDataDist: link_clusters_async unlink_clusters_async",
+)
+
 OK = LLMStatusCode.LLM_SUCCESS
 PAGED = Spec(blocks=True)
 SOURCE = Spec(blocks=True, blocks_key=BLOCKS)

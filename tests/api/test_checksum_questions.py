@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import End
 
+pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
+
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 NONCE = bytes(range(16))

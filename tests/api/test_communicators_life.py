@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist.explain_communicator")
+
 
 def explain(world: World, cluster_id: int) -> Any:
     return world.dd.explain(cluster_id)

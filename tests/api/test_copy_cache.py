@@ -18,6 +18,10 @@ from tests.support.world import World, fill, read
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers(
+    "CacheDesc: batch_size placement", "CacheKey.req_id", "CacheManager.copy_cache", "LLMStatusCode.LLM_TIMEOUT"
+)
+
 D, H = Placement.DEVICE, Placement.HOST
 ROW = 64  # bytes of a row of desc()
 

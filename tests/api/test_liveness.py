@@ -17,6 +17,8 @@ from tests.support.world import World, residue_of, settled_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.covers("llm.PeerTimeout")
+
 TCP = {"llm.Transport": "tcp"}
 PATIENT = {"llm.PeerTimeout": "600"}  # nothing in these tests is noticed by missed beats
 

@@ -26,6 +26,18 @@ from tests.support.world import World, fill, make_config, read
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers(
+    "Registry",
+    "Cache.cache_id",
+    "CacheKeyByIdAndIndex.cache_id",
+    "CacheManager: allocate_blocks_cache allocate_cache deallocate_blocks_cache deallocate_cache",
+    "CacheManager: remove_cache_key",
+    "LLMDataDist.check_integrity",
+    "LLMStatusCode.LLM_OUT_OF_MEMORY",
+    "PoolOptions.parse",
+    "errors.OutOfMemory",
+)
+
 PAGE = 4096
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.moves import Bytes
 
+pytestmark = pytest.mark.covers("llm.ShmSocketDir")
+
 KEY = CacheKey(1, 10)
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
 LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own time

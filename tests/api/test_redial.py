@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import End
 
+pytestmark = pytest.mark.covers("errors.NotLinked")
+
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 BOTH_UP = ({2: "ready"}, {1: "ready"})
 PATIENT = {"llm.PeerTimeout": "600"}

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.layers import Span
 
+pytestmark = pytest.mark.covers(
+    "CacheTask", "CacheManager.transfer_cache_async", "CacheTask.errors", "llm: Checksum Transport"
+)
+
 ROWS, STRIDE, LAYERS = 8, 48, 2
 CACHE = Spec(2 * LAYERS, ROWS, STRIDE)
 BLOCKS = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True, blocks_key=BlocksCacheKey(1, 0))

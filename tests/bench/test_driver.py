@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist.bench import SideFailed
 from llm_datadist.bench.cases import Case
 from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.errors import SideFailed
-from llm_datadist.bench.processes import Contestant
+from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
@@ -96,15 +96,15 @@ def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
 
 
 def test_processes_are_gone_at_the_end() -> None:
-    with Contestant(side("Pair"), LONG_S) as contestant:
-        contestant.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
-        pids = contestant.pids
+    with RunningSide(side("Pair"), LONG_S) as running:
+        running.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
+        pids = running.pids
         assert len(set(pids)) == 2
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(SideFailed, match="no such adapter"), Contestant(side("CannotStart"), LONG_S) as contestant:
-        contestant.start(WORK)
+    with pytest.raises(SideFailed, match="no such adapter"), RunningSide(side("CannotStart"), LONG_S) as running:
+        running.start(WORK)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 

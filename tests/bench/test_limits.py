@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._native import _native
-from llm_datadist.bench.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
+from llm_datadist.bench.sides.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench.errors import SideFailed
-from llm_datadist.bench.limits import streaming_bits
-from llm_datadist.bench.processes import Contestant
-from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not
+from llm_datadist.bench import SideFailed, sides
+from llm_datadist.bench.processes import RunningSide
+from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
 from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.limits import TcpRaw, useful_threads
+from llm_datadist.bench.sides.limits import TcpRaw, streaming_bits, useful_threads
 from llm_datadist.bench.workload import Memory, Op, Workload
 
 if TYPE_CHECKING:
@@ -64,12 +62,12 @@ def expects_reason(side: str) -> bool:
 
 def passes(side: str, workload: Workload) -> None:
     """Two passes with bytes of their own, so that those of the first do not do for the second."""
-    with Contestant(side, _TIMEOUT_S) as contestant:
-        contestant.start(workload)
+    with RunningSide(side, _TIMEOUT_S) as running:
+        running.start(workload)
         for seed in (1, 2):
-            contestant.prepare(seed)
-            contestant.run(*(("sample", workload.blocks) if workload.op is Op.LATENCY else ("timed", 2)))
-            contestant.verify(seed)
+            running.prepare(seed)
+            running.run(*(("sample", workload.blocks) if workload.op is Op.LATENCY else ("timed", 2)))
+            running.verify(seed)
 
 
 def test_every_limit_and_peer_is_tested() -> None:
@@ -128,14 +126,14 @@ def test_the_source_of_a_stream_stops_without_a_destination() -> None:
 
 def test_a_lost_source_is_told() -> None:
     workload = work(Op.PULL)
-    with Contestant("tcp-raw", _TIMEOUT_S) as contestant:
-        contestant.start(workload)
-        contestant.prepare(1)
-        contestant.run("timed", 1)
-        source, destination = contestant._processes
+    with RunningSide("tcp-raw", _TIMEOUT_S) as running:
+        running.start(workload)
+        running.prepare(1)
+        running.run("timed", 1)
+        source, destination = running._processes
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
-            contestant._ask(destination, "timed", count=1)
+            running._ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:
@@ -153,6 +151,15 @@ def test_the_footprint_is_what_it_holds(side: str) -> None:
     one = workload.tensor_bytes * workload.tensors
     gathered = workload.blocks * workload.block_bytes if side == "torch" else 0
     assert cls.footprint(workload) == one * (1 if workload.op is Op.COPY else 2) + gathered
+
+
+def test_without_a_checkout_a_peer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has no benchmarks/peers."""
+    monkeypatch.setattr(sides, "_CHECKOUT", tmp_path)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.torch", raising=False)
+    reason = why_not("torch", work(Op.COPY))
+    assert reason is not None
+    assert reason.startswith("not in this installation")
 
 
 def test_why_a_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

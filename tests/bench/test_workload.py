@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench import WrongBytes
 from llm_datadist.bench.workload import POISON, Bytes, Op, Workload, fill, poison, poison_blocks, verify
 
 WORK = Workload(op=Op.PULL, block_bytes=24, blocks=6, tensors=2)

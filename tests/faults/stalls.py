@@ -3,13 +3,13 @@
 =========== ==========================================================================================
 pool        every allocation and every release of pool memory waits (the lock of each pool is held)
 registry    every lookup, pin and release waits, those of peers on the control thread among them
-control     the control thread does nothing: no answer, no beat, no expiry
+control     the control thread does nothing: no answer, no heartbeat, no expiry
 copy        pulls and pushes of this end wait where their first byte would move
 frame       what this end says to ``peer`` is kept back, and sent in order when the stall ends
 =========== ==========================================================================================
 
 The block itself must not need what is stalled: use it from a thread, or an end, that only looks on. Deadlines of others
-go on running, which is the point. Inside a copy, after its first byte, :mod:`llm_datadist.testing.midcopy` stops.
+go on running, which is the point. Inside a copy, after its first byte, :mod:`tests.faults.midcopy` stops.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Itera
         KeyError: There is no such stall.
         ValueError: The end is not initialised.
         NotLinked: There is no link to ``peer``.
-        TimeoutError: What is to be stalled is held by somebody else for half a minute.
+        TimeoutError: What is to be stalled is held by another thread for half a minute.
     """
     begin = STALLS[what]
     engine = datadist._engine

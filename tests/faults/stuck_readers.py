@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.testing.midcopy import frozen, peek
 from tests.faults import stuck_ends as ends
+from tests.faults.midcopy import frozen, peek
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import wait_until

@@ -1,4 +1,4 @@
-"""A million wrong frames (ARCHITECTURE rule 10): typed refusals only, tables whole, memory bounded, neighbours served.
+"""A million wrong frames: typed refusals only, tables whole, memory bounded, neighbours served.
 
 The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work.
 `python -m tests.faults.fuzz --frames N --seed S` does more of it.
@@ -19,7 +19,10 @@ from llm_datadist._links.messages import Release, decode
 from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
 from llm_datadist.errors import ProtocolError
-from tests.faults import fuzz, fuzzgen, fuzzlinks
+from tests.faults import fuzz
+from tests.faults.fuzz import forge as forges
+from tests.faults.fuzz import links, readers
+from tests.faults.fuzz.__main__ import SHARES, TARGETS, main
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
@@ -80,12 +83,12 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
 
 
 def frames_of(target: str) -> int:
-    return math.ceil(FRAMES * fuzz.SHARES[target])
+    return math.ceil(FRAMES * SHARES[target])
 
 
 def test_the_shares_make_a_million_and_every_target_has_one() -> None:
-    assert set(fuzz.SHARES) == set(fuzz.all_targets()) == set(TAKEN)
-    assert sum(map(frames_of, fuzz.SHARES)) >= FRAMES
+    assert set(SHARES) == set(TARGETS) == set(TAKEN)
+    assert sum(map(frames_of, SHARES)) >= FRAMES
 
 
 @pytest.fixture
@@ -96,9 +99,9 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("target", fuzz.SHARES)
+@pytest.mark.parametrize("target", SHARES)
 def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str) -> None:
-    function = fuzz.all_targets()[target]
+    function = TARGETS[target]
     function(min(frames_of(target), 2_000), SEED + 1)  # whatever is made once is made now
     before = fuzz.anonymous_bytes()
     verdicts = function(frames_of(target), SEED)
@@ -113,13 +116,13 @@ def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target:
 
 
 def test_the_same_seed_makes_the_same_frames() -> None:
-    first, second = (fuzz.fuzz_parser(5_000, 7) for _ in range(2))
+    first, second = (readers.fuzz_parser(5_000, 7) for _ in range(2))
     assert (first.accepted, first.refused) == (second.accepted, second.refused)
-    assert fuzz.fuzz_parser(5_000, 8).accepted != first.accepted
+    assert readers.fuzz_parser(5_000, 8).accepted != first.accepted
 
 
 def test_the_command_runs_one_target_or_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fuzz.main(["--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
+    assert main(["--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("same-host packets, seed 3: 2000 frames, ")
     assert lines[1] == "2000 frames judged, no finding"
@@ -135,9 +138,9 @@ def test_a_reader_that_raises_something_else_is_found(monkeypatch: pytest.Monkey
             raise IndexError(message.count)
         return message
 
-    monkeypatch.setattr(fuzz, "decode", careless)
+    monkeypatch.setattr(readers, "decode", careless)
     with pytest.raises(fuzz.Finding, match=r"parser, seed 5, after \d+ frames: IndexError"):
-        fuzz.fuzz_parser(5_000, 5)
+        readers.fuzz_parser(5_000, 5)
 
 
 def test_a_parser_that_is_led_astray_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +151,9 @@ def test_a_parser_that_is_led_astray_is_found(monkeypatch: pytest.MonkeyPatch) -
         return payload[:-1] if payload is not None and len(payload) == 77 else payload
 
     monkeypatch.setattr(FrameParser, "take", losing)
-    verdicts = fuzz.fuzz_parser(20_000, 5)
+    verdicts = readers.fuzz_parser(20_000, 5)
     monkeypatch.undo()
-    assert verdicts.refused.total() > fuzz.fuzz_parser(20_000, 5).refused.total()
+    assert verdicts.refused.total() > readers.fuzz_parser(20_000, 5).refused.total()
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -164,15 +167,15 @@ def test_a_handler_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Target, "on_release", careless)
     with pytest.raises(fuzz.Finding, match=r"handlers, seed 1: the library logged .*ZeroDivisionError"):
-        fuzzlinks.fuzz_handlers(2_000, 1)
+        links.fuzz_handlers(2_000, 1)
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "drop_peer", lambda self, link: None)
-    monkeypatch.setattr("tests.faults.fuzzstage.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("tests.faults.fuzz.stage.PATIENCE_SECONDS", 0.2)
     with pytest.raises(fuzz.Finding, match=r"left behind after all strangers went: \d+ pins"):
-        fuzzlinks.fuzz_handlers(2_000, 1)
+        links.fuzz_handlers(2_000, 1)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:
@@ -187,32 +190,32 @@ def test_what_the_library_logs_against_itself_is_found() -> None:
 
 def test_every_message_has_its_right_and_its_wrong_forms() -> None:
     # A new message has to be forged too.
-    assert {kind.__name__.lower() for kind in get_args(messages._ANY)} == set(fuzzgen.LINK | fuzzgen.HANDSHAKE)
-    forge = fuzzgen.Forge(1, fuzzgen.LINK | fuzzgen.HANDSHAKE)
+    assert {kind.__name__.lower() for kind in get_args(messages._ANY)} == set(forges.LINK | forges.HANDSHAKE)
+    forge = forges.Forge(1, forges.LINK | forges.HANDSHAKE)
     payloads = [forge.payload() for _ in range(20_000)]
     right: set[str] = set()
     for payload in payloads:
         with suppress(ProtocolError):
             right.add(type(decode(payload)).__name__.lower())
-    assert right == set(fuzzgen.LINK | fuzzgen.HANDSHAKE)
+    assert right == set(forges.LINK | forges.HANDSHAKE)
     assert len(set(payloads)) < len(payloads), "some are said again"
     assert min(map(len, payloads)) < 3
     assert max(map(len, payloads)) > 4096
 
 
 def test_what_is_done_to_a_wild_value_does_not_stay() -> None:
-    rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
-    for value in (fuzzgen.wild(rng) for _ in range(2_000)):
+    rng = forges.Forge(1, forges.LINK).rng
+    for value in (forges.wild(rng) for _ in range(2_000)):
         if isinstance(value, list):
             assert "mark" not in value
             value.append("mark")
 
 
 def test_mutation_changes_what_it_is_given() -> None:
-    rng = fuzzgen.Forge(1, fuzzgen.LINK).rng
+    rng = forges.Forge(1, forges.LINK).rng
     data = rng.randbytes(200)
-    changed = [fuzzgen.mutated(data, rng) for _ in range(500)]
+    changed = [forges.mutated(data, rng) for _ in range(500)]
     assert sum(each != data for each in changed) > 480
     assert {len(each) < 200 for each in changed} == {True, False}
     assert max(map(len, changed)) > 200
-    assert len(fuzzgen.mutated(b"", rng)) > 0
+    assert len(forges.mutated(b"", rng)) > 0

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey
-from llm_datadist.testing.midcopy import PageTrap, frozen, peek, stop_inside_copy, trap_denied
+from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.views import tensor_views
+from tests.faults.midcopy import frozen, peek, stop_inside_copy
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 

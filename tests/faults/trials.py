@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from llm_datadist.testing.midcopy import stop_inside_copy
 from tests.faults import trial_ends as ends
+from tests.faults.midcopy import stop_inside_copy
 from tests.faults.trial_ends import BLOCK, SOURCE, UNTOUCHED, WRITTEN, Ended, Shape, Taken, word
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link, links

@@ -12,6 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from llm_datadist._memory.allocator import PageAllocator, format_mib
 
+pytestmark = pytest.mark.covers("PageAllocator")
+
 KIB = 1 << 10
 PAGES = 32
 

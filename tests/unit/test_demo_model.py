@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llm_datadist.demo.model import Array, Llama, ModelConfig, attend, rms_norm, rotate
-from llm_datadist.demo.paged import PagedKV
+from llm_datadist.demo.model import Array, Llama, ModelConfig, PagedKV, attend, rms_norm, rotate
 from llm_datadist.demo.workload import Workload
 
 SMALL = Workload(
@@ -85,7 +84,7 @@ def test_paged_attention_equals_dense_attention() -> None:
     for start in range(0, length, 20):
         part = slice(start, min(start + 20, length))
         kv.write(0, keys[part], values[part])
-        kv.advance(part.stop - start)
+        kv.length += part.stop - start
         outputs.append(attend(query[part], *kv.read(0, kv.length), np.arange(start, part.stop)))
     np.testing.assert_allclose(np.concatenate(outputs), dense_attention(query, keys, values), rtol=1e-4, atol=1e-5)
     # Nothing was written outside the sequence's blocks and slots.

@@ -19,6 +19,8 @@ from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.covers("errors.AlreadyLinked")
+
 _names = itertools.count(1)
 
 

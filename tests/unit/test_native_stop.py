@@ -13,7 +13,7 @@ import pytest
 from llm_datadist._deadline import CancellableDeadline, Deadline
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, execute, plan_row
 from llm_datadist.errors import ParamError
-from llm_datadist.testing.midcopy import PageTrap, trap_denied
+from llm_datadist.testing.page_trap import PageTrap, trap_denied
 
 from . import twin
 

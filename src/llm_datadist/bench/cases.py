@@ -1,4 +1,7 @@
-"""What is compared with what: one case for each row of a table, made from what the user asked for."""
+"""Cases of the bench: one of our sides beside a limit and peers, made from the options of the user.
+
+A case becomes one row of results for each peer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist._native import usable_cpus
-from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench import BenchError
 from llm_datadist.bench.sides import LIMITS, PEERS
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Memory, Op, Workload
@@ -52,7 +55,7 @@ _MOST_REPEATS: Final = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the user asked for; None where nothing was said.
+    """The options of the user; None where one was not given.
 
     Attributes:
         op: What is measured.
@@ -81,11 +84,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One side of ours beside a limit and peers, on one workload.
+    """One of our sides beside a limit and peers, on one workload.
 
     Attributes:
         side: Name of our side.
-        call: What is called, for people.
+        call: The call that is timed, as shown to the user.
         transport: What is asked for; "local" where nothing leaves the process.
         workload: What is moved.
         limit: Name of the limit, or None.
@@ -124,14 +127,14 @@ class Case:
 
     @property
     def repeats(self) -> int:
-        """How often a later pass repeats the transfer, each time by itself: often where one is over in no time."""
+        """How often a later pass times the transfer: more often where one is short."""
         if self.workload.op not in _MOVES:
             return 1
         return max(1, min(_MOST_REPEATS, _REPEATED_BYTES // self.workload.nbytes))
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         work = self.workload
         busy = f", {self.busy} busy" if self.busy else ""
         shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
@@ -165,7 +168,7 @@ def cases_of(request: Request) -> list[Case]:
 
 
 def check_options(request: Request, name: str, takes: set[str]) -> None:
-    """Refuse what is not among the options that something takes, and sides that do not exist."""
+    """Refuse options that are not in ``takes``, and sides that do not exist."""
     given = {each for each in _WORK if getattr(request, each) is not None}
     for each in sorted(given - takes):
         known = ", ".join(_option(one) for one in sorted(takes))
@@ -180,7 +183,7 @@ def _option(name: str) -> str:
 
 
 def usual_against(op: Op, transport: str) -> tuple[str, ...]:
-    """Return what an op is compared with where nothing is asked for: first the limit."""
+    """Return the limit and the peers of an op where the user named none."""
     if op in (Op.PULL, Op.PUSH):
         return (_LIMIT[transport], *_PEERS[transport])
     if op in (Op.COPY, Op.SWAP):
@@ -191,7 +194,7 @@ def usual_against(op: Op, transport: str) -> tuple[str, ...]:
 
 
 def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the limit and the peers: of several limits the one that suits the transport, the others are peers."""
+    """Return the limit and the peers. Of several limits the one for the transport; the others count as peers."""
     names = usual_against(request.op, transport) if request.against is None else request.against
     if transport == "tcp":
         names = tuple(_OVER_TCP.get(name, name) for name in names)
@@ -202,82 +205,71 @@ def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...
     return limit, tuple(name for name in names if name != limit)
 
 
-def _workload(request: Request, op: Op, transport: str, blocks: int | None = None) -> Workload:
-    tensors = request.tensors or _TENSORS.get(op, 1)
+def _case(
+    request: Request, side: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
+) -> Case:
+    """Return the case of one side, with ``blocks`` blocks where the user gave no number."""
+    limit, peers = _sides(request, transport)
+    tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
     fitting = max(1, request.set_bytes // (block_bytes * tensors))
-    usual = Memory.REGISTERED if transport == "cma" else Memory.POOL
-    return Workload(
-        op=op,
+    private = transport == "cma" and request.op is not Op.LINK
+    workload = Workload(
+        op=request.op,
         block_bytes=block_bytes,
         blocks=request.blocks or blocks or fitting,
         tensors=tensors,
-        memory=request.memory or usual,
+        memory=request.memory or (Memory.REGISTERED if private else Memory.POOL),
         threads=request.threads or usable_cpus(),
+    )
+    return Case(
+        side=side,
+        call=call,
+        transport=transport,
+        workload=workload,
+        limit=limit,
+        peers=peers,
+        passes=request.passes or _PASSES,
+        samples=samples,
     )
 
 
 def _between(request: Request) -> Iterator[Case]:
     """Yield the one case of pull and push."""
     transport = request.transport or "shm"
-    limit, peers = _sides(request, transport)
-    yield Case(
-        side=f"ours-{transport}",
-        call=f"{request.op}_blocks",
-        transport=transport,
-        workload=_workload(request, request.op, transport),
-        limit=limit,
-        peers=peers,
-        passes=request.passes or _PASSES,
-    )
+    yield _case(request, f"ours-{transport}", f"{request.op}_blocks", transport)
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap. A call of copy_cache copies one row, so it has many tensors to copy it in."""
-    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
-    calls = {"copy_blocks": ("ours-copy-blocks", request), "copy_cache": ("ours-copy-cache", rows)}
+    """Yield the cases of copy and swap. copy_cache copies one row in a call, so its caches have many tensors."""
     if request.op is Op.SWAP:
-        calls = {"swap_blocks": ("ours-swap", request)}
-    limit, peers = _sides(request, "local")
-    for call, (side, asked) in calls.items():
-        yield Case(
-            side=side,
-            call=call,
-            transport="local",
-            workload=_workload(asked, request.op, "local"),
-            limit=limit,
-            peers=peers,
-            passes=request.passes or _PASSES,
-        )
+        yield _case(request, "ours-swap", "swap_blocks", "local")
+        return
+    yield _case(request, "ours-copy-blocks", "copy_blocks", "local")
+    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
+    yield _case(rows, "ours-copy-cache", "copy_cache", "local")
 
 
 def _latency(request: Request) -> Iterator[Case]:
     """Yield single pulls of a resolved blocks cache, then pulls by key; idle, and beside a busy Python thread."""
     transport = request.transport or "shm"
-    limit, peers = _sides(request, transport)
-    for call, suffix, usual in (("pull_blocks", "", _LATENCY_BLOCKS), ("pull_cache by key", "-key", _KEY_BLOCKS)):
-        if suffix and transport == "inproc":
-            continue
-        idle = Case(
-            side=f"ours-{transport}{suffix}",
-            call=call,
-            transport=transport,
-            workload=_workload(request, Op.LATENCY, "shm" if suffix else transport, _at_most(usual, request)),
-            limit=None if suffix else limit,
-            peers=() if suffix else peers,
-            passes=request.passes or _PASSES,
-        )
-        yield replace(idle, samples=idle.workload.blocks)
-        yield from () if transport == "inproc" else _beside_python(idle)
-
-
-def _at_most(usual: int, request: Request) -> int:
-    """Return how many blocks are moved one by one: the usual number, or what the set holds."""
-    return max(1, min(usual, request.set_bytes // (request.block_bytes or _BLOCK_BYTES)))
+    most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
+    idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
+    idle = replace(idle, samples=idle.workload.blocks)
+    yield idle
+    if transport == "inproc":
+        return
+    yield from _beside_python(idle)
+    # A pull consumes its key only where the cache is in a pool.
+    pooled = replace(request, memory=request.memory or Memory.POOL, against=())
+    by_key = _case(pooled, f"ours-{transport}-key", "pull_cache by key", transport, blocks=min(_KEY_BLOCKS, most))
+    by_key = replace(by_key, samples=by_key.workload.blocks)
+    yield by_key
+    yield from _beside_python(by_key)
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side: no peers, and fewer steps, for one may take 10 ms."""
+    """Yield the case with a busy thread on either side, without peers. Fewer steps: one may take 10 ms."""
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)
@@ -285,25 +277,18 @@ def _beside_python(idle: Case) -> Iterator[Case]:
 
 def _single(request: Request) -> Iterator[Case]:
     """Yield the cases of plan, alloc and link, which move nothing."""
-    op = request.op
-    transport = request.transport or "shm" if op is Op.LINK else "local"
-    if transport == "inproc":
-        raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
-    side = f"ours-{transport}-link" if op is Op.LINK else f"ours-{op}"
-    call = {Op.PLAN: "plan_blocks", Op.ALLOC: "allocate_blocks_cache + deallocate", Op.LINK: "link + unlink"}[op]
-    limit, peers = _sides(request, transport)
-    many = _PLANNED if op is Op.PLAN and not request.blocks else (1000 if op is Op.PLAN else 16,)
-    for blocks in many:
-        yield Case(
-            side=side,
-            call=call,
-            transport=transport,
-            workload=_workload(request, op, "shm", blocks),
-            limit=limit,
-            peers=peers,
-            passes=request.passes or _PASSES,
-            samples=_SAMPLES[op],
-        )
+    if request.op is Op.PLAN:
+        for blocks in (1000,) if request.blocks else _PLANNED:
+            yield _case(request, "ours-plan", "plan_blocks", "local", blocks=blocks, samples=_SAMPLES[Op.PLAN])
+    elif request.op is Op.ALLOC:
+        call = "allocate_blocks_cache + deallocate"
+        yield _case(request, "ours-alloc", call, "local", blocks=16, samples=_SAMPLES[Op.ALLOC])
+    else:
+        transport = request.transport or "shm"
+        if transport == "inproc":
+            raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
+        side = f"ours-{transport}-link"
+        yield _case(request, side, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
 
 
 _MAKERS: Final = {

@@ -1,4 +1,8 @@
-"""Runs cases: says first what cannot run, then pass after pass of all sides in turn, every byte verified."""
+"""Runs cases: all sides of a case in turn, pass after pass, every byte verified.
+
+Everything here runs in one thread; the sides are in processes of their own. A side that fails loses its own figures
+only, unless it is ours: then its case is left out.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,10 @@ from typing import TYPE_CHECKING, Final, ParamSpec, Protocol
 
 import msgspec
 
-from llm_datadist.bench import sides
+from llm_datadist.bench import BenchError, sides
 from llm_datadist.bench.cases import size_text
-from llm_datadist.bench.errors import BenchError
 from llm_datadist.bench.memory import available_memory
-from llm_datadist.bench.processes import Contestant
+from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.rows import Measured, make_rows
 
 if TYPE_CHECKING:
@@ -34,22 +37,22 @@ _TINY_BYTES: Final = 4096
 
 
 class Listener(Protocol):
-    """Who is told how it goes."""
+    """Receives the progress of a run."""
 
     def say(self, text: str) -> None:
         """Take one line for the user."""
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        """Take that ``done`` of ``total`` passes of a case are done; ``side`` is what runs now."""
+        """Take note that ``done`` of ``total`` passes of a case are done and ``side`` runs now."""
 
 
 @dataclass(slots=True)
 class Results:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         rows: The results.
-        failures: What went wrong while it ran, for people.
+        failures: What went wrong while it ran, one line each.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -57,10 +60,10 @@ class Results:
 
 
 def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Case]:
-    """Return what can run, without the limits and peers that cannot; say what is left out, each thing once.
+    """Return the cases that can run, without limits and peers that cannot; say once what is left out.
 
-    A side cannot run when it says so, when its processes cannot be started and connected, and when a case with it needs
-    more memory than there is.
+    A side cannot run when it says so, when its processes cannot be started and connected, or when its case needs more
+    memory than there is.
     """
     check = _Check(tell, timeout_s)
     checked = [check.case(each) for each in cases]
@@ -68,7 +71,7 @@ def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Cas
 
 
 class _Check:
-    """What is known of sides, so that each is tried once."""
+    """Finds out which sides can run, and tries each once."""
 
     def __init__(self, tell: Listener, timeout_s: float) -> None:
         self._tell = tell
@@ -79,13 +82,13 @@ class _Check:
 
     def case(self, case: Case) -> Case | None:
         """Return the case as it can run, or None."""
-        possible = self._sift(case, sides.why_not)
+        possible = self._without_unable(case, sides.why_not)
         if possible is None or not self._fits(possible):
             return None
-        return self._sift(possible, self._try)
+        return self._without_unable(possible, self._try)
 
-    def _sift(self, case: Case, why_not: Callable[[str, Workload], str | None]) -> Case | None:
-        """Leave out the sides that ``why_not`` has something against."""
+    def _without_unable(self, case: Case, why_not: Callable[[str, Workload], str | None]) -> Case | None:
+        """Return the case without sides for which ``why_not`` has a reason; None without ours."""
         for side in case.sides:
             reason = why_not(side, case.workload)
             if reason is not None:
@@ -107,9 +110,9 @@ class _Check:
                 tensors=1,
             )
             try:
-                with Contestant(side, self._timeout_s) as contestant:
-                    contestant.start(tiny)
-                    contestant.prepare(0)
+                with RunningSide(side, self._timeout_s) as running:
+                    running.start(tiny)
+                    running.prepare(0)
                 self._tried[side] = None
             except (BenchError, OSError) as error:
                 self._tried[side] = str(error)
@@ -133,10 +136,10 @@ class _Check:
 
 
 def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
-    """Run the cases one after the other; a side that fails is said, and costs its own figures only."""
+    """Run the cases one after the other. A side that fails is reported and loses its own figures only."""
     results = Results()
     for case in cases:
-        race = _Race(case, tell, timeout_s, results.failures)
+        race = _CaseRun(case, tell, timeout_s, results.failures)
         try:
             results.rows += race.run()
         except (BenchError, OSError) as error:
@@ -145,8 +148,8 @@ def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
     return results
 
 
-class _Race:
-    """One case."""
+class _CaseRun:
+    """One case that is running: its sides and what was measured of them."""
 
     def __init__(self, case: Case, tell: Listener, timeout_s: float, failures: list[str]) -> None:
         self._case = case
@@ -154,7 +157,7 @@ class _Race:
         self._timeout_s = timeout_s
         self._failures = failures
         self._measured: dict[str, Measured] = {}
-        self._running: dict[str, Contestant] = {}
+        self._running: dict[str, RunningSide] = {}
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
@@ -173,7 +176,7 @@ class _Race:
         return make_rows(self._case, transport, self._measured[self._case.side], limit, peers)
 
     def _guarded(self, side: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Carry out an action of a side; when it fails, go on without the side, unless it is ours."""
+        """Run an action of a side. When it fails, drop the side; when that is ours, raise."""
         try:
             action(*args, **kwargs)
         except (BenchError, OSError) as error:
@@ -187,7 +190,7 @@ class _Race:
                 lost.kill()
 
     def _launch(self, stack: ExitStack, side: str) -> None:
-        self._running[side] = stack.enter_context(Contestant(side, self._timeout_s))
+        self._running[side] = stack.enter_context(RunningSide(side, self._timeout_s))
         self._measured[side] = Measured()
 
     def _start(self, side: str) -> None:
@@ -196,13 +199,13 @@ class _Race:
             self._running[side].busy(self._case.busy, on=True)
 
     def _pass(self, side: str, number: int) -> None:
-        contestant = self._running[side]
+        running = self._running[side]
         # Every pass of every side has bytes of its own.
         seed = number + 1
-        contestant.prepare(seed)
+        running.prepare(seed)
         if self._case.samples:
-            seconds, cpu_seconds = contestant.run("sample", self._case.samples)
+            seconds, cpu_seconds = running.run("sample", self._case.samples)
         else:
-            seconds, cpu_seconds = contestant.run("timed", self._case.repeats if number else 1)
-        contestant.verify(seed)
+            seconds, cpu_seconds = running.run("timed", self._case.repeats if number else 1)
+        running.verify(seed)
         self._measured[side].add(number, seconds, cpu_seconds)

@@ -24,7 +24,7 @@ Points = dict[str, dict[int, float]]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture; the suffix of ``path``, png or svg, says in which format.
+    """Write the picture, in the format of the suffix of ``path``: png or svg.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -55,7 +55,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _rates(rows: Sequence[Row]) -> dict[str, Points]:
-    """Return the panels of what moves many blocks: title -> what was measured."""
+    """Return the panels of ops that move many blocks: title -> points."""
     panels: dict[str, Points] = {}
     for row in rows:
         if row.op not in _RATES or row.gb_per_s is None:
@@ -70,7 +70,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
 
 
 def _times(rows: Sequence[Row]) -> dict[str, float]:
-    """Return what was measured step by step: label -> microseconds, the median."""
+    """Return the median of each op that is timed step by step: label -> microseconds."""
     bars: dict[str, float] = {}
     for row in rows:
         if row.op in _RATES:

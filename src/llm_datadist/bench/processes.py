@@ -1,4 +1,8 @@
-"""The processes of a side as the driver sees them: started, given orders, and certainly ended."""
+"""The worker processes of a side, from the driver: start them, give orders, and end them in every case.
+
+The thread ``bench-answers`` of each process reads its answers; everything else is used by one thread. A process that
+dies, hangs or reports an error is a :class:`SideFailed`, with the end of what it wrote to standard error.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,23 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench.errors import SideFailed
+from llm_datadist.bench import SideFailed
 from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
     from typing import Self
 
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["Contestant", "Process"]
+__all__ = ["Build", "Process", "RunningSide"]
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
@@ -33,22 +39,35 @@ _TAIL_BYTES: Final = 600
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class Process:
-    """One worker. The thread ``bench-answers`` reads its answers; everything else is for one thread.
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The installation of llm_datadist whose workers are started; without arguments this one.
 
     Attributes:
-        name: "side (role)", for texts.
+        python: Its interpreter.
+        environment: Of its workers, or None for that of this process.
     """
 
-    def __init__(self, side: str, role: Role) -> None:
+    python: str = sys.executable
+    environment: Mapping[str, str] | None = None
+
+
+class Process:
+    """One worker process.
+
+    Attributes:
+        name: "side (role)", for messages.
+    """
+
+    def __init__(self, side: str, role: Role, build: Build) -> None:
         self.name = side if role is Role.ALONE else f"{side} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llm_datadist.bench.worker", side, role],
+            [build.python, "-m", "llm_datadist.bench.worker", side, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | _ENVIRONMENT | dict(find(side).env),
+            env={**(os.environ if build.environment is None else build.environment), **_ENVIRONMENT, **find(side).env},
             # Ctrl-C goes to the driver alone, which ends the others in order.
             start_new_session=True,
         )
@@ -66,7 +85,7 @@ class Process:
         return self._process.pid
 
     def send(self, do: str, **fields: object) -> None:
-        """Give an order. When the process is gone, nothing happens here: :meth:`answer` tells."""
+        """Give an order. If the process has ended, :meth:`answer` raises."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
             self._stdin.flush()
@@ -92,14 +111,14 @@ class Process:
         return answer["value"]
 
     def end(self) -> None:
-        """Let it stop by itself, kill it if it does not, and take back pipes and thread. Idempotent."""
+        """Ask the process to stop, kill it if it does not, and free pipes and thread. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill it if it lives, and take back pipes and thread. Idempotent."""
+        """Kill the process if it lives, and free pipes and thread. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_S)
@@ -115,21 +134,21 @@ class Process:
         self._answers.put(None)
 
     def _tail(self) -> str:
-        """Return the end of what it wrote to standard error."""
+        """Return the end of what the process wrote to standard error."""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
 
-class Contestant:
-    """One side at work: its processes, launched at once and set up by ``start``. A context manager, which ends them.
+class RunningSide:
+    """The processes of one side: launched by the constructor, set up by ``start``, ended by leaving the context.
 
     Attributes:
         side: Its name.
-        facts: What its processes told when they were connected, for example ``transport``.
+        facts: What its processes returned from ``start`` and ``connect``, for example ``transport``.
     """
 
-    def __init__(self, side: str, timeout_s: float) -> None:
+    def __init__(self, side: str, timeout_s: float, build: Build | None = None) -> None:
         self.side = side
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
@@ -137,7 +156,7 @@ class Contestant:
         self._processes: list[Process] = []
         try:
             for role in find(self.side).roles:
-                self._processes.append(Process(self.side, role))
+                self._processes.append(Process(self.side, role, build or Build()))
         except BaseException:
             self.kill()
             raise
@@ -205,9 +224,8 @@ class Contestant:
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self._processes) > 1:
-            source, destination = self._processes
+            _, destination = self._processes
             self.facts.update(self._ask(destination, "connect", facts=told[0]))
-            self._ask(source, "connect", facts=told[1])
 
     def _ask(self, process: Process, what: str, **fields: object) -> Any:  # noqa: ANN401  a JSON value
         process.send(what, **fields)
@@ -217,6 +235,6 @@ class Contestant:
         try:
             return process.answer(what, deadline - time.monotonic())
         except SideFailed:
-            # Its other process may wait for it for ever: neither is asked to stop by itself.
+            # The other process may wait for this one for ever, so both are killed at the end.
             self._failed = True
             raise

@@ -1,4 +1,4 @@
-"""What the user sees: lines and a bar while it runs, tables at the end. Needs rich."""
+"""Output of the bench: lines and a bar while it runs, tables at the end. Needs rich."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Reporter:
         self._bar.stop()
 
     def begin(self, cases: Sequence[Case]) -> None:
-        """Know what will be run."""
+        """Take note of the cases that will run."""
         self._cases = list(cases)
         self._bar.update(self._task, total=len(cases))
 
@@ -58,7 +58,7 @@ class Reporter:
         self._console.print(Text(text))
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        """Move the bar: a case counts as much as its passes that are done."""
+        """Move the bar by the part of the passes that is done."""
         number = self._cases.index(case)
         self._bar.update(self._task, completed=number + done / total, description=f"{case.title}: {side}")
         if not self._terminal and done == 0 and side == case.side:
@@ -74,7 +74,7 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
-    """Print which floors are met."""
+    """Print the floors, and which of them are met."""
     table = _table("floors", ("what", "measured", "floor", "", "the limit itself"), left=1)
     for floor in floors:
         measured = "not measured" if floor.measured is None else f"{floor.measured:.2f} {floor.unit}"

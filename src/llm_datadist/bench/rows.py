@@ -1,4 +1,4 @@
-"""One row of results, and how it is computed from what was measured."""
+"""Rows of results, computed from what was measured."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Measured:
-    """What one side took. Only passes whose bytes were verified are in it.
+    """Times of one side. Only passes whose bytes were verified count.
 
     Attributes:
         first: Seconds of the first pass, which touches memory for the first time; of single steps their median.
@@ -71,7 +71,7 @@ class Measured:
     passes: int = 0
 
     def add(self, number: int, seconds: list[float], cpu_seconds: float) -> None:
-        """Enter one pass; number 0 is the first."""
+        """Add one pass; number 0 is the first."""
         if number == 0:
             self.first = statistics.median(seconds)
             return

@@ -1,4 +1,4 @@
-"""The standard suite: every path, and the floors that this library holds itself to."""
+"""The standard suite: every path of the library, and the floors that it must reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
 from llm_datadist.bench.memory import available_memory
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.workload import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,14 +49,14 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         asked = half if transport == "tcp" else whole
         for size in _SIZES:
-            yield from _moves(asked, Op.PULL, transport, size, _PASSES)
+            yield from cases_of(replace(asked, op=Op.PULL, transport=transport, block_bytes=size, passes=_PASSES))
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
-            yield from _moves(half, Op.PUSH, transport, size, _PASSES)
+            yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
             cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
-            # A row of a continuous cache is a whole sequence; nobody has rows of 4 KiB.
+            # A row of a continuous cache is a whole sequence, never as small as 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
     yield from _counts(request)
     for transport in ("shm", "cma", "tcp"):
@@ -69,24 +69,17 @@ def _all(request: Request) -> Iterator[Case]:
         yield from cases_of(Request(op=Op.LINK, transport=transport, passes=2))
 
 
-def _moves(request: Request, op: Op, transport: str, size: int, passes: int) -> list[Case]:
-    memory = Memory.REGISTERED if transport == "cma" else Memory.POOL
-    asked = replace(request, op=op, transport=transport, block_bytes=size, memory=memory, passes=passes)
-    return cases_of(asked)
-
-
 def _counts(request: Request) -> Iterator[Case]:
     """Yield 4 KiB blocks from 10^2 to 10^6 against a memcpy of the same ones."""
     for blocks in _COUNTS:
         if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
             continue
         asked = replace(request, op=Op.PULL, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
-        few = 1 if blocks == _COUNTS[-1] else _PASSES
-        yield from cases_of(replace(asked, memory=Memory.POOL, passes=few))
+        yield from cases_of(replace(asked, passes=1 if blocks == _COUNTS[-1] else _PASSES))
 
 
 def _fitting(nbytes: int) -> int:
-    """Return the largest half, quarter, ... of a set that three sides fit into memory with."""
+    """Return ``nbytes``, halved until three sides fit into memory."""
     available, _ = available_memory()
     while nbytes * _MEMORY_PER_SET > available * _SHARE and nbytes > _SMALLEST_SET:
         nbytes //= 2
@@ -94,7 +87,7 @@ def _fitting(nbytes: int) -> int:
 
 
 def _against(case: Case, names: tuple[str, ...] | None) -> Case:
-    """Leave out what the user did not name."""
+    """Return the case without the limits and peers that the user did not name."""
     if names is None:
         return case
     for side in (case.limit, *case.peers):
@@ -108,7 +101,7 @@ class Floor:
     """Something this library must reach.
 
     Attributes:
-        what: For people.
+        what: For the user.
         measured: The worst value that counts, or None where nothing was measured.
         wanted: The bound.
         unit: Of both.
@@ -125,14 +118,14 @@ class Floor:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is reached; None where nothing was measured."""
+        """True if it is reached; None where nothing was measured."""
         if self.measured is None:
             return None
         return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
 
 
 def floors(rows: Sequence[Row]) -> list[Floor]:
-    """Return all floors with what the rows say of them; the worst row decides."""
+    """Return all floors with what was measured; the worst row counts."""
     return [*_floors_between(rows), *_floors_inside(rows), *_floors_of_time(rows)]
 
 

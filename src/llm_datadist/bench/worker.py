@@ -1,8 +1,8 @@
 """One process of a side: ``python -m llm_datadist.bench.worker SIDE ROLE``.
 
 Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
-standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver is gone, and the process
-exits at once. What anything else prints on standard output comes out on standard error.
+standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver has ended, and the process
+exits at once. What other code prints on standard output goes to standard error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Order = dict[str, Any]
 
 
 class Worker:
-    """Carries out orders: its own, and methods of its side; an order's other fields are the keywords."""
+    """Executes orders: its own commands, and methods of its side. The other fields of an order are the keywords."""
 
     def __init__(self, side: str, role: Role) -> None:
         self._name = side
@@ -47,16 +47,16 @@ class Worker:
             "stop": self.stop,
         }
 
-    def obey(self, order: Order) -> Order:
-        """Carry out one order; return the answer."""
+    def execute(self, order: Order) -> Order:
+        """Execute one order; return the answer."""
         name = order.pop("do", None)
         try:
             return {"value": self._command(name)(**order)}
-        except Exception as error:  # noqa: BLE001  the driver shows it, whatever it is
+        except Exception as error:  # noqa: BLE001  the driver shows it
             return {"error": f"{type(error).__name__}: {error}"}
 
     def stop(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free everything. Idempotent."""
         self._be_busy(on=False)
         side, self._side = self._side, None
         if side is not None:
@@ -83,7 +83,7 @@ class Worker:
 
 
 class Busy:
-    """The thread ``bench-busy``, which counts in pure Python and never blocks, from now on."""
+    """A thread ``bench-busy`` that counts in pure Python and never blocks, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._ended = False
@@ -110,7 +110,7 @@ def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) ->
 
 
 def _take_stdout() -> io.FileIO:
-    """Return the real standard output; from now on everybody else's is standard error, native libraries' too."""
+    """Return the real standard output; redirect that of all other code, native too, to standard error."""
     answers = io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
     while True:
         order = msgspec.json.decode(orders.get(), type=Order)
         last = order.get("do") == "stop"
-        answer = worker.obey(order)
+        answer = worker.execute(order)
         if last:
             stopping.set()
         answers.write(msgspec.json.encode(answer) + b"\n")

@@ -1,4 +1,4 @@
-"""What is moved: sizes, block numbers, and bytes that show by themselves whether they arrived."""
+"""What is moved: sizes, block numbers, and bytes that differ from block to block so that any error shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._native import usable_cpus
-from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench import WrongBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ class Memory(StrEnum):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work, the same for every side that is compared on it.
+    """One piece of work, the same for all sides of a case.
 
     Attributes:
         op: What is done.
@@ -118,7 +118,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill(views: Sequence[Bytes], seed: int) -> None:
-    """Give every block of every tensor bytes of its own: a random pattern, shifted by the block's number."""
+    """Fill every block of every tensor with bytes of its own: a random pattern, shifted by the block's number."""
     for tensor, view in enumerate(views):
         windows = _windows(view, seed, tensor)
         for part in _parts(*view.shape):
@@ -132,13 +132,13 @@ def poison(views: Sequence[Bytes]) -> None:
 
 
 def poison_blocks(views: Sequence[Bytes], workload: Workload) -> None:
-    """Overwrite the blocks that are to be written, and nothing else: for copies inside one cache."""
+    """Poison only the blocks that are to be written, for copies inside one cache."""
     for view in views:
         view[1::SPREAD] = POISON
 
 
 def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: bool = False) -> None:
-    """Compare every byte of the destination: the blocks that were written, and those that must not have been.
+    """Compare every byte of the destination: the blocks that were addressed, and all others.
 
     Args:
         views: The destination's tensors.
@@ -165,7 +165,7 @@ def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: b
 
 
 def verify_front(views: Sequence[Bytes], workload: Workload, seed: int) -> None:
-    """Compare every byte of a destination into which the first ``blocks`` rows of the source were moved as they lie.
+    """Compare every byte of a destination that took the first ``blocks`` rows of the source, in order.
 
     Raises:
         WrongBytes: As ``verify``.
@@ -192,7 +192,7 @@ def _compare(got: Bytes, expected: Bytes | np.uint8, tensor: int, first: int) ->
 
 
 def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
-    """Compare eight bytes at a time where the blocks allow it: byte by byte would take longer than the transfer."""
+    """Compare eight bytes at a time if the block size allows it: single bytes take longer than the transfer."""
     if got.shape[1] % _WORD.itemsize:
         return bool((got == expected).all())
     words = expected.view(_WORD) if isinstance(expected, np.ndarray) else np.full(_WORD.itemsize, expected).view(_WORD)
@@ -200,7 +200,7 @@ def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
 
 
 def _windows(view: Bytes, seed: int, tensor: int) -> Bytes:
-    """Return what every row of a tensor holds, shape (rows, block_bytes), without the memory for it."""
+    """Return what every row of a tensor holds, shape (rows, block_bytes), as a view of one small pattern."""
     rows, block_bytes = view.shape
     pattern = np.random.default_rng([seed, tensor]).integers(0, 256, rows + block_bytes, dtype=np.uint8)
     return np.lib.stride_tricks.sliding_window_view(pattern, block_bytes)[:rows]

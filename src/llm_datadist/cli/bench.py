@@ -12,9 +12,9 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
+from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Request, cases_of
 from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.errors import BenchError
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import Reporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
@@ -155,7 +155,7 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before minutes have gone into what should be in it."""
+    """Refuse a file that cannot be written, before minutes are spent on its contents."""
     if path is None:
         return
     if path.is_dir():

@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import closing
 from typing import Final, TypeVar
 
 import msgspec
@@ -51,61 +52,49 @@ class _Orders:
 
 
 def _prompt(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
-    prompt = PromptSide(workload, setup)
-    try:
+    with closing(PromptSide(workload, setup)) as prompt:
         emit(Said(f"listens on port {prompt.datadist.listen_port}"))
         emit(prompt.publish(Llama(workload.model), emit))
         orders.wait(Finish)
-    finally:
-        prompt.close()
 
 
 def _decoder(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
-    decoder = DecoderSide(workload, setup)
-    try:
+    with closing(DecoderSide(workload, setup)) as decoder:
         model = Llama(workload.model)
         emit(Said("ready"))
         emit(decoder.run(orders.wait(Offer), model, emit))
-    finally:
-        decoder.close()
 
 
 def _both(workload: Workload, setup: Setup, emit: Emit) -> None:
     model = Llama(workload.model)
-    prompt = PromptSide(workload, setup)
-    try:
-        decoder = DecoderSide(workload, setup)
-        try:
-            offer = prompt.publish(model, emit)
-            emit(offer)
-            emit(decoder.run(offer, model, emit))
-        finally:
-            decoder.close()
-    finally:
-        prompt.close()
+    with closing(PromptSide(workload, setup)) as prompt, closing(DecoderSide(workload, setup)) as decoder:
+        offer = prompt.publish(model, emit)
+        emit(offer)
+        emit(decoder.run(offer, model, emit))
 
 
 def _run(role: str, setup: Setup, emit: Emit) -> None:
     workload, orders = Workload(), _Orders()
-    if role == "reference":
-        emit(run_reference(workload, emit))
-    elif role == "prompt":
-        _prompt(workload, setup, emit, orders)
-    elif role == "decoder":
-        _decoder(workload, setup, emit, orders)
-    else:
-        _both(workload, setup, emit)
+    match role:
+        case "reference":
+            emit(run_reference(workload, emit))
+        case "prompt":
+            _prompt(workload, setup, emit, orders)
+        case "decoder":
+            _decoder(workload, setup, emit, orders)
+        case _:
+            _both(workload, setup, emit)
 
 
 def main() -> int:
-    """Play the role named on the command line; 0 when it was played to its end."""
+    """Play the role named on the command line; return 0 when it was played to its end, else 1."""
     parser = argparse.ArgumentParser(prog="python -m llm_datadist.demo", description="One process of the demo.")
     parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
     parser.add_argument("transport", choices=list(Transport), type=Transport)
     parser.add_argument("memory", choices=list(Memory), type=Memory)
     arguments = parser.parse_args()
     events = sys.stdout
-    # Whatever else prints must not get between the events.
+    # Text that other code prints must not get between the events.
     sys.stdout = sys.stderr
 
     def emit(event: Event) -> None:
@@ -114,7 +103,7 @@ def main() -> int:
 
     try:
         _run(arguments.role, Setup(arguments.transport, arguments.memory), emit)
-    except Exception as error:  # noqa: BLE001  the runner shows it, whatever it is
+    except Exception as error:  # noqa: BLE001  the runner shows it
         emit(Failed(f"{type(error).__name__}: {error}"))
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""The demo's processes as the runner sees them: started, listened to, and certainly ended."""
+"""The processes of the demo, from the runner: start them, read their events, and end them in every case."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Inbox = queue.SimpleQueue[tuple[str, Event | Exited]]
 class Child:
     """One process of the demo.
 
-    Threads ``demo-<role>`` and ``demo-<role>-log`` move its output to the inbox; everything else is for the runner's.
+    Threads ``demo-<role>`` and ``demo-<role>-log`` put its output into the inbox; the runner uses everything else.
     """
 
     def __init__(self, role: str, setup: Setup, inbox: Inbox) -> None:
@@ -82,13 +82,13 @@ class Child:
         return self._process.pid
 
     def send(self, order: Order) -> None:
-        """Give it an order. When it is gone, nothing happens here: the inbox tells."""
+        """Give an order. If the process has ended, the inbox has an :class:`Exited`."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode(order) + b"\n")
             self._stdin.flush()
 
     def stop(self) -> None:
-        """Kill it if it lives, and take back process, threads and pipes. Idempotent."""
+        """Kill the process if it lives, and free threads and pipes. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_WAIT_S)

@@ -1,4 +1,4 @@
-"""What the demo's processes tell each other: one JSON object on one line, over the pipes of the child."""
+"""Messages between the processes of the demo: one JSON object a line, over the pipes of the child."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """What the prompt side has published and where: what a serving router would hand from prefill to decode.
+    """What the prompt side has published, and where: what a router hands from prefill to decode.
 
     Attributes:
         port: Port that the prompt side listens on.
@@ -94,7 +94,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Order to a prompt process: nobody needs the cache any more."""
+    """Order to a prompt process: the cache is not needed any more."""
 
 
 Event = Said | Progress | Reference | Offer | Outcome | Failed

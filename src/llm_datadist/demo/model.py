@@ -1,11 +1,12 @@
-"""A small Llama-style transformer in NumPy, with seeded weights: what the demo computes.
+"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache: what the demo computes.
 
-RMSNorm, rotary positions, grouped-query attention over a paged KV cache, SwiGLU, greedy sampling. Keys and values are
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, greedy sampling. Keys and values are
 written to and read from the cache's blocks only, so a wrong or missing block changes the tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -13,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from llm_datadist.demo.paged import PagedKV
-
-__all__ = ["Array", "Llama", "ModelConfig", "attend", "rms_norm", "rotate"]
+__all__ = ["Array", "Llama", "ModelConfig", "PagedKV", "attend", "rms_norm", "rotate"]
 
 Array = NDArray[np.float32]
 
@@ -52,6 +51,50 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Size of one head."""
         return self.hidden // self.heads
+
+
+class PagedKV:
+    """Keys and values of one sequence in blocks that lie anywhere in ``tensors``.
+
+    Attributes:
+        blocks: Block number of tokens ``i * block_tokens`` and following, for each i.
+        length: Tokens whose keys and values are in the cache in every layer.
+    """
+
+    def __init__(self, tensors: Sequence[Array], blocks: Sequence[int], length: int = 0) -> None:
+        """Use ``tensors`` (K0, V0, K1, V1, ..., each (num_blocks, block_tokens, kv_heads, head_dim)) without a copy."""
+        self._tensors = list(tensors)
+        self._block_tokens = tensors[0].shape[1]
+        self.blocks = np.array(blocks, dtype=np.int64)
+        self.length = length
+
+    def write(self, layer: int, keys: Array, values: Array) -> None:
+        """Put the keys and values (shape (T, kv_heads, head_dim)) of the tokens after ``length`` into their blocks."""
+        slots = np.arange(self.length, self.length + len(keys))
+        where = (self.blocks[slots // self._block_tokens], slots % self._block_tokens)
+        self._tensors[2 * layer][where] = keys
+        self._tensors[2 * layer + 1][where] = values
+
+    def read(self, layer: int, length: int) -> tuple[Array, Array]:
+        """Gather the keys and values of the first ``length`` tokens, each of shape (length, kv_heads, head_dim)."""
+        return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
+
+    def used_blocks(self) -> NDArray[np.int64]:
+        """Return the numbers of the blocks that hold at least one token, in the order of the sequence."""
+        return self.blocks[: -(-self.length // self._block_tokens)]
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the keys and values of all ``length`` tokens in all tensors, wherever they lie."""
+        state = hashlib.sha256()
+        for index in range(len(self._tensors)):
+            state.update(self._gather(index, self.length).tobytes())
+        return state.hexdigest()
+
+    def _gather(self, index: int, length: int) -> Array:
+        tensor = self._tensors[index]
+        blocks = self.blocks[: -(-length // self._block_tokens)]
+        gathered: Array = tensor[blocks].reshape(-1, *tensor.shape[2:])[:length]
+        return gathered
 
 
 class _Layer(NamedTuple):
@@ -103,7 +146,7 @@ class Llama:
         for index, layer in enumerate(self._layers):
             x = x + self._attention(index, layer, rms_norm(x), positions, kv)
             x = x + _feed_forward(layer, rms_norm(x))
-        kv.advance(len(tokens))
+        kv.length += len(tokens)
         logits = rms_norm(x[-1:]) @ self._head
         return int(np.argmax(logits))
 

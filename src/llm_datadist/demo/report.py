@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-__all__ = ["PlainReporter", "Reporter", "RichReporter", "make_reporter"]
+__all__ = ["Reporter", "make_reporter"]
 
 
 class Reporter(ABC):
-    """Where the runner puts what the user should see while it works."""
+    """What the user sees of the demo."""
 
     @abstractmethod
     def say(self, role: str, text: str) -> None:
@@ -35,7 +35,7 @@ class Reporter(ABC):
         """Leave the terminal as it was. Idempotent."""
 
 
-class PlainReporter(Reporter):
+class _PlainReporter(Reporter):
     """Lines with the seconds since the start; of a long task one line for each quarter."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -44,31 +44,28 @@ class PlainReporter(Reporter):
         self._quarters: dict[tuple[str, str], int] = {}
 
     def say(self, role: str, text: str) -> None:
-        """Write one line."""
         self._write(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
-        """Write a line when another quarter is done."""
         quarter = 4 * done // total
         if quarter > self._quarters.get((role, what), 0):
             self._quarters[role, what] = quarter
             self.say(role, f"{what}: {done} of {total} tokens")
 
     def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Write the title and one line for each row."""
         self._write(f"\n{title}")
         for name, value in rows:
             self._write(f"  {name:<12} {value}")
 
     def close(self) -> None:
-        """Nothing to undo."""
+        pass
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-class RichReporter(Reporter):
+class _RichReporter(Reporter):
     """Progress bars and a table, by rich."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -88,19 +85,16 @@ class RichReporter(Reporter):
         self._bars.start()
 
     def say(self, role: str, text: str) -> None:
-        """Print one line above the bars."""
         from rich.markup import escape
 
         self._console.print(f"[bold cyan]{role:<9}[/] {escape(text)}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
-        """Move the bar of that task, which appears with its first call."""
         if (role, what) not in self._tasks:
             self._tasks[role, what] = self._bars.add_task(what, total=total, role=role)
         self._bars.update(self._tasks[role, what], completed=done)
 
     def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the table."""
         from rich.table import Table
         from rich.text import Text
 
@@ -113,12 +107,11 @@ class RichReporter(Reporter):
         self._console.print(table)
 
     def close(self) -> None:
-        """Stop redrawing and give the cursor back."""
         self._bars.stop()
 
 
 def make_reporter(stream: TextIO) -> Reporter:
-    """Return the reporter that fits ``stream``: rich for a terminal, plain lines otherwise."""
+    """Return bars and a table where ``stream`` is a terminal and rich is installed, else plain lines."""
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
-        return RichReporter(stream)
-    return PlainReporter(stream)
+        return _RichReporter(stream)
+    return _PlainReporter(stream)

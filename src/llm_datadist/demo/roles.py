@@ -20,8 +20,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
-from llm_datadist.demo.model import Llama
-from llm_datadist.demo.paged import PagedKV
+from llm_datadist.demo.model import Llama, PagedKV
 from llm_datadist.demo.workload import Memory
 from llm_datadist.views import tensor_views
 
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist import Cache
-    from llm_datadist.demo.workload import Setup, Transport, Workload
+    from llm_datadist.demo.workload import Setup, Workload
 
 __all__ = ["DecoderSide", "Emit", "PromptSide", "run_reference"]
 
 Emit = Callable[[Event], None]
-"""Where a role puts what it has to say."""
+"""Takes the events of a role."""
 
 _PROMPT_ID: Final = 0
 _DECODER_ID: Final = 1
@@ -61,16 +60,13 @@ class PromptSide:
     """The prompt (prefill) end: computes the KV cache of the prompt and publishes it.
 
     Attributes:
-        datadist: Its ``LLMDataDist``; ``close`` finalizes it.
+        datadist: Its ``LLMDataDist``, which listens; ``close`` finalizes it.
     """
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
-        config = _config(workload)
-        # Port 0 picks a free one; datadist.listen_port tells which.
-        config.listen_ip_info = f"{_HOST}:0"
-        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, config, setup.transport)
+        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
     def publish(self, model: Llama, emit: Emit) -> Offer:
         """Run the prompt into a blocks cache that peers may pull from; return what they need to know."""
@@ -102,9 +98,7 @@ class DecoderSide:
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
-        config = _config(workload)
-        config.sync_kv_timeout = _PULL_TIMEOUT_MS
-        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, config, setup.transport)
+        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, workload, setup)
         self._cache, self._tensors = _blocks_cache(self.datadist, workload, setup.memory)
         for tensor in self._tensors:
             # What does not arrive stays NaN, so that no token can be right by accident.
@@ -141,21 +135,19 @@ class DecoderSide:
         return time.perf_counter() - started
 
 
-def _config(workload: Workload) -> LLMConfig:
+def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> LLMDataDist:
     page = 1 << _PAGE_SHIFT
-    tensor_pages = -(-workload.tensor_bytes // page)
+    pool_bytes = -(-workload.tensor_bytes // page) * page * workload.num_tensors
     config = LLMConfig()
     config.device_id = 0
     config.enable_cache_manager = True
-    config.mem_pool_cfg = json.dumps(
-        {"memory_size": tensor_pages * page * workload.num_tensors, "page_shift": _PAGE_SHIFT}
-    )
-    return config
-
-
-def _start(role: LLMRole, cluster_id: int, config: LLMConfig, transport: Transport) -> LLMDataDist:
+    config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
+    config.sync_kv_timeout = _PULL_TIMEOUT_MS
+    if role is LLMRole.PROMPT:
+        # Port 0 picks a free one; datadist.listen_port tells which.
+        config.listen_ip_info = f"{_HOST}:0"
     options = config.generate_options()
-    options["llm.Transport"] = transport.value
+    options["llm.Transport"] = setup.transport.value
     datadist = LLMDataDist(role, cluster_id)
     datadist.init(options)
     return datadist
@@ -165,16 +157,13 @@ def _blocks_cache(
     datadist: LLMDataDist, workload: Workload, memory: Memory, key: BlocksCacheKey | None = None
 ) -> tuple[Cache, list[NDArray[Any]]]:
     """Make the cache, and return it with arrays over its tensors."""
-    manager, described = datadist.cache_manager, _describe(workload)
+    manager = datadist.cache_manager
+    desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
     if memory is Memory.POOL:
-        cache = manager.allocate_blocks_cache(described, key)
+        cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
     tensors = [np.empty(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
-    return manager.register_blocks_cache(described, [each.ctypes.data for each in tensors], key), tensors
-
-
-def _describe(workload: Workload) -> CacheDesc:
-    return CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
+    return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
 
 
 def _cluster(port: int) -> LLMClusterInfo:

@@ -33,7 +33,7 @@ _Message = TypeVar("_Message", Reference, Offer, Outcome)
 
 
 class DemoError(RuntimeError):
-    """The demo could not be played to its end; the text is one line."""
+    """The demo could not run to its end; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Demo:
             child.stop()
 
     def run(self) -> DemoResult:
-        """Play all roles, show the result and return it."""
+        """Run all roles, show the result and return it."""
         reference = self._run_reference()
         together = self._setup.transport is Transport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()
@@ -213,25 +213,24 @@ class _Demo:
                 raise DemoError(f"{role}: unexpected message {type(event).__name__}")
 
     def _show(self, result: DemoResult, reference: Reference, offer: Offer) -> None:
-        title = "Tokens equal." if result.ok else "NOT equal."
+        work, seconds, nbytes = self._workload, result.seconds or 0, result.bytes or 0
+        together, apart = (
+            "both roles as two LLMDataDist in one process",
+            "prompt and decoder, each with its own LLMDataDist",
+        )
+        moved = (
+            f"{result.blocks} blocks of {work.block_tokens} tokens in {work.num_tensors} tensors, "
+            f"{nbytes / 1e6:.2f} MB, all to other block numbers"
+        )
         rows = [
             ("tokens", _describe_tokens(result, reference)),
             ("KV bytes", _describe_bytes(result, reference, offer)),
-            ("moved", self._describe_move(result)),
+            ("moved", moved),
             ("transport", f"{result.transport}: {result.reason}"),
-            (
-                "pull_blocks",
-                f"{(result.seconds or 0) * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)",
-            ),
-            ("processes", _describe_processes(result)),
+            ("pull_blocks", f"{seconds * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)"),
+            ("processes", f"{result.processes}: {together if result.processes == 1 else apart}"),
         ]
-        self._reporter.show(title, rows)
-
-    def _describe_move(self, result: DemoResult) -> str:
-        return (
-            f"{result.blocks} blocks of {self._workload.block_tokens} tokens in {self._workload.num_tensors} tensors, "
-            f"{(result.bytes or 0) / 1e6:.2f} MB, all to other block numbers"
-        )
+        self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
 
 
 def _describe_tokens(result: DemoResult, reference: Reference) -> str:
@@ -250,9 +249,3 @@ def _describe_bytes(result: DemoResult, reference: Reference, offer: Offer) -> s
     if offer.digest != reference.digest:
         return "arrived as published; but the prompt side computed other values than the single-process run"
     return f"equal at both ends and in the single-process run (sha256 {offer.digest[:16]}...)"
-
-
-def _describe_processes(result: DemoResult) -> str:
-    if result.processes == 1:
-        return "1: both roles as two LLMDataDist in one process"
-    return "2: prompt and decoder, each with its own LLMDataDist"

@@ -1,4 +1,4 @@
-"""What the demo computes: prompt, block numbers and shapes, the same in every process because all come from seeds."""
+"""What the demo computes: prompt, block numbers and shapes, from seeds, so equal in every process."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Workload:
         return [int(block) for block in np.random.default_rng(self.seed).permutation(self.pool_blocks)]
 
     def destination_blocks(self) -> list[int]:
-        """Return the decoder's block numbers for the same sequence: scattered too, and none equal to the source's."""
+        """Return the decoder's scattered block numbers of the same sequence, none equal to the source's."""
         rng = np.random.default_rng(self.seed + 1)
         while True:
             blocks = [int(block) for block in rng.permutation(self.pool_blocks)]

@@ -1,6 +1,12 @@
-"""Layer 8, testing: what authors of transports, devices and engines need to show that theirs keeps the contract.
+"""What authors of transports, devices and clients test theirs with.
 
-Loaded on first use: ``import llm_datadist.testing`` needs neither pytest nor the parts under test.
+- :class:`TransportConformance` is the suite that every transport passes; :class:`Peer`, :class:`LocalPeer` and
+  :class:`PeerProcess` are far ends for it.
+- :class:`StagedDevice` is host memory that declares staging, for tests of devices and of the pools on them.
+- :func:`loopback_links` lets a client's unit test link to itself.
+- :class:`PageTrap` stops a thread inside a copy.
+
+Modules are loaded on first use: ``import llm_datadist.testing`` does not need pytest.
 """
 
 from __future__ import annotations
@@ -9,47 +15,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from tests.faults.gates import Gate, shut
-    from tests.faults.relay import Relay
-    from tests.faults.stalls import stall
-    from tests.faults.streams import Fault
-
     from llm_datadist.testing.conformance import TransportConformance
     from llm_datadist.testing.loopback import Loopback, loopback_links
-    from llm_datadist.testing.midcopy import PageTrap
+    from llm_datadist.testing.page_trap import PageTrap
     from llm_datadist.testing.peers import LocalPeer, Peer, PeerProcess
     from llm_datadist.testing.staged_device import StagedDevice
 
 __all__ = [
-    "Fault",
-    "Gate",
     "LocalPeer",
     "Loopback",
     "PageTrap",
     "Peer",
     "PeerProcess",
-    "Relay",
     "StagedDevice",
     "TransportConformance",
     "loopback_links",
-    "shut",
-    "stall",
 ]
 
 _MODULES: Final = {
-    "Fault": "streams",
-    "Gate": "gates",
     "LocalPeer": "peers",
     "Loopback": "loopback",
+    "PageTrap": "page_trap",
     "Peer": "peers",
     "PeerProcess": "peers",
-    "PageTrap": "midcopy",
-    "Relay": "relay",
     "StagedDevice": "staged_device",
     "TransportConformance": "conformance",
     "loopback_links": "loopback",
-    "shut": "gates",
-    "stall": "stalls",
 }
 
 

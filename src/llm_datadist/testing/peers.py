@@ -1,4 +1,4 @@
-"""Peers for the conformance suite: memory with an owner who can look at it without the transport under test.
+"""Far ends for the conformance suite. Their memory is read and written without the transport under test.
 
 :class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child that listens for a same-host rendezvous and
 obeys commands over a pipe. Run as a module (``python -m llm_datadist.testing.peers <fd>``) this file is that child.
@@ -93,28 +93,22 @@ class LocalPeer(Peer):
         inproc.register(self.exports)
 
     def connect(self) -> Connection:
-        """Return an inproc connection to this peer."""
         return inproc.connect(self.exports.incarnation)
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
-        """Overwrite the beginning of a region."""
         self._bytes(region)[: data.size] = data
 
     def peek(self, region: int) -> NDArray[np.uint8]:
-        """Return a copy of a region's bytes."""
         return self._bytes(region).copy()
 
     def address(self, region: int) -> int:
-        """Return the address of a region."""
         return self._bytes(region).ctypes.data
 
     def guard(self) -> tuple[int, int]:
-        """Allocate a guard."""
         guard = self.exports.guards.allocate()
         return guard.slot, guard.generation
 
     def advance(self, slot: int) -> int:
-        """Advance a guard."""
         return self.exports.guards.advance(slot)
 
     def cookie_address(self) -> int:
@@ -173,36 +167,29 @@ class PeerProcess(Peer):
                 self._tell("stop")
 
     def connect(self) -> Connection:
-        """Meet the child and return the connection under test."""
         token = secrets.token_bytes(16)
         name = self._ask(str, "expect", token)
         return self._open_connection(exchange_memory(name, token, self._exports, Deadline(10_000)))
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
-        """Overwrite the beginning of a region."""
         self._tell("poke", region, data.tobytes())
 
     def peek(self, region: int) -> NDArray[np.uint8]:
-        """Return a copy of a region's bytes."""
         return np.frombuffer(self._ask(bytes, "peek", region), np.uint8)
 
     def address(self, region: int) -> int:
-        """Return the address of a region in the child."""
         return self._ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        """Return how a connection is asked for a byte: by address where the child keeps all in private memory."""
         return (
             (PRIVATE, self.address(region) + offset) if self._private and region in REGION_BYTES else (region, offset)
         )
 
     def guard(self) -> tuple[int, int]:
-        """Allocate a guard."""
         slot, generation = self._ask(list[int], "guard")
         return slot, generation
 
     def advance(self, slot: int) -> int:
-        """Advance a guard."""
         return self._ask(int, "advance", slot)
 
     def cookie_address(self) -> int:

@@ -1,4 +1,4 @@
-"""A device for tests of staging on any host (R10): host memory that says it cannot be reached block by block."""
+"""A device for tests of staging on any host (R10): host memory that declares that it needs staging."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StagedDevice:
         self._refuse_after_bytes = refuse_after_bytes
 
     def refuse_after(self, nbytes: int | None) -> None:
-        """Refuse from now on what would take more than ``nbytes`` bytes at one time; None refuses nothing."""
+        """Refuse allocations beyond ``nbytes`` bytes at one time; None refuses none."""
         with self._lock:
             self._refuse_after_bytes = nbytes
 
@@ -68,7 +68,7 @@ class StagedDevice:
         """Return a new shared segment, owned by the caller.
 
         Raises:
-            OutOfMemory: It goes beyond what this device was told to give.
+            OutOfMemory: The allocation is refused, see :meth:`refuse_after`.
         """
         # One lock over check and allocation: two threads must not both pass the check.
         with self._lock:

@@ -12,7 +12,7 @@ from typing import Final
 
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
 from llm_datadist._transport.lanes import LANE_PREAMBLE
-from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge
+from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge
 
 __all__ = ["Rubbish"]
 

@@ -1,22 +1,37 @@
-"""The sides by name. A side's module is imported when it is asked for, because peers may not be installed."""
+"""The sides by name. A side's module is imported when it is asked for, because peers may not be installed.
+
+The sides of peers are not part of the package: they are found where it runs from a checkout, in ``benchmarks/peers``.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.bench.errors import BenchError
+from llm_datadist.bench import BenchError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from llm_datadist.bench.sides.base import Side
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["LIMITS", "OURS", "PEERS", "SIDES", "find", "why_not"]
+__all__ = ["LIMITS", "OURS", "PEERS", "SIDES", "find", "why_not", "why_not_importable"]
+
+_CHECKOUT: Final = Path(__file__).parents[4]
+_PEERS_PACKAGE: Final = "benchmarks.peers."
+_IMPORT_S: Final = 120
 
 OURS: Final = {
-    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:{name.title()}" for name in ("shm", "cma", "tcp", "inproc")},
-    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:{name.title()}" for name in ("shm", "cma", "tcp")},
-    **{f"ours-{name}-link": f"llm_datadist.bench.sides.linking:{name.title()}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:Ours@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-link": f"llm_datadist.bench.sides.linking:Linking@{name}" for name in ("shm", "cma", "tcp")},
+    "ours-inproc": "llm_datadist.bench.sides.ours:Inproc",
     "ours-copy-blocks": "llm_datadist.bench.sides.local:CopyBlocks",
     "ours-copy-cache": "llm_datadist.bench.sides.local:CopyCache",
     "ours-swap": "llm_datadist.bench.sides.local:SwapBlocks",
@@ -34,38 +49,75 @@ LIMITS: Final = {
 """What the machine can do, without this library's engine. ``memcpy-nt``: with streaming stores."""
 
 PEERS: Final = {
-    "nixl": "llm_datadist.bench.sides.nixl:Nixl",
-    "nixl-tcp": "llm_datadist.bench.sides.nixl:NixlTcp",
-    "nixl-prepared": "llm_datadist.bench.sides.nixl:NixlPrepared",
-    "nixl-tcp-prepared": "llm_datadist.bench.sides.nixl:NixlTcpPrepared",
-    "mooncake": "llm_datadist.bench.sides.mooncake:Mooncake",
-    "torch": "llm_datadist.bench.sides.torch:Torch",
+    "nixl": "benchmarks.peers.nixl:Nixl",
+    "nixl-tcp": "benchmarks.peers.nixl:NixlTcp",
+    "nixl-prepared": "benchmarks.peers.nixl:NixlPrepared",
+    "nixl-tcp-prepared": "benchmarks.peers.nixl:NixlTcpPrepared",
+    "mooncake": "benchmarks.peers.mooncake:Mooncake",
+    "torch": "benchmarks.peers.torch:Torch",
 }
 """Other software that does the same. ``nixl`` makes each transfer anew, ``nixl-prepared`` only posts one."""
 
 SIDES: Final = OURS | LIMITS | PEERS
-"""Name -> module:class. Every name of the form module:class is one too."""
+"""Name -> ``module:class`` or ``module:class@transport``. Every text of either form is a name, too."""
 
 
 def find(name: str) -> type[Side]:
-    """Import a side by its name, or by ``module:class``.
+    """Import a side by its name.
 
     Raises:
         BenchError: There is no such side, or its module cannot be imported here.
     """
     module, _, attribute = SIDES.get(name, name).partition(":")
+    attribute, _, transport = attribute.partition("@")
     if not attribute:
         raise BenchError(f"{name}: no such side; there are {', '.join(SIDES)}")
     try:
-        side: type[Side] = getattr(import_module(module), attribute)
+        loaded = _peer_module(module) if module.startswith(_PEERS_PACKAGE) else import_module(module)
+        side: type[Side] = getattr(loaded, attribute)
     except (ImportError, AttributeError) as error:
         raise BenchError(f"not there: {error}") from error
-    return side
+    return side.over(transport) if transport else side
+
+
+def _peer_module(name: str) -> ModuleType:
+    """Import a module of ``benchmarks/peers`` from its file: the checkout need not be on ``sys.path``."""
+    if name in sys.modules:
+        return sys.modules[name]
+    path = _CHECKOUT.joinpath(*name.split(".")).with_suffix(".py")
+    spec = spec_from_file_location(name, path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise BenchError("not in this installation: the sides of peers are in benchmarks/peers of a checkout")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 def why_not(name: str, workload: Workload) -> str | None:
-    """Say why a side cannot run a workload, before anything is started; None when it can."""
+    """Return why a side cannot run a workload, or None. Starts nothing."""
     try:
         return find(name).why_not(workload)
     except BenchError as error:
         return str(error)
+
+
+@cache
+def why_not_importable(module: str, package: str) -> str | None:
+    """Return why ``import module`` fails, or None. Imports it in another process only.
+
+    Args:
+        module: Dotted name.
+        package: What pip installs to have it.
+    """
+    if find_spec(module.partition(".")[0]) is None:
+        return f"not installed (pip install {package})"
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"import {module} takes more than {_IMPORT_S} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return f"import {module}: {lines[-1] if lines else f'exit code {done.returncode}'}"

@@ -1,8 +1,8 @@
-"""What every side of a comparison is: one class, in processes of its own, that moves a workload's blocks.
+"""The base class of all sides: a side moves the blocks of one workload, in processes of its own.
 
-A side sets up its memory in ``start``, meets its other end in ``connect``, and moves everything in ``transfer``. The
-base gives the source its bytes, poisons the destination and compares afterwards, through the arrays that the side put
-into ``source_views`` and ``destination_views``: it has no way to verify itself.
+A side sets up its memory in ``start``, connects to its other end in ``connect``, and moves blocks in ``transfer`` or
+``transfer_one``. This base class gives the source its bytes, poisons the destination and compares afterwards, through
+the arrays that the side put into ``source_views`` and ``destination_views``: a side cannot vouch for itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.workload import Bytes, Op, Workload
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Facts", "Role", "Side"]
 
 Facts = dict[str, Any]
-"""What one end tells the other: JSON values."""
+"""What one end returns for the other, and for the driver: JSON values."""
 
 
 class Role(StrEnum):
     """Which process of a side."""
 
     SOURCE = "source"
-    """Owns the memory that is read, or that is written to by a push. Answers."""
+    """Owns the memory that a pull reads and a push writes."""
     DESTINATION = "destination"
     """Starts the transfers."""
     ALONE = "alone"
@@ -39,9 +39,10 @@ class Side(ABC):
     """One process of a side.
 
     Attributes:
+        ops: What this side can be measured at.
         roles: The processes of this side, in the order of their start.
-        label: What tables call it.
-        env: Environment of its processes beside the inherited one; set before they start.
+        env: Added to the environment of its processes.
+        transport: Which one to ask for, where the side has a choice; see :meth:`over`.
         role: Which of the processes this is.
         workload: What is to be moved.
         source_views: The tensors that are read, where this process owns them: one uint8 array of shape
@@ -49,9 +50,10 @@ class Side(ABC):
         destination_views: The same for those that are written.
     """
 
+    ops: ClassVar[tuple[Op, ...]] = ()
     roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
-    label: ClassVar[str] = ""
     env: ClassVar[Mapping[str, str]] = {}
+    transport: ClassVar[str] = ""
 
     def __init__(self, role: Role, workload: Workload) -> None:
         self.role = role
@@ -60,30 +62,37 @@ class Side(ABC):
         self.destination_views: list[Bytes] = []
 
     @classmethod
-    @abstractmethod
+    def over(cls, transport: str) -> type[Self]:
+        """Return this side over one transport."""
+        return type(f"{cls.__name__}{transport.title()}", (cls,), {"transport": transport})
+
+    @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Say why this side cannot run the workload (not installed, not for this op), or None. Loads no peer."""
+        """Return why this side cannot run the workload, or None.
+
+        The base compares the op with ``ops``. A side that overrides this imports no other software here.
+        """
+        return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Return the bytes that all processes of this side hold: source and destination, moved blocks and others."""
+        """Return the bytes that all processes of this side hold, moved blocks and others."""
         return 2 * workload.tensor_bytes * workload.tensors
 
     @abstractmethod
     def start(self) -> Facts:
-        """Set up memory; return what the other end needs to know (port, addresses, pid, metadata)."""
+        """Set up memory. The source returns what the destination needs to connect: port, addresses, pid, metadata."""
 
     def connect(self, facts: Facts) -> Facts:
-        """Meet the other end, given its facts; return what the driver should know (``transport``), or nothing.
+        """Connect the destination to the source, given what its ``start`` returned.
 
-        The destination is asked after every start, with the source's facts; then the source, with the facts that the
-        destination's *start* returned. Sides with one process are not asked.
+        Returns what the driver should know (``transport``). Sides with one process are not asked.
         """
         return {}
 
-    @abstractmethod
     def transfer(self) -> None:
         """Move every block once. Only this is timed. Called in the initiating process."""
+        raise NotImplementedError(f"{type(self).__name__} has single steps only")
 
     def transfer_one(self, index: int) -> None:
         """Do the step ``index`` by itself, for ops whose single steps are timed.
@@ -93,39 +102,39 @@ class Side(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no single steps")
 
     def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
-        """Give everything back. Called once, also after a failure."""
+        """Free everything. Called once, also after a failure."""
 
-    # What the worker calls. A side need not touch these.
+    # Called by the worker. Few sides override one of these.
 
     @property
     def in_place(self) -> bool:
-        """True when what is read and what is written are blocks of the same memory."""
+        """True when source and destination are blocks of the same tensors."""
         return bool(self.source_views) and self.source_views is self.destination_views
 
     def own(self, views: list[Bytes]) -> None:
-        """Take the tensors of this process of a pair: read here or written here, by op and role."""
+        """Take the tensors of one process of a pair as source or as destination, by op and role."""
         reads = (self.workload.op is Op.PUSH) == (self.role is Role.DESTINATION)
         self.source_views, self.destination_views = (views, []) if reads else ([], views)
 
     def fill(self, seed: int) -> None:
-        """Give the source new bytes, where it is in this process."""
+        """Fill the source with new bytes, if it is in this process."""
         work.fill(self.source_views, seed)
 
     def poison(self) -> None:
-        """Poison what is to be written, where it is in this process."""
+        """Poison the destination, if it is in this process."""
         if self.in_place:
             work.poison_blocks(self.destination_views, self.workload)
         else:
             work.poison(self.destination_views)
 
     def verify(self, seed: int) -> bool:
-        """Compare every byte written here; False where nothing is. Raises WrongBytes."""
+        """Compare every byte of the destination; return False if it is not in this process. Raises WrongBytes."""
         if self.destination_views:
             work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
         return bool(self.destination_views)
 
     def timed(self, count: int) -> list[float]:
-        """Run ``transfer`` so many times; return the seconds of each."""
+        """Run ``transfer`` ``count`` times; return the seconds of each."""
         return [_seconds(self.transfer) for _ in range(count)]
 
     def sample(self, count: int) -> list[float]:

@@ -16,28 +16,29 @@ from llm_datadist.views import tensor_views
 if TYPE_CHECKING:
     from llm_datadist import Cache, LLMDataDist
 
-__all__ = ["ByKey", "Cma", "Shm", "Tcp"]
+__all__ = ["ByKey"]
 
 _CONSUMED_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 0.001
 
 
 class ByKey(Ours):
-    """Every step pulls a cache of one row by its key, into a row of one cache: resolve, copy, consume.
+    """Each step pulls a cache of one row by its key into a row of one cache: resolve, copy, consume.
 
-    Before each pass the source allocates one cache for each block, binds its key and gives the cache back, so that the
-    pull which consumes the key frees the memory, too.
+    Before each pass the source allocates one cache for each block, binds its key and deallocates the cache, so that the
+    pull that consumes the key also frees the memory.
     """
+
+    ops = (Op.LATENCY,)
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Latency of caches in a pool: registered ones are not consumed."""
-        if workload.op is not Op.LATENCY:
-            return f"measures single pulls, not {workload.op}"
-        return None if workload.memory is Memory.POOL else "pulling a registered cache consumes no key"
+        """Refuse registered memory, too."""
+        if workload.memory is Memory.REGISTERED:
+            return "pulling a registered cache consumes no key"
+        return super().why_not(workload)
 
     def start(self) -> Facts:
-        """Initialize this end; the destination makes its cache."""
         self._end = self._open(self.role)
         if self.role is Role.DESTINATION:
             self._cache = self._end.cache_manager.allocate_cache(self._desc(self.workload.rows))
@@ -60,23 +61,17 @@ class ByKey(Ours):
             self._end.cache_manager.deallocate_cache(cache)
 
     def transfer_one(self, index: int) -> None:
-        """Pull cache number ``index``."""
         key, row = self._steps[index]
         self._end.cache_manager.pull_cache(key, self._cache, row)
 
-    def transfer(self) -> None:
-        """Pull every cache."""
-        for index in range(self.workload.blocks):
-            self.transfer_one(index)
-
     def verify(self, seed: int) -> bool:
-        """Compare what was pulled; at the source, see that nothing is left that the pulls should have consumed."""
+        """Compare what was pulled; at the source, check that the pulls consumed every key."""
         if self.role is Role.SOURCE:
             self._wait_until_consumed()
         return super().verify(seed)
 
     def _wait_until_consumed(self) -> None:
-        """A pull returns when its bytes are there; the message that ends the key may still be on its way."""
+        """Wait until no key is bound: a pull may return before the message that consumes its key has arrived."""
         deadline = time.monotonic() + _CONSUMED_S
         while keys := len(self._end.statistics().keys):
             if time.monotonic() > deadline:
@@ -94,21 +89,3 @@ class ByKey(Ours):
         one = pool_bytes_for(self.workload.block_bytes, self.workload.tensors) * self.workload.blocks
         size = one if role is Role.SOURCE else pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors)
         return end_of(role, self.workload, self.transport, pool_bytes=size, accessible=False)
-
-
-class Shm(ByKey):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(ByKey):
-    """By process_vm_readv."""
-
-    transport = "cma"
-
-
-class Tcp(ByKey):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"

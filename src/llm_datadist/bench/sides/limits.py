@@ -1,6 +1,7 @@
-"""What the machine can do: the raw limits of ``llm_datadist.bench.limits`` as sides.
+"""The raw limits of this machine as sides: memcpy, process_vm_readv and one TCP stream.
 
-They have memory like the side they are compared with and move the same blocks, but by plain loops of their own.
+They move the same blocks in the same kind of memory as the side that they are compared with, by plain loops in threads
+of their own (``_native/limits.hpp``). The library's engine takes no part, and nothing else of the library uses them.
 """
 
 from __future__ import annotations
@@ -10,20 +11,37 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist._native import _native
 from llm_datadist.bench import workload as work
-from llm_datadist.bench.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
+from llm_datadist.bench.memory import private_tensors, tensors_like
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.pages import private_tensors, tensors_like
 from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from llm_datadist.bench.workload import Bytes
 
-__all__ = ["Cma", "Memcpy", "MemcpyStreaming", "TcpRaw", "useful_threads"]
+__all__ = [
+    "Cma",
+    "Memcpy",
+    "MemcpyStreaming",
+    "RawBlocks",
+    "TcpRaw",
+    "copy_raw",
+    "move_process",
+    "stream_raw",
+    "streaming_bits",
+    "useful_threads",
+]
 
 _HOST: Final = "127.0.0.1"
 _BETWEEN: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
@@ -34,24 +52,142 @@ _STREAM_S: Final = 300
 _STREAM_BUFFER_BYTES: Final = 4 << 20
 _GO: Final = b"g"
 
+streaming_bits = _native.streaming_bits
+
+
+@dataclass(frozen=True)
+class RawBlocks:
+    """Blocks of one size, by address.
+
+    Attributes:
+        addresses: Where each begins, uint64, shape (N,).
+        block_bytes: Bytes of each.
+        owner: What keeps the memory of this process alive; None for that of another one.
+    """
+
+    addresses: NDArray[np.uint64]
+    block_bytes: int
+    owner: object = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[NDArray[np.uint8]], numbers: NDArray[np.int64]) -> RawBlocks:
+        """Return rows ``numbers`` of every tensor, tensor after tensor.
+
+        Args:
+            tensors: At least one array, uint8, shape (rows, block_bytes), C-contiguous, all of one shape.
+            numbers: int64, shape (N,).
+
+        Raises:
+            ParamError: Tensors that are not like that, or a row that there is not.
+        """
+        if not tensors:
+            raise ParamError("tensors is empty: must be at least one")
+        for each in tensors:
+            _check_tensor(each, tensors[0])
+        rows, block_bytes = tensors[0].shape
+        return cls.elsewhere([each.ctypes.data for each in tensors], rows, block_bytes, numbers, tuple(tensors))
+
+    @classmethod
+    def elsewhere(
+        cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64], owner: object = None
+    ) -> RawBlocks:
+        """Return rows ``numbers`` of tensors of ``rows`` blocks that begin at ``bases``. Raises as ``of``."""
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < rows):
+            raise ParamError(f"numbers are in [{numbers.min()}, {numbers.max()}]: must be in [0, {rows})")
+        offsets = numbers.astype(np.uint64) * np.uint64(block_bytes)
+        starts = np.asarray(bases, np.uint64)
+        return cls((starts[:, None] + offsets).reshape(-1), block_bytes, owner)
+
+    def steps(self, count: int) -> list[RawBlocks]:
+        """Return list ``i`` of ``count``: block ``i`` of every tensor, where ``of`` was given ``count`` numbers."""
+        columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
+        return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
+
+
+def _check_tensor(tensor: NDArray[Any], first: NDArray[Any]) -> None:
+    if tensor.dtype != np.uint8 or tensor.ndim != 2 or not tensor.flags.c_contiguous or tensor.shape != first.shape:
+        raise ParamError(
+            f"a tensor is a {tensor.dtype} array of shape {tensor.shape}: must be C-contiguous uint8, shape (rows, "
+            "block_bytes), all of one shape"
+        )
+
+
+def _check_same_size(dst: RawBlocks, src: RawBlocks) -> None:
+    if dst.block_bytes != src.block_bytes:
+        raise ParamError(f"dst has blocks of {dst.block_bytes} bytes, src of {src.block_bytes}: must be the same")
+
+
+def _check_writable(blocks: RawBlocks, name: str) -> None:
+    owner = blocks.owner
+    if isinstance(owner, tuple) and not all(each.flags.writeable for each in owner):
+        raise ParamError(f"{name} is read-only: must be writable")
+
+
+def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = False) -> None:
+    """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, shared by ``threads`` threads.
+
+    Args:
+        dst: Where to; must not overlap ``src``.
+        src: Where from.
+        threads: 1 to 1024; all but the caller are started for this call.
+        streaming: The widest streaming (non-temporal) stores of this processor, see ``streaming_bits``, and a store
+            fence; otherwise plain ``memcpy``.
+
+    Raises:
+        ParamError: Unequal numbers or sizes of blocks, read-only memory, no such number of threads, or no streaming
+            stores here.
+    """
+    _check_same_size(dst, src)
+    _check_writable(dst, "dst")
+    _native.limit_memcpy(dst.addresses, src.addresses, dst.block_bytes, threads, streaming)
+
+
+def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, write: bool = False) -> None:
+    """Read block ``i`` of ``far``, in process ``pid``, into block ``i`` of ``near``; or write, the other way.
+
+    By process_vm_readv or process_vm_writev with 512 ranges a call, shared by ``threads`` threads.
+
+    Raises:
+        OSError: The kernel refused.
+        ParamError: As ``copy_raw``.
+    """
+    _check_same_size(near, far)
+    if not write:
+        _check_writable(near, "near")
+    _native.limit_process(pid, write, near.addresses, far.addresses, near.block_bytes, threads)
+
+
+def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> None:
+    """Send blocks one after the other over a stream, or receive into them, at most 1 MiB a call.
+
+    Args:
+        connection: Connected, blocking. Its bounds are SO_SNDTIMEO and SO_RCVTIMEO: a Python timeout makes it
+            non-blocking.
+        blocks: Of this process.
+        send: The direction.
+
+    Raises:
+        OSError: The connection broke (ConnectionResetError when the peer ended it), or its time is over.
+        ParamError: A connection that does not block, or read-only memory.
+    """
+    if not connection.getblocking() or connection.gettimeout() is not None:
+        raise ParamError("connection has a timeout: must be blocking")
+    if not send:
+        _check_writable(blocks, "blocks")
+    _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes)
+
 
 def useful_threads(workload: Workload) -> int:
-    """Return how many threads make a limit fastest: they are started for every transfer, so few for little."""
+    """Return how many threads are fastest. They start for every transfer, so few for a small one."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
 class Memcpy(Side):
-    """memcpy of every block inside one process, from and to shared pages where the workload is about pools."""
+    """memcpy of every block inside one process, in shared pages where the workload is about pools."""
 
-    label: ClassVar[str] = "memcpy"
+    ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
     streaming: ClassVar[bool] = False
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Everything that moves blocks."""
-        moves = workload.op in (*_BETWEEN, Op.COPY, Op.SWAP)
-        return None if moves else f"copies blocks, not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -70,11 +206,9 @@ class Memcpy(Side):
         return {"transport": "local"}
 
     def transfer(self) -> None:
-        """Copy all blocks."""
         copy_raw(self._dst, self._src, threads=useful_threads(self.workload), streaming=self.streaming)
 
     def transfer_one(self, index: int) -> None:
-        """Copy one block."""
         dst, src = self._steps[index]
         copy_raw(dst, src, threads=1, streaming=self.streaming)
 
@@ -82,35 +216,24 @@ class Memcpy(Side):
 class MemcpyStreaming(Memcpy):
     """The same with the widest streaming (non-temporal) stores of the processor."""
 
-    label: ClassVar[str] = "streaming stores"
     streaming: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Only where the processor has such stores."""
         return super().why_not(workload) if streaming_bits() else "this processor has no streaming stores"
 
 
 class Cma(Side):
     """process_vm_readv of another process's private pages, 512 ranges a call; process_vm_writev for a push."""
 
-    label: ClassVar[str] = "process_vm_readv"
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Between two processes."""
-        return None if workload.op in _BETWEEN else f"moves blocks between processes, not for {workload.op}"
+    ops: ClassVar[tuple[Op, ...]] = _BETWEEN
 
     def start(self) -> Facts:
-        """Make this end's tensors."""
         self._tensors = private_tensors(self.workload)
         self.own(self._tensors)
         return {"pid": os.getpid(), "bases": [each.ctypes.data for each in self._tensors]}
 
     def connect(self, facts: Facts) -> Facts:
-        """Note where the source's blocks are."""
-        if self.role is Role.SOURCE:
-            return {}
         here = self.workload
         self._pid = int(facts["pid"])
         self._write = here.op is Op.PUSH
@@ -122,32 +245,25 @@ class Cma(Side):
         return {"transport": "cma"}
 
     def transfer(self) -> None:
-        """Read or write all blocks."""
         threads = useful_threads(self.workload)
         move_process(self._near, self._far, self._pid, threads=threads, write=self._write)
 
     def transfer_one(self, index: int) -> None:
-        """Read one block."""
         near, far = self._steps[index]
         move_process(near, far, self._pid, threads=1)
 
 
 class TcpRaw(Side):
-    """One TCP stream on loopback: as many bytes as the workload's, without a word about blocks, at most 1 MiB a call.
+    """One TCP stream on loopback: the bytes of the workload without any framing, at most 1 MiB a call.
 
     Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which
     are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.
     """
 
-    label: ClassVar[str] = "raw TCP"
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """One stream of everything, between two processes."""
-        return None if workload.op in (Op.PULL, Op.PUSH) else f"streams whole transfers, not for {workload.op}"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
 
     def start(self) -> Facts:
-        """Make this end's tensors; the source listens, and answers in a thread of its own."""
+        """Make the tensors; the source listens and serves in the thread ``bench-stream``."""
         tensors = private_tensors(self.workload)
         self.own(tensors)
         self._front = RawBlocks.of([_halves(each) for each in tensors], np.zeros(1, np.int64))
@@ -161,16 +277,13 @@ class TcpRaw(Side):
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, facts: Facts) -> Facts:
-        """Connect to the source."""
-        if self.role is Role.SOURCE:
-            return {}
         self._stream = socket.socket()
         _prepare(self._stream)
         self._stream.connect((_HOST, facts["port"]))
         return {"transport": "tcp"}
 
     def transfer(self) -> None:
-        """Ask for everything and receive it, or send it and wait until it is there."""
+        """Ask for all bytes and receive them, or send them and wait for the answer."""
         assert self._stream is not None, "connected"
         self._stream.sendall(_GO)
         sends = self.workload.op is Op.PUSH
@@ -198,7 +311,7 @@ class TcpRaw(Side):
             self._stream.close()
 
     def _serve(self) -> None:
-        """In the source's thread: one pass for each request, until the stream ends."""
+        """Send or receive all bytes for each request until the stream ends. Threads: ``bench-stream``."""
         try:
             self._stream, _ = self._listener.accept()
             _prepare(self._stream)

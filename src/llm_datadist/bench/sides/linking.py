@@ -7,34 +7,27 @@ from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import Ours, end_of, link
 from llm_datadist.bench.workload import Op, Workload
 
-__all__ = ["Cma", "Linking", "Shm", "Tcp"]
+__all__ = ["Linking"]
 
 _TIMEOUT_MS = 60_000
 _POOL_BYTES = 1 << 20
 
 
 class Linking(Ours):
-    """Every step links the destination to the source and unlinks it again. Both ends have a pool of 1 MiB."""
+    """Each step links the destination to the source and unlinks it. Both ends have a pool of 1 MiB."""
 
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for link."""
-        return None if workload.op is Op.LINK else f"links and unlinks, nothing else; not for {workload.op}"
+    ops = (Op.LINK,)
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Two small pools."""
         return 2 * _POOL_BYTES
 
     def start(self) -> Facts:
-        """Initialize this end."""
         self._end = end_of(self.role, self.workload, self.transport, pool_bytes=_POOL_BYTES)
         return {"port": self._end.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link and unlink once, which shows whether the transport can be used."""
-        if self.role is Role.SOURCE:
-            return {}
+        """Link and unlink once, to see that the transport can be used."""
         self._port = facts["port"]
         info = link(self._end, self._port)
         used = self._transport_used(self._end)
@@ -42,36 +35,12 @@ class Linking(Ours):
         return {"transport": used}
 
     def transfer_one(self, index: int) -> None:
-        """Link and unlink."""
         info = link(self._end, self._port)
         status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink_clusters: {status}")
 
-    def transfer(self) -> None:
-        """Link and unlink once."""
-        self.transfer_one(0)
-
     def verify(self, seed: int) -> bool:
-        """See that no link is left."""
         if self._end.statistics().links and self.role is Role.DESTINATION:
             raise RuntimeError("a link is left after unlink_clusters")
         return self.role is Role.DESTINATION
-
-
-class Shm(Linking):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(Linking):
-    """By process_vm_readv."""
-
-    transport = "cma"
-
-
-class Tcp(Linking):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"

@@ -8,10 +8,10 @@ import numpy as np
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, compare_blocks
-from llm_datadist.bench.errors import WrongBytes
+from llm_datadist.bench import WrongBytes
+from llm_datadist.bench.memory import private_tensors
 from llm_datadist.bench.sides.base import Facts, Role, Side
 from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 
@@ -29,20 +29,13 @@ _PLAN_BYTES: Final = 5 * 8
 
 
 class Local(Side):
-    """One LLMDataDist in one process; subclasses say for which op."""
+    """One LLMDataDist in one process."""
 
-    label: ClassVar[str] = "open-datadist"
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
-    op: ClassVar[Op]
     caches: ClassVar[int] = 1
 
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for the op of the class."""
-        return None if workload.op is cls.op else f"does {cls.op}, not {workload.op}"
-
     def start(self) -> Facts:
-        """Initialize, with a pool for the caches that ``prepare`` makes there."""
+        """Initialize, with a pool for the caches that ``prepare`` makes."""
         work = self.workload
         one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is Memory.POOL else 0
         self._end: LLMDataDist = end_of(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
@@ -53,46 +46,40 @@ class Local(Side):
         """Make the caches."""
 
     def stop(self) -> None:
-        """Finalize."""
         self._end.finalize()
 
 
 class CopyBlocks(Local):
     """copy_blocks inside one blocks cache: even blocks to odd ones."""
 
-    op = Op.COPY
+    ops = (Op.COPY,)
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """One cache."""
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
-        """Make the cache and the dictionary that the interface takes."""
         self._cache, self.source_views = make_blocks(self._end, self.workload, None)
         self.destination_views = self.source_views
         pairs = zip(self.workload.src_blocks.tolist(), self.workload.dst_blocks.tolist(), strict=True)
         self._info = {src: [dst] for src, dst in pairs}
 
     def transfer(self) -> None:
-        """Copy all blocks in one call."""
         self._end.cache_manager.copy_blocks(self._cache, self._info)
 
 
 class CopyCache(Local):
     """copy_cache between two continuous caches: one call for each row of ``block_bytes`` in each tensor."""
 
-    op = Op.COPY
+    ops = (Op.COPY,)
     caches = 2
 
     def prepare(self) -> None:
-        """Make both caches."""
         self._src, self.source_views = self._make()
         self._dst, self.destination_views = self._make()
         self._pairs = list(zip(self.workload.dst_blocks.tolist(), self.workload.src_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        """Copy all rows."""
         copy, src, dst = self._end.cache_manager.copy_cache, self._src, self._dst
         for dst_row, src_row in self._pairs:
             copy(dst, src, dst_row, src_row)
@@ -110,10 +97,9 @@ class CopyCache(Local):
 class SwapBlocks(Local):
     """swap_blocks from a blocks cache of the device to one in host memory of the caller's."""
 
-    op = Op.SWAP
+    ops = (Op.SWAP,)
 
     def prepare(self) -> None:
-        """Make both caches."""
         work = self.workload
         self._device, self.source_views = make_blocks(self._end, work, None)
         self.destination_views = private_tensors(work)
@@ -122,24 +108,17 @@ class SwapBlocks(Local):
         self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        """Swap all blocks out in one call."""
         self._end.cache_manager.swap_blocks(self._device, self._host, self._pairs)
 
 
 class Planning(Side):
     """The planner alone, for a pull of ``blocks`` random blocks in each of ``tensors`` tensors. Moves nothing."""
 
-    label: ClassVar[str] = "open-datadist"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PLAN,)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Only for plan."""
-        return None if workload.op is Op.PLAN else f"plans, nothing else; not for {workload.op}"
-
-    @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """Plans, no blocks."""
         return _ORDERS * workload.blocks * _PLAN_BYTES
 
     def start(self) -> Facts:
@@ -152,13 +131,8 @@ class Planning(Side):
         return {"transport": "local"}
 
     def transfer_one(self, index: int) -> None:
-        """Plan once."""
         src, dst = self._orders[index % _ORDERS]
         self._plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
-
-    def transfer(self) -> None:
-        """Plan once."""
-        self.transfer_one(0)
 
     def verify(self, seed: int) -> bool:
         """Compare a plan with the blocks it is for, each in its place: order does not matter, none are adjacent."""
@@ -178,38 +152,31 @@ class Planning(Side):
 
 
 class Allocating(Local):
-    """Every step allocates a blocks cache of ``tensors`` tensors in an empty pool, and gives it back."""
+    """Each step allocates a blocks cache of ``tensors`` tensors in an empty pool and deallocates it."""
 
-    op = Op.ALLOC
+    ops = (Op.ALLOC,)
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Only for alloc, in a pool."""
-        if workload.op is Op.ALLOC and workload.memory is not Memory.POOL:
+        """Refuse registered memory, too."""
+        if workload.memory is Memory.REGISTERED:
             return "registered memory is not allocated"
         return super().why_not(workload)
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
-        """One cache."""
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
-        """Describe the cache."""
         work = self.workload
         self._desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
 
     def transfer_one(self, index: int) -> None:
-        """Allocate and free once."""
         manager = self._end.cache_manager
         manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
 
-    def transfer(self) -> None:
-        """Allocate and free once."""
-        self.transfer_one(0)
-
     def verify(self, seed: int) -> bool:
-        """See that tensors do not overlap, and that everything came back to the pool."""
+        """Check that tensors do not overlap and that the pool is empty again."""
         manager = self._end.cache_manager
         cache = manager.allocate_blocks_cache(self._desc)
         addresses = np.sort(np.array(cache.tensor_addrs, dtype=np.uint64))

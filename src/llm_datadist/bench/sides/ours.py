@@ -15,8 +15,8 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.bench.memory import private_tensors
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Cma", "Inproc", "Ours", "Shm", "Tcp", "end_of", "link", "make_blocks", "pool_bytes_for"]
+__all__ = ["CLUSTER", "KEY", "Inproc", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
@@ -33,7 +33,6 @@ _HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
 _PAGE_SHIFT: Final = 16
-_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 
 
 def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
@@ -93,21 +92,14 @@ def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey |
 
 
 class Ours(Side):
-    """pull_blocks and push_blocks of a blocks cache between two processes.
+    """pull_blocks and push_blocks of a blocks cache between two processes, over ``transport``.
 
     Block numbers are NumPy arrays, which the library takes beside lists.
     """
 
-    label: ClassVar[str] = "open-datadist"
-    transport: ClassVar[str]
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Pull and push, and the latency of single blocks."""
-        return None if workload.op in _OPS else f"moves blocks between processes, not for {workload.op}"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
 
     def start(self) -> Facts:
-        """Initialize this end and make its cache."""
         self._end = self._open(self.role)
         cache, views = make_blocks(self._end, self.workload, KEY if self.role is Role.SOURCE else None)
         self.own(views)
@@ -115,14 +107,10 @@ class Ours(Side):
         return {"port": self._end.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link to the source."""
-        if self.role is Role.SOURCE:
-            return {}
         link(self._end, facts["port"])
         return {"transport": self._transport_used(self._end)}
 
     def transfer(self) -> None:
-        """Pull or push all blocks."""
         self._move()
 
     def transfer_one(self, index: int) -> None:
@@ -131,7 +119,6 @@ class Ours(Side):
         self._end.cache_manager.pull_blocks(KEY, self._cache, src, dst)
 
     def stop(self) -> None:
-        """Finalize."""
         self._end.finalize()
 
     def _open(self, role: Role) -> LLMDataDist:
@@ -156,24 +143,6 @@ class Ours(Side):
         return private or choice.transport
 
 
-class Shm(Ours):
-    """Over shared memory."""
-
-    transport = "shm"
-
-
-class Cma(Ours):
-    """By process_vm_readv and process_vm_writev."""
-
-    transport = "cma"
-
-
-class Tcp(Ours):
-    """Over data lanes on loopback."""
-
-    transport = "tcp"
-
-
 class Inproc(Ours):
     """Two LLMDataDist in one process."""
 
@@ -181,7 +150,6 @@ class Inproc(Ours):
     roles = (Role.ALONE,)
 
     def start(self) -> Facts:
-        """Initialize both ends, make both caches and link them."""
         self._source, self._end = self._open(Role.SOURCE), self._open(Role.DESTINATION)
         _, there = make_blocks(self._source, self.workload, KEY)
         cache, here = make_blocks(self._end, self.workload, None)
@@ -194,6 +162,5 @@ class Inproc(Ours):
         return {"transport": self._transport_used(self._end)}
 
     def stop(self) -> None:
-        """Finalize both."""
         super().stop()
         self._source.finalize()

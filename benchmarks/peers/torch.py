@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench.memory import tensors_like
+from llm_datadist.bench.sides import why_not_importable
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.pages import tensors_like
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
@@ -27,15 +27,13 @@ _ELEMENT: Final = np.dtype(np.int64)
 class Torch(Side):
     """index_select of the source's blocks, index_copy_ into the destination, inside one process."""
 
-    label: ClassVar[str] = "torch index_copy_"
+    ops: ClassVar[tuple[Op, ...]] = (Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """For copies inside a process, where PyTorch is installed."""
-        if workload.op not in (Op.COPY, Op.SWAP):
-            return f"copies inside one process, not for {workload.op}"
-        return why_not_importable("torch", "torch==2.13.0")
+        """Refuse where PyTorch is not installed, too."""
+        return super().why_not(workload) or why_not_importable("torch", "torch==2.13.0")
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
@@ -62,7 +60,6 @@ class Torch(Side):
         return {"transport": "local"}
 
     def transfer(self) -> None:
-        """Copy all blocks, tensor after tensor."""
         for dst, src in self._pairs:
             self._select(src, 0, self._src, out=self._gathered)
             dst.index_copy_(0, self._dst, self._gathered)

@@ -1,4 +1,4 @@
-"""Wrong frames from right ones: what the targets of :mod:`tests.faults.fuzz` are fed with.
+"""Wrong frames from right ones: what the targets are fed with.
 
 All of it follows from a seed. A frame begins as a message that could be meant, then a field or two become wild, then
 some bytes change. So most of them reach deep into the code, and none of the ways to be wrong is left out: random,
@@ -20,26 +20,7 @@ from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
 __all__ = ["HANDSHAKE", "LINK", "Forge", "mutated", "wild"]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_NUMBERS: Final[list[Any]] = [
-    0,
-    1,
-    2,
-    3,
-    5,
-    7,
-    63,
-    64,
-    255,
-    256,
-    4095,
-    4096,
-    65535,
-    65536,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**32,
-]
+_NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
 _LARGE: Final[list[Any]] = [2**48, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, -1, -2, -(2**31), -(2**63)]
 _TEXTS: Final[list[Any]] = [
     "",
@@ -84,7 +65,7 @@ _ODD: Final[list[Any]] = [
 def wild(rng: random.Random) -> Any:
     """Return a value of any type, near a limit more often than not."""
     pool = rng.choice((_NUMBERS, _NUMBERS, _LARGE, _LARGE, _TEXTS, _BYTES, _ODD))
-    # A copy: whoever gets it may put something into it, and the next one must not find that there.
+    # A copy: a caller may change it, and the next caller must not get the change.
     return copy.deepcopy(rng.choice(pool))
 
 

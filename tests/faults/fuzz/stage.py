@@ -1,4 +1,4 @@
-"""What the fuzz targets with links behind them play on: a victim, and a healthy peer of it that must not notice.
+"""The ends of the fuzz targets that need links: a victim, and a healthy peer of it that must not notice.
 
 The healthy peer pulls again and again while the victim is fed, and compares every byte; at each look the victim's
 tables must agree with themselves, and the pins of the lost be gone.
@@ -131,7 +131,7 @@ class Stage:
         self.friend.check_integrity()
 
     def settled(self) -> None:
-        """Wait until nobody but the friend is linked, and nobody holds a pin; then :meth:`look`."""
+        """Wait until only the friend is linked and no pin is held; then :meth:`look`."""
         limit = time.monotonic() + PATIENCE_SECONDS
         while True:
             now = self.victim.statistics()

@@ -21,12 +21,12 @@ from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
-from tests.faults.fuzz import Finding, Verdicts, trial
-from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
-from tests.faults.fuzzstage import PATIENCE_SECONDS, VICTIM, Stage, drain
+from tests.faults.fuzz import Finding, Target, Verdicts, trial
+from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from tests.faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
@@ -42,7 +42,7 @@ _STRANGER: Final = 666
 
 
 def fuzz_handlers(frames: int, seed: int, *, rca: bool = False) -> Verdicts:
-    """Be many linked peers, one after the other, who say anything: at the victim's real links, handlers and tables."""
+    """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim."""
     forge = Forge(seed, LINK, wrong=0.02)
     odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
     name = "handlers, RCA" if rca else "handlers"
@@ -250,8 +250,7 @@ def _quick(end: LLMDataDist) -> Iterator[None]:
         del manager._deadline
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "handlers": fuzz_handlers,
     "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
     "answers": fuzz_answers,

@@ -20,14 +20,13 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, encode_request, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
-from tests.faults.fuzz import Finding, Verdicts, trial
-from tests.faults.fuzzgen import LINK, Forge, mutated, wild
-from tests.faults.fuzzlinks import join
-from tests.faults.fuzzstage import Stage
+from tests.faults.fuzz import Finding, Target, Verdicts, trial
+from tests.faults.fuzz.forge import LINK, Forge, mutated, wild
+from tests.faults.fuzz.links import join
+from tests.faults.fuzz.stage import Stage
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -41,7 +40,7 @@ _SECONDS: Final = 20.0
 
 
 class _Owner:
-    """Grants its memory to whoever names it rightly; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
+    """Grants its memory to requests with the right handle; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
 
     def __init__(self) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (4, _EXTENT), dtype=np.uint8)
@@ -170,7 +169,7 @@ def _lane_frame(rng: random.Random, number: int) -> bytes:
 
 
 def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
-    """Ask the owner of real caches for memory by handles nobody was given, in the name of a real link."""
+    """Ask the owner of real caches for memory by handles that it never gave out, over a real link."""
     rng = Forge(seed, LINK).rng
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
@@ -241,8 +240,7 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
     verdicts.accepted["greeting"] += 1
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "lanes": fuzz_lanes,
     "lane handles": fuzz_lane_handles,
     "lane greetings": fuzz_lane_greetings,

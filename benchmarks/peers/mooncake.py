@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.pages import private_tensors
+from llm_datadist.bench.memory import private_tensors
+from llm_datadist.bench.sides import why_not_importable
+from llm_datadist.bench.sides.base import Facts, Side
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Mooncake"]
 
 _HOST: Final = "127.0.0.1"
-_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 _LARGEST_BATCH: Final = 1024
 _SMALLEST_BATCH: Final = 64
 
@@ -35,21 +34,20 @@ _SMALLEST_BATCH: Final = 64
 class Mooncake(Side):
     """Batches of blocks between two processes over tcp."""
 
-    label: ClassVar[str] = "Mooncake"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"MC_TCP_BIND_ADDRESS": _HOST, "MC_LOG_LEVEL": "ERROR", "MC_FORCE_TCP": "1"}
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Between two processes, where Mooncake is installed."""
-        if workload.op not in _OPS:
-            return f"moves blocks between processes, not for {workload.op}"
-        why = why_not_importable("mooncake.engine", "--no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1")
+        """Refuse where Mooncake is not installed, too."""
+        why = super().why_not(workload) or why_not_importable(
+            "mooncake.engine", "--no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1"
+        )
         if why is not None and "libibverbs" in why:
             why += " (a library of the system: package libibverbs1 of Debian and Ubuntu)"
         return why
 
     def start(self) -> Facts:
-        """Make an engine and register this end's tensors."""
         from mooncake.engine import TransferEngine
 
         tensors = private_tensors(self.workload)
@@ -63,8 +61,6 @@ class Mooncake(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Make the lists of addresses: of everything, and where single blocks are timed of each."""
-        if self.role is Role.SOURCE:
-            return {}
         here = self.workload
         self._peer = f"{_HOST}:{facts['port']}"
         push = here.op is Op.PUSH
@@ -89,13 +85,11 @@ class Mooncake(Side):
                 self._batch //= 2
 
     def transfer_one(self, index: int) -> None:
-        """Move one block of every tensor."""
         every = slice(index, None, self.workload.blocks)
         code = self._call(self._peer, self._near[every], self._far[every], self._sizes[every])
         _check(code, "batch_transfer_sync_read")
 
     def stop(self) -> None:
-        """Deregister."""
         for base in self._bases:
             self._engine.unregister_memory(base)
 

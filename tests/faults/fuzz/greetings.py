@@ -1,4 +1,4 @@
-"""Fuzz targets for those who are not linked yet: both halves of the handshake, and the same-host rendezvous."""
+"""Fuzz targets before a link exists: both roles of the handshake, and the same-host rendezvous."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER, Linked, Welcome, decode, frame
 from llm_datadist.errors import LinkError, LLMException
-from tests.faults.fuzz import Verdicts, packet, trial
-from tests.faults.fuzzgen import HANDSHAKE, LINK, Forge, mutated
-from tests.faults.fuzzstage import PATIENCE_SECONDS, Stage, drain
+from tests.faults.fuzz import Target, Verdicts, trial
+from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
+from tests.faults.fuzz.readers import packet
+from tests.faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist._transport import PeerMemory
 
@@ -27,7 +28,7 @@ __all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
 
 
 def fuzz_greetings(frames: int, seed: int) -> Verdicts:
-    """Be strangers at the victim's listener: the target's half of the handshake. Counted are the greetings."""
+    """Connect to the listener of the victim with bad greetings: the target role of the handshake. Counts greetings."""
     forge = Forge(seed, HANDSHAKE, wrong=0.15)
     rng = forge.rng
     with Stage() as stage, trial("greetings", seed) as verdicts:
@@ -60,7 +61,7 @@ def _count_greeting(heard: bytes, verdicts: Verdicts) -> None:
 
 
 def fuzz_dials(frames: int, seed: int) -> Verdicts:
-    """Be a listener that answers nonsense: the initiator's half of the handshake. Counted are the dials."""
+    """Be a listener that answers nonsense: the initiator role of the handshake. Counts dials."""
     forge = Forge(seed, HANDSHAKE | {"welcome": (60, HANDSHAKE["welcome"][1])}, wrong=0.15)
     with Stage() as stage, trial("dials", seed) as verdicts, _nonsense(forge, stage) as address:
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
@@ -172,8 +173,7 @@ def _send(name: str, data: bytes, descriptors: list[int]) -> None:
             sock.recv(1 << 16)
 
 
-#: name -> function(frames, seed).
-TARGETS: Final[dict[str, Callable[[int, int], Verdicts]]] = {
+TARGETS: Final[dict[str, Target]] = {
     "greetings": fuzz_greetings,
     "dials": fuzz_dials,
     "rendezvous": fuzz_rendezvous,

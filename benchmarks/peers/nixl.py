@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench.memory import private_tensors
+from llm_datadist.bench.sides import why_not_importable
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.installed import why_not_importable
-from llm_datadist.bench.sides.pages import private_tensors
 from llm_datadist.bench.workload import Op, Workload
 
 if TYPE_CHECKING:
@@ -33,25 +33,21 @@ __all__ = ["Nixl", "NixlPrepared", "NixlTcp", "NixlTcpPrepared"]
 
 _BACKEND: Final = "UCX"
 _DRAM: Final = "DRAM"
-_OPS: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 _TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 
 class Nixl(Side):
     """Each transfer is made from prepared descriptors, posted and polled: READ to pull, WRITE to push."""
 
-    label: ClassVar[str] = "NIXL"
+    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"NIXL_LOG_LEVEL": "ERROR"}
 
     @classmethod
     def why_not(cls, workload: Workload) -> str | None:
-        """Between two processes, where NIXL is installed."""
-        if workload.op not in _OPS:
-            return f"moves blocks between processes, not for {workload.op}"
-        return why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+        """Refuse where NIXL is not installed, too."""
+        return super().why_not(workload) or why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
 
     def start(self) -> Facts:
-        """Make an agent and register this end's tensors."""
         from nixl import nixl_agent, nixl_agent_config
 
         tensors = private_tensors(self.workload)
@@ -66,8 +62,6 @@ class Nixl(Side):
 
     def connect(self, facts: Facts) -> Facts:
         """Load the source's metadata and prepare the descriptors of all blocks of both ends."""
-        if self.role is Role.SOURCE:
-            return {}
         peer = self._agent.add_remote_agent(b64decode(facts["metadata"]))
         name = peer.decode() if isinstance(peer, bytes) else peer
         self._agent.make_connection(name)
@@ -89,11 +83,9 @@ class Nixl(Side):
         self._make_and_run(self._near.reshape(-1), self._far.reshape(-1))
 
     def transfer_one(self, index: int) -> None:
-        """The same for one block of every tensor."""
         self._make_and_run(self._near[:, index], self._far[:, index])
 
     def stop(self) -> None:
-        """Deregister."""
         self._agent.deregister_memory(self._registered)
 
     def _make_and_run(self, near: NDArray[np.int32], far: NDArray[np.int32]) -> None:
@@ -128,8 +120,6 @@ class Nixl(Side):
 class NixlPrepared(Nixl):
     """Transfers are made once, before they are timed: only posted and polled."""
 
-    label: ClassVar[str] = "NIXL, prepared"
-
     def prepare(self) -> None:
         """Make the transfer of everything, or one for every block."""
         if self.workload.op is Op.LATENCY:
@@ -139,16 +129,13 @@ class NixlPrepared(Nixl):
             self._handles = [self._make(self._near.reshape(-1), self._far.reshape(-1))]
 
     def transfer(self) -> None:
-        """Post and poll."""
         for each in self._handles:
             self._run(each)
 
     def transfer_one(self, index: int) -> None:
-        """Post and poll one block."""
         self._run(self._handles[index])
 
     def stop(self) -> None:
-        """Give up the transfers, then as the base."""
         for each in getattr(self, "_handles", ()):
             each.release()
         super().stop()
@@ -157,12 +144,10 @@ class NixlPrepared(Nixl):
 class NixlTcp(Nixl):
     """Over tcp on loopback."""
 
-    label: ClassVar[str] = "NIXL over tcp"
     env: ClassVar[Mapping[str, str]] = _TCP
 
 
 class NixlTcpPrepared(NixlPrepared):
     """Over tcp on loopback, prepared."""
 
-    label: ClassVar[str] = "NIXL over tcp, prepared"
     env: ClassVar[Mapping[str, str]] = _TCP

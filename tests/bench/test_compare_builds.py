@@ -1,0 +1,85 @@
+"""The comparison of two builds: the arithmetic of its verdict, and one run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
+
+from tests.support.source import ROOT
+
+#: Number of ratios -> positions, from 1, of the order statistics of the 95 % interval of a median, by any table.
+TABLE = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}
+
+
+@pytest.mark.parametrize("count", TABLE)
+def test_the_interval_is_that_of_the_tables(count: int) -> None:
+    ratios = [float(number) for number in range(1, count + 1)]
+    random.Random(count).shuffle(ratios)
+    assert interval(ratios) == TABLE[count]
+
+
+def test_an_interval_needs_six_ratios() -> None:
+    with pytest.raises(ValueError, match="at least 6"):
+        interval([1.0] * 5)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(3)
+    held = 0
+    for _ in range(2000):
+        low, high = interval([draw.expovariate(1.0) for _ in range(15)])
+        held += low <= 0.6931 <= high
+    assert held / 2000 == pytest.approx(0.965, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "slower"),
+    [
+        ([0.9] * 15, True),
+        ([0.95] * 15, False),
+        ([1.1] * 15, False),
+        # The upper end is the twelfth: three fast pairs of fifteen are taken for noise, four are not.
+        ([0.9] * 12 + [1.2] * 3, True),
+        ([0.9] * 11 + [1.2] * 4, False),
+    ],
+)
+def test_a_build_is_slower_when_the_whole_interval_is(ratios: list[float], slower: bool) -> None:
+    assert is_slower(ratios) == slower
+
+
+def test_builds_by_path(tmp_path: Path) -> None:
+    assert build_of(Path(sys.executable)).python == sys.executable
+    source = build_of(tmp_path)
+    assert source.python == sys.executable
+    assert source.environment is not None
+    assert source.environment["PYTHONPATH"] == str(tmp_path / "src")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    installed = build_of(tmp_path)
+    assert installed.python == str(tmp_path / ".venv/bin/python")
+    assert "PYTHONPATH" not in (installed.environment or {})
+
+
+def test_one_pair_of_a_build_and_itself() -> None:
+    build = build_of(ROOT)
+    case = cases(1)["plan"]
+    for number in (0, 1):
+        assert 0.01 < pair_ratio(case, (build, build), number) < 100
+
+
+def test_a_build_that_cannot_run_fails_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--before", "/bin/false", "--cases", "plan"]) == 1
+    assert "FAILED: ours-plan" in capsys.readouterr().out
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert "pull-shm-4k" in capsys.readouterr().out.split()
+    assert main(["--self", "--cases", "none-like-this"]) == 2
+    for wrong in ([], ["--self", "--before", "x"], ["--self", "--pairs", "5"]):
+        with pytest.raises(SystemExit):
+            main(wrong)

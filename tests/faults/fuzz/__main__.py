@@ -1,0 +1,55 @@
+"""``python -m tests.faults.fuzz``: run every target, or one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from tests.faults.fuzz import greetings, lanes, links, readers
+
+if TYPE_CHECKING:
+    from tests.faults.fuzz import Target
+
+__all__ = ["SHARES", "TARGETS", "main"]
+
+TARGETS: Final[dict[str, Target]] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS
+#: Part of all frames that each target gets, so that all take about as long on one machine.
+SHARES: Final = {
+    "parser": 0.45,
+    "same-host packets": 0.12,
+    "lane requests": 0.1,
+    "handlers": 0.1,
+    "handlers, RCA": 0.04,
+    "answers": 0.1,
+    "lanes": 0.03,
+    "lane handles": 0.03,
+    "lane greetings": 0.03,
+    "greetings": 0.003,
+    "dials": 0.003,
+    "rendezvous": 0.002,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every target; print one line each. A finding ends the run with its traceback."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description="Fuzz all that reads from peers.")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="in all; each target gets its share")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--target", choices=sorted(SHARES), help="only this one, with all frames")
+    given = parser.parse_args(arguments)
+    total = 0
+    for name, target in TARGETS.items():
+        if given.target in (None, name):
+            frames = given.frames if given.target else int(given.frames * SHARES[name]) + 1
+            verdicts = target(frames, given.seed)
+            total += verdicts.judged
+            sys.stdout.write(f"{verdicts}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{total} frames judged, no finding\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

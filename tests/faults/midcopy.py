@@ -1,0 +1,70 @@
+"""Stops a process inside a copy by luck, and looks at its threads and memory from outside.
+
+:func:`stop_inside_copy` watches the destination until the first byte has changed, then sends SIGSTOP, and says whether
+it was in time. Callers that need a number of trials repeat those that it missed. It needs no right, while
+:class:`~llm_datadist.testing.PageTrap` is exact, but the kernel may deny it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["frozen", "peek", "stop_inside_copy"]
+
+
+def stop_inside_copy(pid: int, begun: Callable[[], bool], ended: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Stop a process as soon as a copy of it has begun; return True when that was before its end.
+
+    Either way the process is stopped then: SIGCONT is the caller's.
+
+    Args:
+        pid: The process that copies.
+        begun: True once the first byte has arrived, by a look at the destination; called again and again.
+        ended: True once the last one has; called once the process does not run any more.
+        seconds: For the copy to begin.
+
+    Raises:
+        TimeoutError: It did not, or the process does not stop.
+    """
+    limit = time.monotonic() + seconds
+    while not begun():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"no copy of process {pid} began within {seconds:g} s")
+    os.kill(pid, signal.SIGSTOP)
+    while not frozen(pid):
+        if time.monotonic() > limit:
+            raise TimeoutError(f"process {pid} is not stopped {seconds:g} s after it was watched first")
+        time.sleep(0)
+    return not ended()
+
+
+def frozen(pid: int) -> bool:
+    """Return True when no thread of a process runs, as after SIGSTOP; also when it has ended."""
+    try:
+        return all(_state(thread) in "TtZX" for thread in Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError:
+        return not Path(f"/proc/{pid}").exists()
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+
+
+def peek(pid: int, address: int, nbytes: int) -> bytes:
+    """Return bytes of another process of our user, for ``begun`` and ``ended``.
+
+    Raises:
+        OSError: It may not be looked at, or nothing is mapped there.
+    """
+    fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, nbytes, address)
+    finally:
+        os.close(fd)
