@@ -216,20 +216,20 @@ def _wrap(datadist: LLMDataDist, step: Step, peer: int | None, stop: _Stop) -> C
         raise ValueError("gates need an LLMDataDist that is initialised")
     if step.end == "target":
         return _wrap_handler(engine.links._handlers, step.method, stop)
-    owner: object
+    owners: list[object]
     if step.owner in ("link", "connection"):
         if peer is None:
             raise ValueError(f"a gate at a step of the {step.owner} needs the peer's cluster id")
         link = engine.links.get(peer)
-        owner = link if step.owner == "link" else link.connection
+        owners = [link] if step.owner == "link" else list(link.connection.connections)
     else:
-        owner = datadist.cache_manager if step.owner == "manager" else getattr(engine, step.owner)
-    before = {name: vars(owner).get(name) for name in step.method.split()}
-    for name in before:
+        owners = [datadist.cache_manager if step.owner == "manager" else getattr(engine, step.owner)]
+    before = [(owner, name, vars(owner).get(name)) for owner in owners for name in step.method.split()]
+    for owner, name, _ in before:
         setattr(owner, name, stop.around(getattr(owner, name)))
 
     def restore() -> None:
-        for name, wrapped in before.items():
+        for owner, name, wrapped in before:
             if wrapped is None:
                 delattr(owner, name)  # the method of its class is visible again
             else:

@@ -86,8 +86,9 @@ def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     end = threading.Event()
     for link in links:
-        for name in ("read", "write"):
-            _replace(link.connection, name, partial(_after, end), undo)
+        for connection in link.connection.connections:
+            for name in ("read", "write"):
+                _replace(connection, name, partial(_after, end), undo)
     undo.callback(end.set)
 
 

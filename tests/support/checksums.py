@@ -62,8 +62,7 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 def flipping(world: World, verb: str, name: str, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved (``verb`` is read or write), one bit of a cache of this end changes."""
     assert world.dd._engine is not None
-    path = world.dd._engine.links.get(1).connection
-    connections: list[Any] = [path.shared] if path.private is None else [path.shared, path.private]
+    connections: tuple[Any, ...] = world.dd._engine.links.get(1).connection.connections
 
     def corrupted(original: Any) -> Any:
         def move(*args: Any) -> Any:

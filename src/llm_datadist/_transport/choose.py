@@ -30,7 +30,7 @@ class Choice:
 
 
 def agree(mine: str | None, theirs: str | None) -> str | None:
-    """Return the transport that one of the ends asks for, so that the other one takes it too; None when neither does.
+    """Return the transport that one of the ends asks for, None when neither does. The other end takes it too.
 
     Raises:
         LinkRefused: They ask for different ones, or the peer for one that this end does not know.
@@ -87,7 +87,7 @@ def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:
 
 
 def _with_private(name: str, reason: str, forced: str | None, private: str | None) -> Choice:
-    """Add how private memory is reached: by the same transport, where that can, else by cma, else by tcp."""
+    """Add how private memory is reached: by the same transport, else by cma, else by tcp."""
     if name != "shm":
         return Choice(name, name, reason)
     if forced is not None:

@@ -84,7 +84,7 @@ def _failure(what: str, error: OSError) -> LLMException:
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
-    """Try whether this process may reach the peer's private memory, and whether its pid is still the peer's.
+    """Try to read the peer's cookie from its private memory, by its pid.
 
     Args:
         peer: The outcome of the rendezvous.

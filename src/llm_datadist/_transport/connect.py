@@ -41,7 +41,7 @@ def exchange_memory_with(
     """Try the rendezvous, unless the peer lives in this process or tcp is forced. Runs on the initiator.
 
     Returns:
-        The peer's memory, which the caller owns; why there is none, for :class:`ConnectionBuilder` to report; or None.
+        The peer's memory, which the caller owns, or why there is none. None when it was not tried.
 
     Raises:
         DeadlineExceeded: No answer in time.
@@ -60,7 +60,7 @@ def exchange_memory_with(
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What the peer says about itself over the control connection: the rendezvous and cma must find the same.
+    """What the peer says about itself over the control connection. The rendezvous and cma must find the same.
 
     Attributes:
         incarnation: Random id of its process incarnation.
@@ -75,7 +75,7 @@ class PeerIdentity:
     regions: Sequence[RegionDescriptor]
 
     def proven(self, memory: PeerMemory) -> PeerMemory | LinkRefused:
-        """Return the memory if it is this peer's. Else close it and return why it is not."""
+        """Return the memory if it is this peer's, else close it and return why not."""
         if memory.incarnation != self.incarnation:
             what = "incarnation is another one"
         elif memory.cookie != self.cookie:
@@ -99,9 +99,9 @@ class LaneDialer:
 
 
 class ConnectionBuilder:
-    """Chooses the transports from the outcome of the rendezvous, and opens the data path. Used by one thread, once.
+    """Chooses the transports from the outcome of the rendezvous, and opens the data path.
 
-    Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`.
+    Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`. Used by one thread.
 
     Args:
         peer: Who must be at the other end.

@@ -66,7 +66,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where memory of a peer lies, by address, and whether this process may write it. Size in bytes.
+    """Where memory of a peer lies, and whether this process may write it. Size in bytes.
 
     Attributes:
         memory: What keeps it mapped while this window exists; None where the connection does.
@@ -78,8 +78,8 @@ class Window:
     memory: object = None
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
-        """Return the addresses of tensors of ``extent`` bytes. The comparison is such that no sum can wrap."""
-        limit = self.nbytes - extent
+        """Return the addresses of tensors of ``extent`` bytes at these offsets of the window."""
+        limit = self.nbytes - extent  # compared with an offset, so that no sum of untrusted numbers can wrap
         far = max(offsets.tolist())  # an array's own maximum takes ten times as long for one tensor
         if extent < 0 or limit < 0 or far > limit:
             raise ProtocolError(
@@ -157,11 +157,11 @@ def move_mapped(transfer: Transfer) -> None:
 
 
 class MemoryChanged(TransferFailed):
-    """The owner refused before the first byte: the memory is not what was resolved any more. Nothing was moved."""
+    """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
 class _CallGate:
-    """Counts the calls inside a connection, and refuses new ones once it is shut or in a forked child.
+    """Counts the calls inside a connection; refuses new ones once shut, or in a forked child.
 
     Threads: any. ``leave`` and ``shut`` return True to the one caller that has to release what the calls used.
 
@@ -255,7 +255,7 @@ class Connection(ABC):
         """Learn who the peer is, for messages about what it does in our memory."""
 
     def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
-        """Serve what the peer asks from now on, in the name of ``link``: the handshake is over.
+        """Serve what the peer asks from now on, in the name of ``link``.
 
         Raises:
             LinkRefused: This process is being finalised.
@@ -269,7 +269,7 @@ class Connection(ABC):
         """
 
     def peer_ended(self) -> bool:
-        """Return True when it is certain that the peer's process has ended, or this connection is closed."""
+        """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
 
     # What a transport is given
@@ -342,7 +342,7 @@ class Connection(ABC):
         return window
 
     def guards_unchanged(self, guard_set: GuardSet) -> bool:
-        """Return True while every guard of the peer shows the generation that was promised, by acquire loads.
+        """Return True while every guard shows its generation, by acquire loads.
 
         Raises:
             ProtocolError: A slot is outside the peer's guard table.
@@ -416,7 +416,7 @@ class Connection(ABC):
         return nbytes
 
     def peer_pidfd(self) -> int | None:
-        """Return a new descriptor that is readable once the peer's process has ended; None when nothing tells that."""
+        """Return a new descriptor that is readable once the peer's process has ended, or None."""
         try:
             self._gate.enter("peer_pidfd")
         except LinkError:
@@ -465,7 +465,7 @@ class Connection(ABC):
 
 
 class DataPath:
-    """The connections of one link: one for what the peer exports, and perhaps another for its private memory.
+    """The connections of one link: one, or another one beside it for the peer's private memory.
 
     Owns both. Tensors carry the connection that mapped them, which then moves them. Threads: as for a connection.
 
@@ -474,31 +474,32 @@ class DataPath:
         private: Reaches the peer's private memory; None where ``shared`` does, or nothing.
 
     Attributes:
+        connections: The one or both.
         capabilities: What they can do together.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
         self.shared = shared
         self.private = private
-        self._all = (shared,) if private is None else (shared, private)
+        self.connections = (shared,) if private is None else (shared, private)
         self.capabilities = shared.capabilities
         if private is not None:
             self.capabilities = Capabilities(
                 shared.capabilities.name,
                 shared_regions=True,
                 private_memory=True,
-                announces_reads=any(each.capabilities.announces_reads for each in self._all),
+                announces_reads=any(each.capabilities.announces_reads for each in self.connections),
             )
 
     @property
     def bytes_read(self) -> int:
         """Bytes moved from the peer so far."""
-        return sum(each.bytes_read for each in self._all)
+        return sum(each.bytes_read for each in self.connections)
 
     @property
     def bytes_written(self) -> int:
         """Bytes moved to the peer so far."""
-        return sum(each.bytes_written for each in self._all)
+        return sum(each.bytes_written for each in self.connections)
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection that maps tensors in these regions: all of them exported, or none."""
@@ -508,36 +509,36 @@ class DataPath:
 
     def introduce(self, who: str, cluster_id: int) -> None:
         """Tell the connections who the peer is."""
-        for each in self._all:
+        for each in self.connections:
             each.introduce(who, cluster_id)
 
     def begin(self, link: object) -> None:
         """Serve what the peer asks from now on, see :meth:`Connection.begin`."""
-        for each in self._all:
+        for each in self.connections:
             each.begin(link)
 
     def reconnect_lanes(self, deadline: Deadline) -> None:
         """Dial lost lanes again, see :meth:`Connection.reconnect_lanes`."""
-        for each in self._all:
+        for each in self.connections:
             each.reconnect_lanes(deadline)
 
     def peer_ended(self) -> bool:
-        """Return True when it is certain that the peer's process has ended, or a connection is closed."""
-        return any(each.peer_ended() for each in self._all)
+        """Return True as :meth:`Connection.peer_ended` of either does."""
+        return any(each.peer_ended() for each in self.connections)
 
     def peer_pidfd(self) -> int | None:
         """Return a new descriptor as :meth:`Connection.peer_pidfd`, if a connection has one."""
-        return next((fd for each in self._all if (fd := each.peer_pidfd()) is not None), None)
+        return next((fd for each in self.connections if (fd := each.peer_pidfd()) is not None), None)
 
     def close(self) -> None:
         """Close the connections, see :meth:`Connection.close`."""
-        for each in self._all:
+        for each in self.connections:
             each.close()
 
     def abort(self) -> None:
         """Abort the connections, see :meth:`Connection.abort`."""
-        for each in self._all:
+        for each in self.connections:
             each.abort()
 
     def __repr__(self) -> str:
-        return f"<DataPath {', '.join(map(repr, self._all))}>"
+        return f"<DataPath {', '.join(map(repr, self.connections))}>"

@@ -89,7 +89,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class LaneRequest:
-    """A peer's request for memory of this process: well formed, nothing more is known to be true of it.
+    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet.
 
     Attributes:
         handle: What the peer was given to name the memory.
@@ -195,7 +195,7 @@ def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> No
 
 
 def _tune(sock: socket.socket) -> None:
-    """Set the options of every lane. The control connection watches liveness, the kernel what is on its way."""
+    """Set the socket options of a lane."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -248,10 +248,13 @@ class LaneGrant:
 
 
 class LaneHandler(Protocol):
-    """What the owner of the memory does for lanes. Everything is called on the control thread and must be short."""
+    """What the owner of the memory does for lanes.
+
+    Threads: everything is called on the control thread and must be short.
+    """
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer of ``link`` may read; any ``LLMException`` refuses it, with its status and text."""
+        """Return what the peer of ``link`` may read. An ``LLMException`` refuses it, with its status and text."""
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
         """Return what the peer of ``link`` may write; as :meth:`on_read`."""
@@ -261,10 +264,10 @@ class LaneHandler(Protocol):
 
 
 class LaneGroup:
-    """The lanes of one link, and how much each of them has to do. Any thread; made, begun and ended by :class:`Lanes`.
+    """The lanes of one link, and how much each of them has to do. Made, begun and ended by :class:`Lanes`.
 
     Until it has begun, its lanes wait as sockets: what the peer says meanwhile stays in the kernel, so that no request
-    comes before the link that it is for.
+    comes before the link that it is for. Threads: any.
 
     Attributes:
         link: The link, opaque here; None until it has begun.
@@ -404,7 +407,7 @@ class Lanes:
             self._loop.add_reader(self._engine.event_fd(), self._on_events)
 
     def stop(self) -> None:
-        """Answer no more, and take no link any more. Called on the loop's thread, before :meth:`close`; idempotent."""
+        """Answer no request and take no link any more. On the loop's thread, before :meth:`close`. Idempotent."""
         with self._making:
             self._closed = True
             loop, self._loop = self._loop, None

@@ -92,8 +92,8 @@ class PeerMemory:
         guards: The peer's guard table, read-only; its cookie is that of the hello.
         regions: The peer's exported segments by region id; writable where the peer lets us.
         process: The peer, whose pidfd is taken.
-        intent_writer: Where this process announces what it writes there; None where it may not.
-        page: Where the peer announces what it writes here; None where it may not.
+        intent_writer: Where this process announces what it writes there.
+        page: Where the peer announces what it writes here.
 
     Attributes:
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
@@ -109,8 +109,8 @@ class PeerMemory:
         guards: SharedSegment,
         regions: dict[int, SharedSegment],
         process: PeerProcess,
-        intent_writer: IntentWriter | None,
-        page: WriterPage | None,
+        intent_writer: IntentWriter,
+        page: WriterPage,
     ) -> None:
         self.cookie = hello.cookie
         self.incarnation = hello.incarnation
@@ -125,8 +125,7 @@ class PeerMemory:
         # or a connection's __del__, needs it.
         self._others: list[None] = []
         self.pidfd = process.take_pidfd()
-        if page is not None:
-            page.belongs_to(self.pid, self.pidfd)
+        page.belongs_to(self.pid, self.pidfd)
 
     @property
     def closed(self) -> bool:
@@ -151,12 +150,11 @@ class PeerMemory:
 
     def introduce(self, who: str, cluster_id: int) -> None:
         """Say who the peer is, for messages about what it writes here."""
-        if self._page is not None:
-            self._page.introduce(who, cluster_id)
+        self._page.introduce(who, cluster_id)
 
     def settle(self) -> None:
         """Close the page's descriptor: the peer has its own by now."""
-        if self._page is not None and self._page.segment is not None:
+        if self._page.segment is not None:
             self._page.segment.close_descriptor()
 
     def duplicate_pidfd(self) -> int | None:
@@ -176,13 +174,9 @@ class PeerMemory:
     def _release(self) -> None:
         if self.closed:
             return
-        pidfd, self.pidfd = self.pidfd, -1
-        if self.intent_writer is not None:
-            self.intent_writer.close()
-        if self._page is None:
-            os.close(pidfd)
-        else:
-            self._page.retire()  # with the pidfd: a peer that is in the middle of a write may be awaited for long
+        self.pidfd = -1
+        self.intent_writer.close()
+        self._page.retire()  # with the pidfd: a peer that is in the middle of a write may be awaited for long
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
@@ -216,14 +210,9 @@ def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer
             f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
             f"{len(hello.regions)} regions"
         )
-    if hello.writers_nbytes not in (0, WRITER_PAGE_BYTES):
-        raise LinkRefused(f"same-host peer (pid {process.pid}) has a page for writers of {hello.writers_nbytes} bytes")
     with ExitStack() as undo:
         guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False))
-        intent_writer = None
-        if hello.writers_nbytes:
-            with _attach(packet, "writers", WRITER_PAGE_BYTES, writable=True) as segment:
-                intent_writer = IntentWriter(segment.view())  # the array keeps it mapped
+        writers = undo.enter_context(_attach(packet, "writers", WRITER_PAGE_BYTES, writable=True))
         regions = {
             described.region: undo.enter_context(
                 _attach(packet, described.name, described.nbytes, writable=described.writable)
@@ -233,7 +222,8 @@ def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer
         if read_cookie(guards) != hello.cookie:
             raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
         undo.pop_all()
-    return PeerMemory(hello, guards, regions, process, intent_writer, offer.take_page())
+    with writers:  # its view keeps it mapped
+        return PeerMemory(hello, guards, regions, process, IntentWriter(writers.view()), offer.take_page())
 
 
 def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool) -> SharedSegment:
@@ -253,7 +243,7 @@ class SameHostConnection(Connection):
         super().__init__()
 
     def peer_ended(self) -> bool:
-        """Return True once the kernel says so: a child that the peer forked may still hold its sockets open."""
+        """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
         return self.closed or not self._peer.alive()
 
     def introduce(self, who: str, cluster_id: int) -> None:
@@ -261,13 +251,8 @@ class SameHostConnection(Connection):
         self._peer.introduce(who, cluster_id)
 
     def _intent_writer(self, *, write: bool) -> IntentWriter | None:
-        if not write:  # a reader fails by the generation; the owner of the memory does not wait for it
-            return None
-        writer = self._peer.intent_writer
-        if writer is None:
-            text = f"write: pid {self._peer.pid} lets nobody write: it has no remote cache access (RCA)"
-            raise LinkError(text, phase="copy")
-        return writer
+        # A reader fails by the generation; the owner of the memory does not wait for it.
+        return self._peer.intent_writer if write else None
 
     def _duplicate_pidfd(self) -> int | None:
         return self._peer.duplicate_pidfd()

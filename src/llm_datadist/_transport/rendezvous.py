@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
-__all__ = ["MAX_REGIONS", "VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode"]
+__all__ = ["VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode", "send_packet"]
 
-VERSION: Final = 2
-MAX_REGIONS: Final = 32
-MAX_DESCRIPTORS: Final = MAX_REGIONS + 2
+VERSION: Final = 3
+_MAX_REGIONS: Final = 32
+_MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 _FD_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
-_ANCILLARY: Final = socket.CMSG_LEN(MAX_DESCRIPTORS * _FD_BYTES)
+_ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
 
 
 class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     """What either end offers.
 
-    Its descriptors: the guard table's, that of the page for writers if there is one, then one per region in the order
-    of ``regions``.
+    Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
+    region in the order of ``regions``.
 
     Attributes:
         version: Of these packets.
@@ -45,7 +45,6 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
         incarnation: Of the sender.
         cookie: What the receiver must find in the mapped guard table's header.
         guards_nbytes: Size of the guard table.
-        writers_nbytes: Size of the page in which the receiver announces what it writes; 0 where it may not write.
         regions: The exported segments.
     """
 
@@ -54,13 +53,12 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     incarnation: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
     cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
-    writers_nbytes: Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
-    regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
 
     @property
     def descriptors(self) -> int:
         """How many descriptors belong to it."""
-        return 1 + bool(self.writers_nbytes) + len(self.regions)
+        return 2 + len(self.regions)
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -146,7 +144,7 @@ class Packet:
 
 def _defect(data: bytes, flags: int) -> str | None:
     if flags & socket.MSG_CTRUNC:
-        return f"same-host packet has more than {MAX_DESCRIPTORS} descriptors, or this process has none left"
+        return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
     if flags & socket.MSG_TRUNC:
         return f"same-host packet is larger than {_MAX_PACKET} bytes"
     if not data:
@@ -192,24 +190,22 @@ class MemoryOffer:
         self._page: WriterPage | None = page
         memory = page.segment
         assert memory is not None
-        self.hello = RendezvousHello(
-            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, memory.nbytes, regions
-        )
+        self.hello = RendezvousHello(VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions)
         self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
 
     def send(self, sock: socket.socket) -> None:
         """Send it, once; errors as :func:`send_packet`."""
         send_packet(sock, self.hello, self.fds)
 
-    def take_page(self) -> WriterPage | None:
-        """Return the page for the peer's writers, the caller's from now on; None if it was taken already."""
+    def take_page(self) -> WriterPage:
+        """Return the page for the peer's writers, the caller's from now on. Called once."""
         page, self._page = self._page, None
+        assert page is not None, "taken once"
         return page
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        page = self.take_page()
-        if page is not None:
-            page.retire()
+        if self._page is not None:
+            self._page.retire()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["SameHostListener", "exchange_memory"]
 
 MAX_PENDING: Final = 64
-TOKEN_BYTES: Final = range(16, 65)
+_TOKEN_LENGTHS: Final = range(16, 65)
 _PREFIX: Final = "llm-datadist-"
 _SUFFIX: Final = ".sock"
 _BACKLOG: Final = 128
@@ -48,7 +48,7 @@ _CLOSE_WAIT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
-Callback = Callable[[PeerMemory | LinkError], None]
+_Callback = Callable[[PeerMemory | LinkError], None]
 
 
 class SameHostListener:
@@ -75,7 +75,7 @@ class SameHostListener:
         self._exports = exports
         self._idle_timeout = idle_timeout
         self._pid = os.getpid()
-        self._expected: dict[bytes, Callback] = {}
+        self._expected: dict[bytes, _Callback] = {}
         self._pending: dict[socket.socket, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -89,16 +89,16 @@ class SameHostListener:
         self._thread = threading.get_ident()
         loop.add_reader(self._socket, self._accept)
 
-    def expect(self, token: bytes, callback: Callback) -> None:
-        """Admit one peer with ``token``; the callback gets, and then owns, its memory, or the reason why not.
+    def expect(self, token: bytes, callback: _Callback) -> None:
+        """Admit one peer with ``token``. The callback gets its memory, which it then owns, or the reason why not.
 
-        The token is used up by the first packet that carries it. A callback of a listener that is closed first is
-        never called.
+        The token is used up by the first packet that carries it. A callback is not called when the listener is closed
+        first.
 
         Raises:
             ParamError: The token is not of 16 to 64 bytes, or is expected already.
         """
-        if len(token) not in TOKEN_BYTES:
+        if len(token) not in _TOKEN_LENGTHS:
             raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
         if self._expected.setdefault(token, callback) is not callback:
             raise ParamError("expect: this token is expected already; tokens are for one use")
@@ -161,7 +161,7 @@ class SameHostListener:
 
     def _answer(self, sock: socket.socket, packet: Packet) -> None:
         """Answer one packet, close its socket, and call back the caller that expects its token."""
-        callback: Callback | None = None
+        callback: _Callback | None = None
         result: PeerMemory | LinkError
         try:
             hello = decode(packet.data)
@@ -259,9 +259,9 @@ class SameHostListener:
 
 
 def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
-    """Dial a peer's :class:`SameHostListener`, swap memory with it and return the peer's; the caller owns it.
+    """Dial a peer's :class:`SameHostListener`, swap memory with it and return the peer's.
 
-    Blocks in the caller's thread, within the deadline.
+    The caller owns that memory. Blocks in the caller's thread, within the deadline.
 
     Args:
         name: The peer's ``SameHostListener.name``.

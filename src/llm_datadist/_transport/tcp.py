@@ -158,10 +158,10 @@ class _Part(NamedTuple):
 
 
 class _LaneTransfer:
-    """One transfer of a connection, moved in parts, each on the lane with the least to do. Used by the calling thread.
+    """One transfer of a connection, moved in parts, each on the lane with the least to do.
 
     A lane serves its parts one after the other. So that a later transfer need not wait for the whole of a large one,
-    only some parts of that are on their way at a time, and all of them keep off one lane.
+    only some parts of that are on their way at a time, and all of them keep off one lane. Used by the calling thread.
     """
 
     def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
@@ -274,7 +274,7 @@ def _refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMExceptio
 
 
 def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
-    """Yield parts of a plan that together are the plan, in its order: whole tensors where they are small.
+    """Yield parts that together are the plan, in its order: whole tensors where they are small.
 
     Args:
         plan: What to cut; a plan of no bytes has no parts.

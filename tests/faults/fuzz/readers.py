@@ -83,7 +83,7 @@ def packet(rng: random.Random) -> bytes:
         regions = [described | {"region": rng.randrange(40)} for _ in range(rng.randrange(4))]
         value = {"type": "hello", "version": rendezvous.VERSION, "token": bytes(16)}
         value |= {"incarnation": bytes(16), "cookie": bytes(16)}
-        value |= {"guards_nbytes": 4096, "writers_nbytes": rng.choice((0, 4096)), "regions": regions}
+        value |= {"guards_nbytes": 4096, "regions": regions}
     if rng.random() < 0.4:
         value[rng.choice(list(value))] = wild(rng)
     if rng.random() < 0.2 and value.get("regions"):
