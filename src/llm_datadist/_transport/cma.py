@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import execute_process, peek_process
+from llm_datadist._native import ProcessMemory, execute_process, peek_process
 from llm_datadist._transport.connection import Capabilities, Transfer, Window
 from llm_datadist._transport.peer_memory import MetConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
@@ -56,9 +56,8 @@ class CmaConnection(MetConnection):
         # an error.
         self._check_alive(what)
         try:
-            done = execute_process(
-                plan, local, remote, self._peer.pid, pool, deadline.expires_ns, deadline.cancelled, write=write
-            )
+            memory = ProcessMemory(self._peer.pid, remote, write)
+            done = execute_process(plan, local, memory, pool, deadline.expires_ns, deadline.cancelled)
         except OSError as error:
             self._check_alive(what)
             raise _failure(what, error) from error
