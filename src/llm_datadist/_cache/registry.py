@@ -25,7 +25,7 @@ from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.types import BlocksCacheKey, CacheKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llm_datadist._cache.geometry import Geometry
 
@@ -173,9 +173,8 @@ class Lifecycle:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """One binding of a key to a row. A later binding of the same key is another object with another id."""
+    """One binding of a key to a row. A later binding of the same key is another object."""
 
-    binding_id: int
     key: Key
     entry: Entry
     row: int
@@ -265,7 +264,6 @@ class Registry:
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
         self._next_id = 1
-        self._next_binding = 1
         self._next_pin = 1
         self.unknown_releases = 0
 
@@ -481,17 +479,16 @@ class Registry:
 
     def drop_peer(self, peer: object) -> Effects:
         """End the pins of a lost peer; the keys stay (R5)."""
-        effects = Effects()
-        with self._lock:
-            for pin in [p for p in self._pins.values() if p.peer is peer]:
-                self._unpin(pin, effects)
-        return effects
+        return self._unpin_all(lambda pin: pin.peer is peer)
 
     def expire(self, now: float) -> Effects:
         """End the pins whose time is over: their initiators did not release them."""
+        return self._unpin_all(lambda pin: pin.expires <= now)
+
+    def _unpin_all(self, ended: Callable[[Pin], bool]) -> Effects:
         effects = Effects()
         with self._lock:
-            for pin in [p for p in self._pins.values() if p.expires <= now]:
+            for pin in [pin for pin in self._pins.values() if ended(pin)]:
                 self._unpin(pin, effects)
         return effects
 
@@ -577,8 +574,7 @@ class Registry:
                 return
             self._unbind(old, effects, invalidate=True)
         every_tensor = (1 << entry.geometry.num_tensors) - 1
-        binding = Binding(self._next_binding, key, entry, row, guard, every_tensor)
-        self._next_binding += 1
+        binding = Binding(key, entry, row, guard, every_tensor)
         self._keys[key] = entry.bindings[key] = binding
         self._settle(entry, Event.BIND, effects)
 
