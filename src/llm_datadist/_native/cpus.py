@@ -13,14 +13,14 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """Return the number of processors in our affinity, or our cgroup's CPU quota, rounded up, if that is lower."""
+    """Return the lower of our CPU affinity and our cgroup's quota, rounded up."""
     affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(_CGROUP_ROOT, _MEMBERSHIP)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the lowest quota of our cgroup and its ancestors, in processors; None if there is none.
+    """Return the lowest quota of our cgroup and its ancestors, in processors, or None.
 
     Args:
         root: Where cgroup file systems are mounted.

@@ -126,7 +126,7 @@ _EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost, "don
 
 
 def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
-    """Check a plan against both ends without moving anything, as ``execute`` does before its first byte.
+    """Check a plan against both ends, as ``execute`` does before its first byte.
 
     Raises:
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``.
@@ -176,7 +176,7 @@ class LaneEngine:
     # Lanes
 
     def add_lane(self, fd: int) -> int:
-        """Take over a connected stream socket, also if this raises, and return the number of its lane.
+        """Take over a connected stream socket, also if this raises; return its lane number.
 
         Raises:
             ParamError: Not a socket, or too many lanes (4096).
@@ -184,7 +184,7 @@ class LaneEngine:
         return self._native.add_lane(fd)
 
     def reserve_lane(self) -> int:
-        """Return the number of a lane to be attached, for a caller that must know it before its first event."""
+        """Return the number of a lane that is attached later: known before its first event."""
         return self._native.reserve_lane()
 
     def attach_lane(self, lane: int, fd: int) -> None:
@@ -192,7 +192,7 @@ class LaneEngine:
         self._native.attach_lane(lane, fd)
 
     def drop_lane(self, lane: int) -> None:
-        """Close a lane: its jobs end as lost, and it touches no memory any more. Ignores an unknown lane."""
+        """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
         self._native.drop_lane(lane)
 
     def event_fd(self) -> int:
@@ -206,9 +206,10 @@ class LaneEngine:
     # Initiator
 
     def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
-        """Ask the target for the bytes of ``plan``; return the job's number, for one :meth:`wait` or :meth:`give_up`.
+        """Ask the target for the bytes of ``plan`` and return the job's number.
 
-        The target must send exactly ``plan.nbytes`` bytes, in the plan's order.
+        Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the order
+        of the plan.
 
         Args:
             lane: The lane; if it is gone the job ends as lost.
@@ -225,7 +226,7 @@ class LaneEngine:
         )
 
     def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
-        """Send the bytes of ``plan`` to the target and return the job's number; otherwise as :meth:`start_read`."""
+        """Send the bytes of ``plan``; return the job's number. Otherwise as :meth:`start_read`."""
         runs, nbytes = plan.runs, plan.nbytes
         return self._native.start(
             lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, runs, nbytes, src.mapped
@@ -279,11 +280,11 @@ class LaneEngine:
         self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
 
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
-        """Answer a request with a reason: ``code`` is unsigned and not 0, ``text`` is cut at 4000 bytes."""
+        """Refuse a request: ``code`` is unsigned, not 0; ``text`` is cut at 4000 bytes."""
         self._native.refuse(lane, id, code, text)
 
     def quiesce(self, tag: int) -> None:
-        """Stop using memory that was granted under ``tag``; it is not touched any more once this returns.
+        """Stop using memory granted under ``tag``; it is not touched once this returns.
 
         Its jobs end as :data:`ABORTED`. Advance its guards before this: they stop what is granted later.
         """

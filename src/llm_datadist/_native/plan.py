@@ -62,7 +62,7 @@ def digest(
     each_run: bool = False,
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None:
-    """Digest the bytes of one end of a plan, in this thread and those of ``pool``.
+    """Digest one end of a plan, in this thread and those of ``pool``.
 
     A digest depends on the bytes in the order of the plan, on their number and on the nonce; not on addresses, nor on
     how runs were merged or split. The GIL is released for more than 256 KiB; other threads help above 1 MiB.
