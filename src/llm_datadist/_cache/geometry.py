@@ -147,7 +147,7 @@ _decode_cached: Final = lru_cache(256)(_decode)
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """Hold the layer ranges of one call as the caller gave them (R14). ``None`` stands for every tensor of that end."""
+    """The layer ranges of one call, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
 
     src: range | None
     dst: range | None
@@ -213,7 +213,7 @@ class LayerSelection:
 
 
 class CachePair(msgspec.Struct, eq=False):
-    """Compare one remote cache with one local cache; keep the planner that the last comparison gave. Any thread.
+    """One remote cache and one local cache, compared, with the block planner that was used last. Any thread.
 
     Attributes:
         remote: Geometry of the remote cache.

@@ -208,8 +208,8 @@ class LaneEngine:
     def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
         """Ask the target for the bytes of ``plan`` and return the job's number.
 
-        Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the order
-        of the plan.
+        Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the
+        order of the plan.
 
         Args:
             lane: The lane; if it is gone the job ends as lost.
