@@ -16,8 +16,6 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -261,13 +259,11 @@ class DirectMemory:
     Args:
         name: For messages.
         device: Where the memory comes from.
-        limit: Gives the most bytes this process may use, and what sets that limit.
     """
 
-    def __init__(self, name: str, device: Device, *, limit: Callable[[], tuple[int, str]] = host_memory_limit) -> None:
+    def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._limit = limit
         self._lock = threading.Lock()  # guards the four below
         self._pools: set[_OneUsePool] = set()
         self._taken = 0
@@ -301,7 +297,7 @@ class DirectMemory:
         return pool.allocate_many(count, nbytes)
 
     def _reserve(self, wanted: int) -> None:
-        most, source = self._limit()
+        most, source = host_memory_limit()
         with self._lock:
             if self._closed:
                 raise StateError(f"memory {self.name} is closed: nothing can be allocated")
