@@ -653,7 +653,7 @@ class Registry:
             _require(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
             _require(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
             _require(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
-            _require(entry.uses.is_open is not entry.closing, f"{name}: its gate is open though it cannot be found")
+            _require(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
         for entry in self._draining:
             used = entry.pins + entry.uses.inside > 0 and not entry.uses.is_open
             _require(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")
