@@ -14,7 +14,7 @@ from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
-from llm_datadist._native.plan import digest
+from llm_datadist._native.plan import PlanEnd, digest
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, questions, unconsumed, verified
@@ -85,7 +85,7 @@ def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> byt
     tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
     runs = np.array([(0, *each) for each in pairs], np.uint64)
     plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
-    found = digest(plan, tensors, None, NO_DEADLINE, NONCE, dst=False, each_run=each_run)
+    found = digest(PlanEnd(plan, tensors, is_dst=False), None, NO_DEADLINE, NONCE, each_run=each_run)
     assert found is not None
     return found.tobytes()
 

@@ -123,7 +123,9 @@ _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode and verify a geometry that a peer sent. The caches of one model share one geometry, so it is cached.
+    """Decode and verify a geometry that a peer sent.
+
+    The caches of one model share one geometry, so the result is cached.
 
     Raises:
         ProtocolError: Not a geometry, or an impossible one.
@@ -145,7 +147,7 @@ _decode_cached: Final = lru_cache(256)(_decode)
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """Hold the layer ranges of one call as the caller gave them (R14). ``None`` stands for every tensor of that end."""
+    """The layer ranges of one call, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
 
     src: range | None
     dst: range | None
@@ -211,7 +213,7 @@ class LayerSelection:
 
 
 class CachePair(msgspec.Struct, eq=False):
-    """Compare one remote cache with one local cache; keep the planner that the last comparison gave. Any thread.
+    """One remote cache and one local cache, compared, with the block planner that was used last. Any thread.
 
     Attributes:
         remote: Geometry of the remote cache.
@@ -274,7 +276,7 @@ def plan_row(
 
 
 def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
-    """Check that blocks of ``src`` fit blocks of ``dst``; return the planner that takes lists of blocks (R26).
+    """Check that blocks of ``src`` fit ``dst``; return the planner for lists of them (R26).
 
     ``alias`` is True if both ends have the same tensors.
 
@@ -300,7 +302,7 @@ def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alia
 def plan_pieces(
     src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: BlockList | NDArray[np.int64], layers: LayerSelection
 ) -> Plan:
-    """Plan cache -> blocks: piece i of the source row goes to ``dst_blocks[i]``; the last piece may be short.
+    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``; the last may be short.
 
     Raises:
         CacheMismatch: The source is a blocks cache, or the destination is not.
@@ -324,7 +326,7 @@ def plan_pieces(
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
-    """Plan copy_cache (R8): bytes [offset, offset + n) of one row to the same offset of another, all tensors.
+    """Plan copy_cache (R8): bytes [offset, offset + n) of a row, in all tensors.
 
     Raises:
         ParamError: ``num_tensors`` or ``data_type`` differ, a row index or the byte range leaves either cache, or with
@@ -377,7 +379,7 @@ class LayerPlan:
 
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
-        """Plan a whole row of each tensor; of a blocks cache row 0, which is its first block.
+        """Plan a whole row of each tensor; row 0 of a blocks cache is its first block.
 
         Raises:
             ParamError: No such row.
@@ -390,7 +392,7 @@ class LayerPlan:
 
     @classmethod
     def of_pieces(cls, src: Geometry, dst_blocks: BlockList, unit: int) -> LayerPlan:
-        """Plan each whole tensor in pieces of ``unit`` bytes: piece i to ``dst_blocks[i]``, the last may be short.
+        """Plan each whole tensor: piece i of ``unit`` bytes to ``dst_blocks[i]``, the last may be short.
 
         Raises:
             ParamError: ``unit`` is not between 0 and the size of a tensor, or there are fewer pieces than blocks.
@@ -453,7 +455,7 @@ class LayerPlan:
         return Plan(dst_first, src_first, count, runs, ordered=self.ordered or alias, nbytes=nbytes)
 
     def offset_in(self, dst: Geometry, row: int) -> int:
-        """Return where the destination begins in the tensors of ``dst``, a cache named by key or by id and row.
+        """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named.
 
         Raises:
             CacheMismatch: Sizes or kinds do not fit (R17).

@@ -25,7 +25,7 @@ from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.types import BlocksCacheKey, CacheKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llm_datadist._cache.geometry import Geometry
 
@@ -67,7 +67,7 @@ Key = tuple[int, int, int]
 
 
 def key_of(key: CacheKey | BlocksCacheKey) -> Key | None:
-    """Return the table key of a public key, or None for a placeholder, which binds nothing (R4)."""
+    """Return the table key of a public key; None for a placeholder (R4)."""
     if isinstance(key, BlocksCacheKey):
         return (Namespace.BLOCKS, 0, key.model_id)
     if key.prefix_id != INVALID_ID:
@@ -143,7 +143,7 @@ class Lifecycle:
         self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=_HISTORY_LENGTH)
 
     def require(self, event: Event) -> frozenset[State]:
-        """Return the states that ``event`` may lead to from here; raise StateError if it is illegal."""
+        """Return the states that ``event`` may lead to; raise StateError if it is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
@@ -173,9 +173,8 @@ class Lifecycle:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """One binding of a key to a row. A later binding of the same key is another object with another id."""
+    """One binding of a key to a row. A later binding of the same key is another object."""
 
-    binding_id: int
     key: Key
     entry: Entry
     row: int
@@ -213,7 +212,7 @@ class Entry:
 
     @property
     def reachable(self) -> bool:
-        """True if a lookup by id or key can find it; FREED and DRAINING entries are not."""
+        """True if a lookup by id or key can find it: LIVE or DEFERRED."""
         return self.owner or bool(self.bindings)
 
     def require_open(self) -> None:
@@ -265,7 +264,6 @@ class Registry:
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
         self._next_id = 1
-        self._next_binding = 1
         self._next_pin = 1
         self.unknown_releases = 0
 
@@ -305,7 +303,7 @@ class Registry:
             return entry, effects
 
     def drop_owner(self, cache_id: int) -> Effects:
-        """End the owner's need of an allocated cache; unknown, registered and already dropped ids are no-ops.
+        """End the owner's need of an allocated cache; ignore any other id.
 
         A blocks cache loses its key at once (R27), one of kind MIX has none; a continuous one lives until its keys are
         consumed.
@@ -323,7 +321,7 @@ class Registry:
         return effects
 
     def remove_key(self, key: Key) -> Effects:
-        """Unbind ``key`` from its cache, a registered one too (R25); an unknown key is a no-op."""
+        """Unbind ``key`` from its cache, also a registered one (R25); ignore an unknown key."""
         effects = Effects()
         with self._lock:
             binding = self._keys.get(key)
@@ -332,13 +330,13 @@ class Registry:
         return effects
 
     def registered(self, cache_id: int) -> Entry | None:
-        """Return the registered cache with that id, also while it is being unregistered; None for any other id."""
+        """Return the registered cache with that id, also while it is being unregistered, or None."""
         with self._lock:
             entry = self._entries.get(cache_id)
             return None if entry is None or entry.owned else entry
 
     def begin_closing(self, entry: Entry) -> bool:
-        """Make lookups of a registered cache fail; return False if it is gone or another call unregisters it."""
+        """Make lookups of a cache fail; return False if it is gone or closing already."""
         with self._lock:
             if entry.closing or self._entries.get(entry.cache_id) is not entry:
                 return False
@@ -355,7 +353,7 @@ class Registry:
                 entry.uses.open()
 
     def unregister(self, cache_id: int) -> Effects:
-        """Drop a registered cache with its keys; readers in flight fail by its guard. Any other id is a no-op."""
+        """Drop a registered cache with its keys, so that readers fail; ignore any other id."""
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
@@ -376,7 +374,7 @@ class Registry:
     # --- lookups, local uses and pins ------------------------------------------------------------------------------
 
     def lookup(self, cache_id: int, what: str = "cache") -> Entry:
-        """Return the entry with that id, also a deallocated one whose keys are not consumed yet.
+        """Return the entry with that id, also a deallocated one with unconsumed keys.
 
         Raises:
             CacheNotFound: No such cache.
@@ -395,7 +393,7 @@ class Registry:
             return entry
 
     def end_use(self, entry: Entry) -> Effects:
-        """End a use; return :data:`NOTHING` while the owner, a key or another user needs the cache."""
+        """End a use; return :data:`NOTHING` while anything else needs the cache."""
         if entry.uses.try_leave():
             return NOTHING  # no event, no lock: as in begin_use
         with self._lock:
@@ -436,9 +434,9 @@ class Registry:
             return pin
 
     def reach(self, peer: object, cache_id: int, pin_id: int, *, use: bool = False) -> Entry:
-        """Return the cache that a peer resolved before: by its pin, which finds a draining one too, or by id alone.
+        """Return the cache that a peer resolved before, by its pin or by id alone.
 
-        With ``use``, also begin a use of it, as :meth:`begin_use`.
+        A pin finds a draining cache too. With ``use``, also begin a use of it, as :meth:`begin_use`.
 
         Raises:
             CacheNotFound: No such pin of that peer, or no such cache.
@@ -453,7 +451,7 @@ class Registry:
             return entry
 
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
-        """End a pin of ``peer``; with ``consume``, tensors [first, first + count) were pulled through its binding.
+        """End a pin of ``peer``; with ``consume``, count tensors [first, first + count) as pulled.
 
         The binding that was resolved is consumed, never a later one of the same key (R5). An unknown pin (expired, or
         of a lost peer) is counted and ignored.
@@ -470,7 +468,7 @@ class Registry:
         return effects
 
     def consume_row(self, cache_id: int, row: int, first: int, count: int) -> Effects:
-        """Note that tensors [first, first + count) of a row were pushed: all of them consume the row's key (R5)."""
+        """Count tensors [first, first + count) of a row as pushed; the last consumes its key (R5)."""
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
@@ -481,17 +479,16 @@ class Registry:
 
     def drop_peer(self, peer: object) -> Effects:
         """End the pins of a lost peer; the keys stay (R5)."""
-        effects = Effects()
-        with self._lock:
-            for pin in [p for p in self._pins.values() if p.peer is peer]:
-                self._unpin(pin, effects)
-        return effects
+        return self._unpin_all(lambda pin: pin.peer is peer)
 
     def expire(self, now: float) -> Effects:
         """End the pins whose time is over: their initiators did not release them."""
+        return self._unpin_all(lambda pin: pin.expires <= now)
+
+    def _unpin_all(self, ended: Callable[[Pin], bool]) -> Effects:
         effects = Effects()
         with self._lock:
-            for pin in [p for p in self._pins.values() if p.expires <= now]:
+            for pin in [pin for pin in self._pins.values() if ended(pin)]:
                 self._unpin(pin, effects)
         return effects
 
@@ -577,13 +574,12 @@ class Registry:
                 return
             self._unbind(old, effects, invalidate=True)
         every_tensor = (1 << entry.geometry.num_tensors) - 1
-        binding = Binding(self._next_binding, key, entry, row, guard, every_tensor)
-        self._next_binding += 1
+        binding = Binding(key, entry, row, guard, every_tensor)
         self._keys[key] = entry.bindings[key] = binding
         self._settle(entry, Event.BIND, effects)
 
     def _unbind(self, binding: Binding, effects: Effects, *, invalidate: bool) -> None:
-        """Remove a key. With ``invalidate`` readers of this binding fail; without, as when consumed, they finish."""
+        """Remove a key; with ``invalidate`` readers of this binding fail, else they may finish."""
         del self._keys[binding.key]
         del binding.entry.bindings[binding.key]
         binding.bound = False
@@ -617,7 +613,7 @@ class Registry:
         self._settle(pin.entry, Event.UNPIN, effects)
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
-        """Drop owner and keys at once; readers fail by the guard, the memory is freed after the last user."""
+        """Drop owner and keys at once, so that readers fail; the last user frees the memory."""
         entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
@@ -657,7 +653,7 @@ class Registry:
             _require(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
             _require(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
             _require(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
-            _require(entry.uses.is_open is not entry.closing, f"{name}: its gate is open though it cannot be found")
+            _require(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
         for entry in self._draining:
             used = entry.pins + entry.uses.inside > 0 and not entry.uses.is_open
             _require(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")

@@ -77,7 +77,7 @@ class Storage:
 
     @property
     def private(self) -> bool:
-        """True if the memory lies outside all pools: it may be unmapped under a late caller."""
+        """True if it lies outside all pools: it may be unmapped under a late caller."""
         return not any(self.regions)
 
     def names(self) -> tuple[bytes, bytes]:
@@ -152,7 +152,7 @@ class Pools:
         return Storage(tensors, *names, allocation, (allocation.pool.segment,))
 
     def storage_at(self, addrs: Sequence[int], nbytes: int) -> Storage:
-        """Describe registered tensors of ``nbytes`` bytes: by region and offset if all lie in our pools."""
+        """Describe registered tensors: by region and offset if all lie in our pools."""
         addresses = np.array(addrs, dtype=np.uint64)
         regions, offsets = self._locate(addresses, nbytes)
         segments = tuple(self._segment_around(address, nbytes) for address in addrs)
@@ -222,7 +222,7 @@ class CacheStore:
     # --- making caches ---------------------------------------------------------------------------------------------
 
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
-        """Take memory from the pool of the geometry's placement and bind ``(key, row)`` pairs: all of it, or nothing.
+        """Take memory from the pool of the placement and bind ``(key, row)`` pairs, or neither.
 
         Waits only if memory in quarantine could be enough.
 
@@ -272,7 +272,9 @@ class CacheStore:
     # --- using them here -------------------------------------------------------------------------------------------
 
     def using(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call; ``what`` is formatted only for an error.
+        """Keep a cache's memory for the length of one local call.
+
+        ``what`` names the argument, and is formatted only for an error.
 
         Raises:
             CacheNotFound: No such cache.
@@ -292,9 +294,10 @@ class CacheStore:
             self.apply(self.registry.remove_key(table_key))
 
     def unregister(self, cache_id: int, deadline: Deadline) -> None:
-        """Drain a registered cache of its users, then drop it; any other id is a no-op.
+        """Wait for the users of a registered cache to end, then drop it.
 
-        Lookups fail meanwhile. If it cannot be dropped in time it is as before, under a newer guard.
+        Ignores any other id. Lookups fail meanwhile. A cache that is not dropped in time is as before, under a newer
+        guard.
 
         Raises:
             DeadlineExceeded: The memory is still used (phase ``drain``); the text says by what.
@@ -321,7 +324,7 @@ class CacheStore:
         self.apply(registry.unregister(cache_id))
 
     def apply(self, effects: Effects) -> None:
-        """Do what the registry decided: stop peers by the guards, then free the memory or put it in quarantine."""
+        """Carry out the registry's decisions: stop peers by the guards, then free the memory."""
         for guard in effects.advance:
             # Later effects of another thread may have been applied already; what has the slot then is left alone.
             self._guards.void(guard)
@@ -358,7 +361,7 @@ class CacheStore:
             pool.check_integrity()
 
     def close(self) -> None:
-        """Drop every cache and give the memory back; views that are still alive keep their mapping.
+        """Drop every cache and give the memory back; live views keep their mapping.
 
         Waits, in bounds, for users of memory outside all pools. The pools' memory stays mapped under a late writer.
         """
@@ -375,7 +378,7 @@ class CacheStore:
         self._guards.close()
 
     def _drain_private(self, entries: list[Entry]) -> None:
-        """Wait for the users of ``entries`` to end, and log those that do not. Guards are advanced already."""
+        """Wait for the users of ``entries``, whose guards are advanced; log those that do not end."""
         deadline = Deadline(self._patience_ms)
         hazards = tuple(hazard for each in entries for hazard in self.writers.busy(each.guard.slot, readers=True))
         if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(hazards)):

@@ -67,7 +67,7 @@ class PageAllocator:
         return -(-nbytes >> self._page_shift) << self._page_shift
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` bytes, rounded up to pages, from the smallest hole that fits (the lowest of equal ones).
+        """Take ``nbytes`` bytes, in whole pages, from the smallest (then lowest) hole that fits.
 
         Returns:
             The offset in bytes, or None when no hole fits (then nothing has changed).

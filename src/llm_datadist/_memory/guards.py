@@ -36,7 +36,7 @@ class Guard:
 
 
 def slot_address(base: int, slot: int, nbytes: int) -> int:
-    """Return the address of a slot in a guard table of ``nbytes`` bytes mapped at ``base``.
+    """Return the address of a slot in a guard table mapped at ``base``.
 
     Raises:
         ProtocolError: No such guard slot; slot 0 is the header.
@@ -133,7 +133,7 @@ class GuardTable:
         return generation
 
     def void(self, guard: Guard) -> None:
-        """Void this promise only: do nothing if its slot was advanced, released or allocated again meanwhile.
+        """Void this promise only: ignore it if its slot has another generation by now.
 
         Raises:
             StateError: The table is closed.
@@ -173,7 +173,7 @@ class GuardTable:
         return load_generation(self.address_of(slot))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a slot is lost, a live generation is not the one in memory, or the cookie is gone."""
+        """Raise AssertionError if slots, their generations in memory, or the cookie are inconsistent."""
         with self._lock:
             self._check_open()
             known = sorted([*self._live, *self._reusable])

@@ -57,7 +57,7 @@ def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _own_groups(proc: Path) -> dict[str, str]:
-    """Return the path of our group in the v2 hierarchy and in v1's memory hierarchy, if they exist."""
+    """Return the paths of our group in the v2 hierarchy and in v1's memory hierarchy."""
     groups = {}
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -69,7 +69,7 @@ def _own_groups(proc: Path) -> dict[str, str]:
 
 
 def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield (filesystem kind, root inside the hierarchy, mount point) of the hierarchies that may limit memory."""
+    """Yield (filesystem kind, root, mount point) of each hierarchy that may limit memory."""
     for line in _read(proc / "self" / "mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = filesystem.split(" ", 2)
@@ -94,7 +94,7 @@ def _unescape(text: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, or "" if it is missing (as the root group's limit) or may not be read."""
+    """Return a file's text, or "" if it is missing or may not be read."""
     try:
         # A mount point may have any bytes in its name.
         return path.read_text(encoding="utf-8", errors="surrogateescape")

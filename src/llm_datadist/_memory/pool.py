@@ -16,8 +16,6 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -75,7 +73,7 @@ class Allocation:
         self.detained = 0
 
     def detain(self) -> None:
-        """Count it as quarantined until :meth:`free`: it is given back, but cannot be used again yet."""
+        """Count it as quarantined until :meth:`free`: it cannot be used again yet."""
         self.pool._detain(self)
 
     def free(self) -> None:
@@ -158,13 +156,13 @@ class MemoryPool:
                 raise AssertionError(f"peak {self._peak_used} is below the used {self._allocator.used_bytes} bytes")
 
     def close(self) -> None:
-        """Close the segment. The caller makes sure that no live allocation is used any more. Idempotent."""
+        """Close the segment, which no allocation uses any more. Idempotent."""
         with self._lock:
             self.closed = True
         self.segment.close()
 
     def _take(self, count: int, nbytes: int) -> tuple[int, ...] | None:
-        """Return the offsets of all tensors; None, and nothing taken, if not all of them fit. The lock is held."""
+        """Take all tensors, or none and return None if they do not fit. Under the lock."""
         taken: list[int] = []
         for _ in range(count):
             offset = self._allocator.allocate(nbytes)
@@ -217,7 +215,7 @@ class MemoryPool:
 def create_pool(
     name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
 ) -> MemoryPool:
-    """Create a pool of ``nbytes`` bytes on ``device``, if this process may use that much memory (R11).
+    """Create a pool on ``device``, if this process may use that much memory (R11).
 
     Args:
         name: For messages, ``device`` or ``host``.
@@ -261,13 +259,11 @@ class DirectMemory:
     Args:
         name: For messages.
         device: Where the memory comes from.
-        limit: Gives the most bytes this process may use, and what sets that limit.
     """
 
-    def __init__(self, name: str, device: Device, *, limit: Callable[[], tuple[int, str]] = host_memory_limit) -> None:
+    def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._limit = limit
         self._lock = threading.Lock()  # guards the four below
         self._pools: set[_OneUsePool] = set()
         self._taken = 0
@@ -301,7 +297,7 @@ class DirectMemory:
         return pool.allocate_many(count, nbytes)
 
     def _reserve(self, wanted: int) -> None:
-        most, source = self._limit()
+        most, source = host_memory_limit()
         with self._lock:
             if self._closed:
                 raise StateError(f"memory {self.name} is closed: nothing can be allocated")

@@ -64,9 +64,9 @@ class Segment:
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Return bytes ``[offset, offset + nbytes)``, by default all after ``offset``, as an array without a copy.
+        """Return bytes ``[offset, offset + nbytes)`` as an array without a copy.
 
-        The array has shape (nbytes,), and is read-only if the segment is.
+        By default all after ``offset``. The array has shape (nbytes,), and is read-only if the segment is.
 
         Raises:
             ParamError: The range is not inside the segment.
@@ -80,7 +80,7 @@ class Segment:
         return self._open_memory().array()[offset : offset + count]
 
     def close(self) -> None:
-        """Give up the memory; it is unmapped when the last array over it is gone. Idempotent."""
+        """Give up the memory; the last array over it unmaps it. Idempotent."""
         if self._memory is not None:
             self._memory = None
             self._release()
@@ -280,7 +280,7 @@ class AddressRange:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, not self.writable)}
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the whole range as an array, shape (nbytes,), without a copy; it keeps this object alive."""
+        """Return the range as an array of shape (nbytes,), which keeps this object alive."""
         # NumPy's ArrayLike does not list __array_interface__.
         return np.asarray(cast("Any", self))
 

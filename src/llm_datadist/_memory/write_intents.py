@@ -94,9 +94,9 @@ class WriterPage:
         return IntentWriter(self._memory)
 
     def retire(self) -> None:
-        """Refuse new writers, because the link is over; take the pidfd. The page is released after its last writer.
+        """Refuse new writers, because the link is over, and take the pidfd.
 
-        Does not wait for a lock, so that a ``__del__`` may call it.
+        The page is released after its last writer. Does not wait for a lock, so that a ``__del__`` may call it.
         """
         if self._memory is None:
             return
@@ -107,7 +107,7 @@ class WriterPage:
             self._release()
 
     def _ended(self) -> bool:
-        """Return True if the peer's process cannot write any more, or is not known. The lock is held."""
+        """Return True if the peer's process has ended or is unknown. Under the lock."""
         return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
 
     def _is_idle(self) -> bool:
@@ -162,11 +162,11 @@ class WriteIntents:
             raise
 
     def open_here(self) -> WriterPage:
-        """Return a page for a peer in this process. Raises LinkError while the owner is being finalized."""
+        """Return a page for a peer in this process. Raises LinkError during finalize."""
         return self._add(WriterPage(self, None, f"a thread of this process (pid {os.getpid()})"))
 
     def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
-        """Return the writers under a guard that was just advanced; with ``readers`` also readers in this process."""
+        """Return the writers, or also local ``readers``, under a guard that was just advanced."""
         if not self._pages:
             return ()  # a page made later meets the advanced guard
         wanted = [_slot_word(guard, reading=False)] + ([_slot_word(guard, reading=True)] if readers else [])
@@ -246,7 +246,7 @@ class WriteIntents:
                 self._lock.release()
 
     def _tidy(self) -> None:
-        """Take over the pages that are to be retired, and release idle ones. The lock is held."""
+        """Retire the pages of ended links, and release idle ones. Under the lock."""
         while self._retiring:
             page = self._retiring.popleft()
             page.retired = True

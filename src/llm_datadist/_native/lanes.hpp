@@ -28,7 +28,7 @@ public:
 
     static constexpr int default_drain_ms = 10'000;
 
-    // `drain_ms`: how long a payload may take that nobody wants any more, before its lane is dropped.
+    // `drain_ms`: how long the payload of an abandoned job may take before its lane is dropped.
     explicit LaneEngine(int threads, int drain_ms = default_drain_ms) : threads_(threads) {
         if (threads < 1 || threads > max_threads)
             refuse("threads is ", threads, ": a LaneEngine has 1 to ", max_threads, " threads");
@@ -72,7 +72,7 @@ public:
 
     // Lanes.
 
-    // The number of a lane to come: whoever reads events can know it before the first one.
+    // The number of a lane to come: the reader of events can know it before the first one.
     std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
 
     std::uint64_t add_lane(int raw) {

@@ -24,7 +24,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
@@ -179,16 +179,9 @@ class ChecksumClient:
         return agree
 
     def _digest(self, done: CompletedTransfer, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        found = digest(
-            part,
-            done.local.storage.tensors,
-            self._pool,
-            done.deadline.expires_ns,
-            nonce,
-            dst=not done.push,
-            each_run=each_run,
-            cancelled=done.deadline.cancelled,
-        )
+        end = PlanEnd(part, done.local.storage.tensors, is_dst=not done.push)
+        deadline = done.deadline
+        found = digest(end, self._pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
             raise done.deadline.error(f"{done.what}: verifying", "verify", done.link.peer.cluster_id)
         return found
@@ -378,15 +371,8 @@ class ChecksumServer:
                 self._policy.require_push(link, entry.cache_id)
             plan = _question_plan(entry, question)
             self._require_current(entry, question)
-            found = digest(
-                plan,
-                entry.storage.tensors,
-                self._pool,
-                expires_ns,
-                question.nonce,
-                dst=False,
-                each_run=question.each_run,
-            )
+            end = PlanEnd(plan, entry.storage.tensors, is_dst=False)
+            found = digest(end, self._pool, expires_ns, question.nonce, each_run=question.each_run)
             self._require_current(entry, question)
         finally:
             self._store.apply(registry.end_use(entry))

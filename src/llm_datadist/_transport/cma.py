@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import execute_process, peek_process
+from llm_datadist._native import ProcessMemory, execute_process, peek_process
 from llm_datadist._transport.connection import Capabilities, Window
 from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
@@ -51,16 +51,8 @@ class CmaConnection(SameHostConnection):
         # process is no error to the kernel.
         self._check_alive(what)
         try:
-            done = execute_process(
-                plan,
-                transfer.local,
-                transfer.remote,
-                self._peer.pid,
-                transfer.pool,
-                deadline.expires_ns,
-                deadline.cancelled,
-                write=transfer.write,
-            )
+            memory = ProcessMemory(self._peer.pid, transfer.remote, transfer.write)
+            done = execute_process(plan, transfer.local, memory, transfer.pool, deadline.expires_ns, deadline.cancelled)
         except OSError as error:
             self._check_alive(what)
             raise _failure(what, error) from error
