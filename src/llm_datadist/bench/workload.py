@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "MOVES",
     "POISON",
     "SPREAD",
     "Bytes",
@@ -57,6 +58,10 @@ class Op(StrEnum):
     PLAN = "plan"
     ALLOC = "alloc"
     LINK = "link"
+
+
+MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
+"""Those that move many blocks in one call: their results are rates, those of the others times."""
 
 
 class Memory(StrEnum):
