@@ -193,7 +193,7 @@ def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
 
 
 def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the limit and the peers. Of several limits the one for the transport; the others count as peers."""
+    """Return the limit that suits the transport, and the peers with all other limits."""
     names = _usual_against(request.op, transport) if request.against is None else request.against
     if transport == "tcp":
         names = tuple(_OVER_TCP.get(name, name) for name in names)
@@ -240,7 +240,10 @@ def _between(request: Request) -> Iterator[Case]:
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap. copy_cache copies one row in a call, so its caches have many tensors."""
+    """Yield the cases of copy and swap.
+
+    A call of copy_cache copies one row, so its caches have many tensors.
+    """
     if request.op is Op.SWAP:
         yield _case(request, "ours-swap", "swap_blocks", "local")
         return
@@ -250,7 +253,7 @@ def _inside(request: Request) -> Iterator[Case]:
 
 
 def _latency(request: Request) -> Iterator[Case]:
-    """Yield single pulls of a resolved blocks cache, then pulls by key; idle, and beside a busy Python thread."""
+    """Yield single pulls of a blocks cache, then by key; idle and beside busy Python."""
     transport = request.transport or "shm"
     most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
@@ -268,7 +271,10 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side, without peers. Fewer steps: one may take 10 ms."""
+    """Yield the case with a busy thread on either side, without peers.
+
+    It has fewer steps, because one may take 10 ms.
+    """
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)

@@ -28,7 +28,10 @@ _WIDTH: Final = 150
 
 
 class Reporter:
-    """Progress on standard error: a bar on a terminal, a line for each case elsewhere. A context manager."""
+    """Progress on standard error: a bar on a terminal, else a line for each case.
+
+    A context manager.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._terminal = stream.isatty()

@@ -14,7 +14,10 @@ _POOL_BYTES = 1 << 20
 
 
 class Linking(Ours):
-    """Each step links the destination to the source and unlinks it. Both ends have a pool of 1 MiB."""
+    """Each step links the destination to the source and unlinks it.
+
+    Both ends have a pool of 1 MiB.
+    """
 
     ops = (Op.LINK,)
 

@@ -69,7 +69,7 @@ def pool_bytes_for(tensor_bytes: int, tensors: int) -> int:
 
 
 def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
-    """Link the destination to the source at ``port``; raise RuntimeError with the status if that fails."""
+    """Link the destination to the source at ``port``; raise RuntimeError if that fails."""
     info = LLMClusterInfo()
     info.remote_cluster_id = CLUSTER[Role.SOURCE]
     info.append_local_ip_info(_HOST, 0)
@@ -81,7 +81,10 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
 
 
 def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey | None) -> tuple[Cache, list[Bytes]]:
-    """Make a blocks cache of the workload's rows, in the pool or over registered memory, and arrays over it."""
+    """Make a blocks cache of the workload's rows, and arrays over it.
+
+    It lies in the pool, or over registered memory.
+    """
     desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
     manager = datadist.cache_manager
     if workload.memory is Memory.POOL:
