@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Inproc", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
+__all__ = ["CLUSTER", "KEY", "Inproc", "Linking", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
 _HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
+_LINK_POOL_BYTES: Final = 1 << 20
 _PAGE_SHIFT: Final = 16
 
 
@@ -167,3 +168,39 @@ class Inproc(Ours):
     def stop(self) -> None:
         super().stop()
         self._source.finalize()
+
+
+class Linking(Ours):
+    """Each step links the destination to the source and unlinks it.
+
+    Both ends have a pool of 1 MiB.
+    """
+
+    ops = (Op.LINK,)
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        return 2 * _LINK_POOL_BYTES
+
+    def start(self) -> Facts:
+        self._end = end_of(self.role, self.workload, self.transport, pool_bytes=_LINK_POOL_BYTES)
+        return {"port": self._end.listen_port}
+
+    def connect(self, facts: Facts) -> Facts:
+        """Link and unlink once, to see that the transport can be used."""
+        self._port = facts["port"]
+        info = link(self._end, self._port)
+        used = self._transport_used(self._end)
+        self._end.unlink_clusters([info], _TIMEOUT_MS)
+        return {"transport": used}
+
+    def transfer_one(self, index: int) -> None:
+        info = link(self._end, self._port)
+        status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
+        if status != LLMStatusCode.LLM_SUCCESS:
+            raise RuntimeError(f"unlink_clusters: {status}")
+
+    def verify(self, seed: int) -> bool:
+        if self._end.statistics().links and self.role is Role.DESTINATION:
+            raise RuntimeError("a link is left after unlink_clusters")
+        return self.role is Role.DESTINATION
