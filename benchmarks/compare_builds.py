@@ -52,7 +52,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 def cases(seed: int) -> dict[str, Case]:
-    """Return the cases by name: every path of the library, each as small as it can be measured."""
+    """Return the cases by name: every path of the library, small enough to be quick."""
     found: dict[str, Case] = {}
     for name, request in _requests().items():
         for case in cases_of(replace(request, against=(), set_bytes=_SET_BYTES)):
@@ -81,7 +81,7 @@ def _requests() -> dict[str, Request]:
 
 
 def build_of(path: Path) -> Build:
-    """Return the build at a path: an interpreter, or a checkout with a ``.venv`` or a built ``src``.
+    """Return the build at a path: an interpreter or a checkout.
 
     A checkout without a ``.venv`` runs under the interpreter of this process.
     """
@@ -95,7 +95,7 @@ def build_of(path: Path) -> Build:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the narrowest symmetric pair of order statistics that holds the median with 95 % confidence.
+    """Return the order statistics around the median that hold it with 95 % confidence.
 
     The number of ratios below the true median is binomial (n, 1/2): each of the two tails left out has at most 2.5 %.
 

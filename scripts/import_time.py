@@ -30,7 +30,7 @@ print(json.dumps([imported - start, time.perf_counter() - imported]))
 
 
 def measure() -> tuple[float, float]:
-    """Return the seconds of the package's import, and of what init adds, in one fresh interpreter."""
+    """Return the seconds of the package's import and of what init adds."""
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         capture_output=True,

@@ -124,7 +124,7 @@ class _Watcher(threading.Thread):
 
 @dataclass(frozen=True)
 class Speed:
-    """Counts per second of the clock, and per second in which the thread had a CPU or waited for something else."""
+    """Counts per second of the clock, and per second without waiting for a CPU."""
 
     clock: float
     own: float
@@ -138,7 +138,7 @@ class _Counter(threading.Thread):
         self.count, self.stopped = 0, False
 
     def look(self) -> tuple[int, float, float]:
-        """Return the count, now, and how long the thread has been kept from a CPU by now, in seconds."""
+        """Return the count, the time, and the seconds spent waiting for a CPU."""
         schedstat = Path(f"/proc/self/task/{self.native_id}/schedstat").read_text().split()
         return self.count, time.perf_counter(), int(schedstat[1]) / 1e9
 

@@ -101,7 +101,7 @@ class Blocks:
         )
 
     def _memcpy(self) -> float:
-        """Copy the same source blocks one after the other into memory in order, over and over."""
+        """Copy the same source blocks into memory in order, again and again."""
         step, seconds = len(self._gathered), 0.0
         for at in range(0, self.count, step):
             part = self._src[at : at + step]

@@ -40,7 +40,7 @@ _POISON: Final = 0xA5
 
 
 def publish(world: World, kind: str, pulls: int, nbytes: int, seed: int) -> None:
-    """Make what one turn pulls: a blocks cache each ("first"), one for all ("kept"), or a cache by key each."""
+    """Make what one turn pulls: one blocks cache ("kept"), several ("first"), or caches by key."""
     withdraw(world)
     for number in range(pulls):
         if kind == "by key":

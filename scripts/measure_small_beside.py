@@ -63,7 +63,10 @@ class Puller(Ours):
         return time.perf_counter() - started
 
     def beside(self) -> tuple[float, list[float]]:
-        """Pull one block while another thread pulls the others; return the seconds of that, and of each of ours."""
+        """Pull one block again and again while another thread pulls the others.
+
+        Returns the seconds of the large pull, and of each small one.
+        """
         took: list[float] = []
         thread = threading.Thread(target=lambda: took.append(self.pull(1, None)))
         thread.start()

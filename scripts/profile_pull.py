@@ -70,7 +70,7 @@ def _within(make: Callable[[], Any]) -> Callable[[], None]:
 
 
 def parts_of(world: World) -> dict[str, Callable[[], object]]:
-    """Return the parts of a pull of block 3 into block 5, by name, after one that resolved the cache."""
+    """Return the parts of a pull of block 3 into block 5, by name."""
     cm, cache, dst, src = world.cm, world.caches["kv"], [5], [3]
     cm.pull_blocks(_KEY, cache, src, dst)
     engine, deadline = cm._engine, Deadline(3_600_000)

@@ -111,7 +111,10 @@ def _replace(owner: object, name: str, before: str | None, after: str | None) ->
 
 
 def publish(world: World, pulls: int, nbytes: int, seed: int) -> None:
-    """At the target: make a cache for each pull, and give it back: the pull that consumes its key frees it."""
+    """Make and deallocate a cache for each pull, at the target.
+
+    The pull that consumes its key frees it.
+    """
     for number in range(pulls):
         cache = world.cm.allocate_cache(
             CacheDesc(1, [1, nbytes], DataType.DT_UINT8), [CacheKey(1, seed * pulls + number)]
@@ -127,7 +130,7 @@ def take(world: World) -> tuple[Stamps, float]:
 
 
 def _round(target: ChildEnd, here: World, options: argparse.Namespace, seed: int) -> tuple[list[float], Any, Stamps]:
-    """Pull so many caches; return their seconds, the CPU seconds of both ends, and the stamps of both in order."""
+    """Pull ``options.pulls`` caches; return their seconds, CPU seconds, and the stamps of both ends."""
     target.do(publish, options.pulls, options.kib << 10, seed)
     (_, theirs), (_, ours) = target.do(take), take(here)
     times = []
@@ -144,7 +147,7 @@ def _round(target: ChildEnd, here: World, options: argparse.Namespace, seed: int
 
 
 def _steps(stamps: Stamps, found: dict[str, list[tuple[float, float]]]) -> None:
-    """Add (since the call, since the last step of that end) of every step of every pull but the last."""
+    """Add the times of every step: since the call, and since the last step there."""
     pulls: list[Stamps] = []
     for stamp in stamps:
         if stamp[0] == "initiator: pull_cache is called":

@@ -23,7 +23,7 @@ __all__ = ["two_ends"]
 def two_ends(
     transport: str = "shm", *, extra: dict[str, str] | None = None, **settings: str | int
 ) -> Iterator[tuple[ChildEnd, World]]:
-    """Yield target (PROMPT, cluster 1) and initiator (DECODER, cluster 2), linked; stop both at the end.
+    """Yield target (PROMPT, cluster 1) and initiator (DECODER, cluster 2), linked.
 
     Args:
         transport: Value of ``llm.Transport``.

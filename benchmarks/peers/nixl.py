@@ -106,7 +106,7 @@ class Nixl(Side):
             raise RuntimeError(f"NIXL ended a transfer with {state}")
 
     def _descriptors(self, agent: str, bases: list[int]) -> Any:  # noqa: ANN401
-        """Prepare one descriptor for each row of each tensor: row ``i`` of tensor ``t`` is ``t * rows + i``."""
+        """Prepare a descriptor for each row: row ``i`` of tensor ``t`` is ``t * rows + i``."""
         size, rows = self.workload.block_bytes, self.workload.rows
         strided = np.array([(base, size, 0, size, rows) for base in bases], np.uint64)
         return self._agent.prep_xfer_dlist(agent, strided, _DRAM)

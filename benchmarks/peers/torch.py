@@ -42,7 +42,7 @@ class Torch(Side):
         return copies * workload.tensor_bytes * workload.tensors + workload.blocks * workload.block_bytes
 
     def start(self) -> Facts:
-        """Make source and destination, for a copy the same tensors, and what takes the gathered blocks."""
+        """Make source and destination, for a copy the same tensors, and a buffer for gathered blocks."""
         import torch
 
         here = self.workload

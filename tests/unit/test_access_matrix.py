@@ -26,7 +26,7 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import key_of
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import Link
+from llm_datadist._links.link import Link, PeerCacheView
 from llm_datadist._links.messages import Failed, Guarded, Resolve, Resolved, Verify
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
@@ -52,7 +52,7 @@ class Asker(Link):
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.located: set[int] = set()
+        self.caches = PeerCacheView()
         self.connection: Any = SimpleNamespace(capabilities=SimpleNamespace(shared_regions=True))
         self.peer: Any = "peer"
 
@@ -142,7 +142,7 @@ def _cells(verb: str, push: bool, kind: str, shared: bool) -> Iterator[str]:
         with ExitStack() as undo:
             bench, link, other = Bench(kind, rca, shared, undo), Asker(), Asker()
             if located:
-                link.located.add(bench.entry.cache_id)
+                link.caches.located.add(bench.entry.cache_id)
             if verb == "resolve":
                 yield bench.resolve(link, push, last == "key")
                 continue

@@ -14,12 +14,12 @@ from llm_datadist._native import usable_cpus
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.sides import LIMITS, PEERS
 from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import Memory, Op, Workload
+from llm_datadist.bench.workload import MOVES, Memory, Op, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Case", "Request", "cases_of", "check_options", "size_text", "usual_against"]
+__all__ = ["Case", "Request", "cases_of", "check_options", "size_text"]
 
 _PASSES: Final = 5
 _BLOCK_BYTES: Final = 64 << 10
@@ -47,7 +47,6 @@ _LIMIT: Final = {"shm": "memcpy", "inproc": "memcpy", "cma": "cma", "tcp": "tcp-
 _PEERS: Final = {"shm": ("nixl",), "inproc": (), "cma": ("nixl",), "tcp": ("nixl-tcp", "mooncake")}
 #: Between two hosts there is no shared memory: what a peer does over tcp is what ours over tcp is compared with.
 _OVER_TCP: Final = {"nixl": "nixl-tcp"}
-_MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
 #: A later pass moves about so much, but repeats nothing more often than that.
 _REPEATED_BYTES: Final = 16 << 20
 _MOST_REPEATS: Final = 50
@@ -116,7 +115,7 @@ class Case:
     @property
     def bytes_timed(self) -> int:
         """Bytes that one measured time stands for; 0 where nothing is moved."""
-        if self.workload.op in _MOVES:
+        if self.workload.op in MOVES:
             return self.workload.nbytes
         return self.workload.block_bytes * self.workload.tensors if self.workload.op is Op.LATENCY else 0
 
@@ -128,7 +127,7 @@ class Case:
     @property
     def repeats(self) -> int:
         """How often a later pass times the transfer: more often where one is short."""
-        if self.workload.op not in _MOVES:
+        if self.workload.op not in MOVES:
             return 1
         return max(1, min(_MOST_REPEATS, _REPEATED_BYTES // self.workload.nbytes))
 
@@ -182,7 +181,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def usual_against(op: Op, transport: str) -> tuple[str, ...]:
+def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
     """Return the limit and the peers of an op where the user named none."""
     if op in (Op.PULL, Op.PUSH):
         return (_LIMIT[transport], *_PEERS[transport])
@@ -194,8 +193,8 @@ def usual_against(op: Op, transport: str) -> tuple[str, ...]:
 
 
 def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the limit and the peers. Of several limits the one for the transport; the others count as peers."""
-    names = usual_against(request.op, transport) if request.against is None else request.against
+    """Return the limit that suits the transport, and the peers with all other limits."""
+    names = _usual_against(request.op, transport) if request.against is None else request.against
     if transport == "tcp":
         names = tuple(_OVER_TCP.get(name, name) for name in names)
     names = tuple(dict.fromkeys(names))
@@ -241,7 +240,10 @@ def _between(request: Request) -> Iterator[Case]:
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap. copy_cache copies one row in a call, so its caches have many tensors."""
+    """Yield the cases of copy and swap.
+
+    A call of copy_cache copies one row, so its caches have many tensors.
+    """
     if request.op is Op.SWAP:
         yield _case(request, "ours-swap", "swap_blocks", "local")
         return
@@ -251,7 +253,7 @@ def _inside(request: Request) -> Iterator[Case]:
 
 
 def _latency(request: Request) -> Iterator[Case]:
-    """Yield single pulls of a resolved blocks cache, then pulls by key; idle, and beside a busy Python thread."""
+    """Yield single pulls of a blocks cache, then by key; idle and beside busy Python."""
     transport = request.transport or "shm"
     most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
@@ -269,7 +271,10 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side, without peers. Fewer steps: one may take 10 ms."""
+    """Yield the case with a busy thread on either side, without peers.
+
+    It has fewer steps, because one may take 10 ms.
+    """
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)

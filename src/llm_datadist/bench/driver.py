@@ -43,7 +43,7 @@ class Listener(Protocol):
         """Take one line for the user."""
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        """Take note that ``done`` of ``total`` passes of a case are done and ``side`` runs now."""
+        """Show that ``done`` of ``total`` passes are done and ``side`` runs now."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Results:
 
 
 def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Case]:
-    """Return the cases that can run, without limits and peers that cannot; say once what is left out.
+    """Return the cases that can run, and say once what is left out.
 
     A side cannot run when it says so, when its processes cannot be started and connected, or when its case needs more
     memory than there is.
@@ -100,7 +100,7 @@ class _Check:
         return case
 
     def _try(self, side: str, workload: Workload) -> str | None:
-        """Start a side once, on two small blocks; return why that does not work, or None."""
+        """Start a side once on two small blocks; return why it fails, or None."""
         if side not in self._tried:
             self._tell.say(f"trying {side}")
             tiny = msgspec.structs.replace(
@@ -136,7 +136,7 @@ class _Check:
 
 
 def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
-    """Run the cases one after the other. A side that fails is reported and loses its own figures only."""
+    """Run the cases one after the other; report sides that fail."""
     results = Results()
     for case in cases:
         race = _CaseRun(case, tell, timeout_s, results.failures)
@@ -176,7 +176,7 @@ class _CaseRun:
         return make_rows(self._case, transport, self._measured[self._case.side], limit, peers)
 
     def _guarded(self, side: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Run an action of a side. When it fails, drop the side; when that is ours, raise."""
+        """Run an action of a side; drop the side when it fails, unless it is ours."""
         try:
             action(*args, **kwargs)
         except (BenchError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.bench.workload import Op
+from llm_datadist.bench.workload import MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ __all__ = ["draw"]
 _COLUMNS: Final = 3
 _PANEL_INCHES: Final = (4.6, 3.4)
 _OURS: Final = "open-datadist"
-_RATES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
 
 Points = dict[str, dict[int, float]]
 """Side -> block size -> GB/s."""
@@ -58,7 +57,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
     """Return the panels of ops that move many blocks: title -> points."""
     panels: dict[str, Points] = {}
     for row in rows:
-        if row.op not in _RATES or row.gb_per_s is None:
+        if row.op not in MOVES or row.gb_per_s is None:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
         sides = panels.setdefault(f"{row.call}{where}", {})
@@ -73,7 +72,7 @@ def _times(rows: Sequence[Row]) -> dict[str, float]:
     """Return the median of each op that is timed step by step: label -> microseconds."""
     bars: dict[str, float] = {}
     for row in rows:
-        if row.op in _RATES:
+        if row.op in MOVES:
             continue
         busy = f", {row.busy} busy" if row.busy else ""
         bars.setdefault(f"{row.call}, {row.transport}, {row.blocks} blocks{busy}", row.seconds_median * 1e6)

@@ -111,7 +111,7 @@ class Process:
         return answer["value"]
 
     def end(self) -> None:
-        """Ask the process to stop, kill it if it does not, and free pipes and thread. Idempotent."""
+        """Ask the process to stop, else kill it, and free pipes and thread. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
@@ -141,7 +141,7 @@ class Process:
 
 
 class RunningSide:
-    """The processes of one side: launched by the constructor, set up by ``start``, ended by leaving the context.
+    """The processes of one side, launched at once. A context manager, which ends them.
 
     Attributes:
         side: Its name.
@@ -190,14 +190,20 @@ class RunningSide:
         self.ask_all([("fill", {"seed": seed}), ("poison", {})])
 
     def run(self, what: str, count: int) -> tuple[list[float], float]:
-        """Return the seconds of ``count`` transfers ("timed") or steps ("sample"), and the CPU seconds of all."""
+        """Run ``count`` transfers ("timed") or steps ("sample").
+
+        Returns the seconds of each, and the CPU seconds of all processes.
+        """
         before = sum(self.ask_all([("cpu", {})]))
         initiator = self._processes[-1]
         seconds = self._ask(initiator, what, count=count)
         return seconds, sum(self.ask_all([("cpu", {})])) - before
 
     def verify(self, seed: int) -> None:
-        """Compare all bytes. Raises SideFailed when they are wrong, or when no process had any to compare."""
+        """Compare all bytes.
+
+        Raises SideFailed when they are wrong, or when no process had any to compare.
+        """
         if not any(self.ask_all([("verify", {"seed": seed})])):
             raise SideFailed(f"{self.side}: no process verified anything")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llm_datadist.bench.cases import size_text
-from llm_datadist.bench.workload import Op
+from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +25,13 @@ __all__ = ["Reporter", "show_floors", "show_rows"]
 
 # A table that is redirected into a file has no terminal to tell how wide it may be.
 _WIDTH: Final = 150
-_RATES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
 
 
 class Reporter:
-    """Progress on standard error: a bar on a terminal, a line for each case elsewhere. A context manager."""
+    """Progress on standard error: a bar on a terminal, else a line for each case.
+
+    A context manager.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._terminal = stream.isatty()
@@ -70,7 +72,7 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
     console = _console(stream)
     for op in dict.fromkeys(row.op for row in rows):
         group = [row for row in rows if row.op == op]
-        console.print(_rates(group, op) if op in _RATES else _times(group, op))
+        console.print(_rates(group, op) if op in MOVES else _times(group, op))
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:

@@ -20,7 +20,10 @@ _GIB: Final = 1 << 30
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of ours, beside the limit and at most one peer. docs/performance.md says what each field means."""
+    """One of our cases beside the limit and at most one peer.
+
+    docs/performance.md says what each field means.
+    """
 
     op: str
     call: str

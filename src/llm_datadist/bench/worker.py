@@ -33,7 +33,10 @@ Order = dict[str, Any]
 
 
 class Worker:
-    """Executes orders: its own commands, and methods of its side. The other fields of an order are the keywords."""
+    """Executes orders: commands of its own, and methods of its side.
+
+    The other fields of an order are the keywords.
+    """
 
     def __init__(self, side: str, role: Role) -> None:
         self._name = side
@@ -110,7 +113,7 @@ def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) ->
 
 
 def _take_stdout() -> io.FileIO:
-    """Return the real standard output; redirect that of all other code, native too, to standard error."""
+    """Return the real standard output; redirect that of all other code to standard error."""
     answers = io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

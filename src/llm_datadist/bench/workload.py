@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "MOVES",
     "POISON",
     "SPREAD",
     "Bytes",
@@ -57,6 +58,10 @@ class Op(StrEnum):
     PLAN = "plan"
     ALLOC = "alloc"
     LINK = "link"
+
+
+MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
+"""Those that move many blocks in one call: their results are rates, those of the others times."""
 
 
 class Memory(StrEnum):
@@ -104,7 +109,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def src_blocks(self) -> NDArray[np.int64]:
-        """Numbers of the blocks that are read, in the order of the transfer: shape (blocks,), all even."""
+        """Numbers of the blocks that are read, in order: shape (blocks,), all even."""
         return self._shuffled(0)
 
     @property
@@ -118,7 +123,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill(views: Sequence[Bytes], seed: int) -> None:
-    """Fill every block of every tensor with bytes of its own: a random pattern, shifted by the block's number."""
+    """Fill every block of every tensor with bytes of its own.
+
+    They are a random pattern, shifted by the block's number.
+    """
     for tensor, view in enumerate(views):
         windows = _windows(view, seed, tensor)
         for part in _parts(*view.shape):
@@ -192,7 +200,10 @@ def _compare(got: Bytes, expected: Bytes | np.uint8, tensor: int, first: int) ->
 
 
 def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
-    """Compare eight bytes at a time if the block size allows it: single bytes take longer than the transfer."""
+    """Compare eight bytes at a time if the block size allows it.
+
+    Single bytes would take longer than the transfer.
+    """
     if got.shape[1] % _WORD.itemsize:
         return bool((got == expected).all())
     words = expected.view(_WORD) if isinstance(expected, np.ndarray) else np.full(_WORD.itemsize, expected).view(_WORD)
@@ -200,7 +211,10 @@ def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
 
 
 def _windows(view: Bytes, seed: int, tensor: int) -> Bytes:
-    """Return what every row of a tensor holds, shape (rows, block_bytes), as a view of one small pattern."""
+    """Return what every row of a tensor holds, as a view of one small pattern.
+
+    Shape (rows, block_bytes).
+    """
     rows, block_bytes = view.shape
     pattern = np.random.default_rng([seed, tensor]).integers(0, 256, rows + block_bytes, dtype=np.uint8)
     return np.lib.stride_tricks.sliding_window_view(pattern, block_bytes)[:rows]

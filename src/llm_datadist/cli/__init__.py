@@ -12,7 +12,10 @@ _EXTRA: Final = {"typer", "rich"}
 
 
 def main() -> int:
-    """Run the command line; return the exit status (2: wrong usage, or the extra is not installed)."""
+    """Run the command line; return the exit status.
+
+    It is 2 for wrong usage, or when the extra is not installed.
+    """
     try:
         from llm_datadist.cli.app import run
     except ModuleNotFoundError as error:

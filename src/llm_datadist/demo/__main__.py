@@ -30,7 +30,10 @@ _Order = TypeVar("_Order", Offer, Finish)
 
 
 class _Orders:
-    """Orders from standard input, read by the thread ``demo-orders``, which ends the process when the input ends."""
+    """Orders from standard input, read by the thread ``demo-orders``.
+
+    The thread ends the process when the input ends.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -87,7 +90,7 @@ def _run(role: str, setup: Setup, emit: Emit) -> None:
 
 
 def main() -> int:
-    """Play the role named on the command line; return 0 when it was played to its end, else 1."""
+    """Run the role named on the command line; return 0 if it succeeded, else 1."""
     parser = argparse.ArgumentParser(prog="python -m llm_datadist.demo", description="One process of the demo.")
     parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
     parser.add_argument("transport", choices=list(Transport), type=Transport)

@@ -48,7 +48,7 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """What the prompt side has published, and where: what a router hands from prefill to decode.
+    """What the prompt side has published: what a router hands from prefill to decode.
 
     Attributes:
         port: Port that the prompt side listens on.

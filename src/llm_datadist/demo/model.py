@@ -69,22 +69,28 @@ class PagedKV:
         self.length = length
 
     def write(self, layer: int, keys: Array, values: Array) -> None:
-        """Put the keys and values (shape (T, kv_heads, head_dim)) of the tokens after ``length`` into their blocks."""
+        """Write the keys and values of the tokens after ``length`` into their blocks.
+
+        Both have shape (T, kv_heads, head_dim).
+        """
         slots = np.arange(self.length, self.length + len(keys))
         where = (self.blocks[slots // self._block_tokens], slots % self._block_tokens)
         self._tensors[2 * layer][where] = keys
         self._tensors[2 * layer + 1][where] = values
 
     def read(self, layer: int, length: int) -> tuple[Array, Array]:
-        """Gather the keys and values of the first ``length`` tokens, each of shape (length, kv_heads, head_dim)."""
+        """Gather the keys and values of the first ``length`` tokens.
+
+        Both have shape (length, kv_heads, head_dim).
+        """
         return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
 
     def used_blocks(self) -> NDArray[np.int64]:
-        """Return the numbers of the blocks that hold at least one token, in the order of the sequence."""
+        """Return the numbers of the blocks that hold tokens, in the order of the sequence."""
         return self.blocks[: -(-self.length // self._block_tokens)]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the keys and values of all ``length`` tokens in all tensors, wherever they lie."""
+        """Return the SHA-256 of the keys and values of all tokens in all tensors."""
         state = hashlib.sha256()
         for index in range(len(self._tensors)):
             state.update(self._gather(index, self.length).tobytes())
@@ -139,7 +145,7 @@ class Llama:
         self._head = weight(config.hidden, config.vocab)
 
     def forward(self, tokens: NDArray[np.int64], kv: PagedKV) -> int:
-        """Append ``tokens`` (shape (T,)) to the sequence in ``kv`` and return the most likely next token."""
+        """Append ``tokens``, shape (T,), to the sequence; return the most likely next token."""
         start = kv.length
         positions = np.arange(start, start + len(tokens))
         x = self._embedding[tokens]
@@ -196,7 +202,10 @@ def rms_norm(x: Array) -> Array:
 
 
 def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
-    """Rotate the two halves of each head of ``x`` (shape (T, heads, head_dim)) by the angles of ``positions``."""
+    """Rotate the two halves of each head by the angles of ``positions``.
+
+    ``x`` has shape (T, heads, head_dim).
+    """
     half = x.shape[-1] // 2
     frequencies = base ** (-np.arange(half) / half)
     angles = positions[:, None, None] * frequencies

@@ -36,7 +36,7 @@ class Reporter(ABC):
 
 
 class _PlainReporter(Reporter):
-    """Lines with the seconds since the start; of a long task one line for each quarter."""
+    """Lines with the seconds since the start; for long tasks one for each quarter."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -111,7 +111,7 @@ class _RichReporter(Reporter):
 
 
 def make_reporter(stream: TextIO) -> Reporter:
-    """Return bars and a table where ``stream`` is a terminal and rich is installed, else plain lines."""
+    """Return bars and a table for a terminal with rich, else plain lines."""
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _RichReporter(stream)
     return _PlainReporter(stream)

@@ -69,7 +69,7 @@ class PromptSide:
         self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
     def publish(self, model: Llama, emit: Emit) -> Offer:
-        """Run the prompt into a blocks cache that peers may pull from; return what they need to know."""
+        """Run the prompt into a blocks cache for peers; return what they need to know."""
         workload = self._workload
         cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
         self._tensors = tensors  # registered memory has to outlive its registration

@@ -70,7 +70,7 @@ class DemoResult:
 
 
 def run_demo(setup: Setup, *, as_json: bool) -> int:
-    """Run the demo and print it; return the exit status: 0 only when the tokens are equal.
+    """Run the demo and print it; return 0 only when the tokens are equal.
 
     With ``as_json`` the progress goes to standard error and the last line of standard output is the result.
     """

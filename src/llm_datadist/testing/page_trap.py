@@ -55,7 +55,7 @@ class PageTrap:
         self._armed = True
 
     def wait(self, seconds: float) -> bool:
-        """Return True as soon as a thread is stopped at the page, False when none was in time."""
+        """Return True as soon as a thread is stopped, False when the time is over."""
         return bool(select.select([self._fd], [], [], seconds)[0])
 
     def release(self) -> None:

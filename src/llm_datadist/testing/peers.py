@@ -67,7 +67,7 @@ class Peer(ABC):
         """Return the address of a region in the peer's own process."""
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        """Return the (region, offset) by which a connection is asked for a byte of region 1 or 2."""
+        """Return the (region, offset) that names a byte of region 1 or 2."""
         return region, offset
 
     @abstractmethod

@@ -20,7 +20,7 @@ Direction = Literal["to_device", "from_device", "on_device"]
 
 @dataclass(frozen=True, slots=True)
 class CopyCount:
-    """Copies in one direction so far: how many, of how many bytes in all, by threads of which names."""
+    """Copies in one direction so far: number, bytes, and names of the threads."""
 
     copies: int = 0
     nbytes: int = 0
@@ -28,7 +28,7 @@ class CopyCount:
 
 
 class StagedDevice:
-    """Host memory that declares staging, counts what is copied, and can be told to run out of memory.
+    """Host memory that declares staging, counts copies, and can refuse allocations.
 
     Any thread may use it; one lock guards counters and allocation, none is held during a copy. It does not own
     the segments it hands out: a segment counts as allocated until its owner closes it.

@@ -81,7 +81,7 @@ class Side(ABC):
 
     @abstractmethod
     def start(self) -> Facts:
-        """Set up memory. The source returns what the destination needs to connect: port, addresses, pid, metadata."""
+        """Set up memory; return what the destination needs to connect, such as port and addresses."""
 
     def connect(self, facts: Facts) -> Facts:
         """Connect the destination to the source, given what its ``start`` returned.
@@ -112,7 +112,7 @@ class Side(ABC):
         return bool(self.source_views) and self.source_views is self.destination_views
 
     def own(self, views: list[Bytes]) -> None:
-        """Take the tensors of one process of a pair as source or as destination, by op and role."""
+        """Take the tensors of one process as source or as destination, by op and role."""
         reads = (self.workload.op is Op.PUSH) == (self.role is Role.DESTINATION)
         self.source_views, self.destination_views = (views, []) if reads else ([], views)
 
@@ -128,7 +128,10 @@ class Side(ABC):
             work.poison(self.destination_views)
 
     def verify(self, seed: int) -> bool:
-        """Compare every byte of the destination; return False if it is not in this process. Raises WrongBytes."""
+        """Compare every byte of the destination; return False if another process has it.
+
+        Raises WrongBytes.
+        """
         if self.destination_views:
             work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
         return bool(self.destination_views)

@@ -23,7 +23,7 @@ _LOOK_AGAIN_S: Final = 0.001
 
 
 class ByKey(Ours):
-    """Each step pulls a cache of one row by its key into a row of one cache: resolve, copy, consume.
+    """Each step pulls a cache of one row by its key: resolve, copy, consume.
 
     Before each pass the source allocates one cache for each block, binds its key and deallocates the cache, so that the
     pull that consumes the key also frees the memory.
@@ -71,7 +71,10 @@ class ByKey(Ours):
         return super().verify(seed)
 
     def _wait_until_consumed(self) -> None:
-        """Wait until no key is bound: a pull may return before the message that consumes its key has arrived."""
+        """Wait until no key is bound.
+
+        A pull may return before the message that consumes its key has arrived.
+        """
         deadline = time.monotonic() + _CONSUMED_S
         while keys := len(self._end.statistics().keys):
             if time.monotonic() > deadline:

@@ -99,7 +99,7 @@ class RawBlocks:
         return cls((starts[:, None] + offsets).reshape(-1), block_bytes, owner)
 
     def steps(self, count: int) -> list[RawBlocks]:
-        """Return list ``i`` of ``count``: block ``i`` of every tensor, where ``of`` was given ``count`` numbers."""
+        """Return ``count`` lists: list ``i`` is block ``i`` of every tensor."""
         columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
         return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
 
@@ -143,7 +143,7 @@ def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = 
 
 
 def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, write: bool = False) -> None:
-    """Read block ``i`` of ``far``, in process ``pid``, into block ``i`` of ``near``; or write, the other way.
+    """Read the blocks ``far`` of process ``pid`` into ``near``, or write them.
 
     By process_vm_readv or process_vm_writev with 512 ranges a call, shared by ``threads`` threads.
 
@@ -158,7 +158,7 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
 
 
 def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> None:
-    """Send blocks one after the other over a stream, or receive into them, at most 1 MiB a call.
+    """Send blocks over a stream, or receive into them, at most 1 MiB a call.
 
     Args:
         connection: Connected, blocking. Its bounds are SO_SNDTIMEO and SO_RCVTIMEO: a Python timeout makes it
@@ -178,12 +178,12 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> N
 
 
 def useful_threads(workload: Workload) -> int:
-    """Return how many threads are fastest. They start for every transfer, so few for a small one."""
+    """Return the fastest number of threads, which start anew for every transfer."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
 class Memcpy(Side):
-    """memcpy of every block inside one process, in shared pages where the workload is about pools."""
+    """memcpy of every block inside one process, in shared pages for pools."""
 
     ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
@@ -254,7 +254,7 @@ class Cma(Side):
 
 
 class TcpRaw(Side):
-    """One TCP stream on loopback: the bytes of the workload without any framing, at most 1 MiB a call.
+    """One TCP stream on loopback: the bytes of the workload without any framing.
 
     Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which
     are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.

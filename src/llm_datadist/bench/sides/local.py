@@ -95,7 +95,7 @@ class CopyCache(Local):
 
 
 class SwapBlocks(Local):
-    """swap_blocks from a blocks cache of the device to one in host memory of the caller's."""
+    """swap_blocks from a blocks cache of the device to one in host memory."""
 
     ops = (Op.SWAP,)
 
@@ -112,7 +112,10 @@ class SwapBlocks(Local):
 
 
 class Planning(Side):
-    """The planner alone, for a pull of ``blocks`` random blocks in each of ``tensors`` tensors. Moves nothing."""
+    """The planner alone, for a pull of ``blocks`` random blocks in every tensor.
+
+    Moves nothing.
+    """
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PLAN,)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
@@ -152,7 +155,7 @@ class Planning(Side):
 
 
 class Allocating(Local):
-    """Each step allocates a blocks cache of ``tensors`` tensors in an empty pool and deallocates it."""
+    """Each step allocates a blocks cache in an empty pool and deallocates it."""
 
     ops = (Op.ALLOC,)
 

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Inproc", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
+__all__ = ["CLUSTER", "KEY", "Inproc", "Linking", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
 _HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
+_LINK_POOL_BYTES: Final = 1 << 20
 _PAGE_SHIFT: Final = 16
 
 
@@ -69,7 +70,7 @@ def pool_bytes_for(tensor_bytes: int, tensors: int) -> int:
 
 
 def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
-    """Link the destination to the source at ``port``; raise RuntimeError with the status if that fails."""
+    """Link the destination to the source at ``port``; raise RuntimeError if that fails."""
     info = LLMClusterInfo()
     info.remote_cluster_id = CLUSTER[Role.SOURCE]
     info.append_local_ip_info(_HOST, 0)
@@ -81,7 +82,10 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
 
 
 def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey | None) -> tuple[Cache, list[Bytes]]:
-    """Make a blocks cache of the workload's rows, in the pool or over registered memory, and arrays over it."""
+    """Make a blocks cache of the workload's rows, and arrays over it.
+
+    It lies in the pool, or over registered memory.
+    """
     desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
     manager = datadist.cache_manager
     if workload.memory is Memory.POOL:
@@ -164,3 +168,39 @@ class Inproc(Ours):
     def stop(self) -> None:
         super().stop()
         self._source.finalize()
+
+
+class Linking(Ours):
+    """Each step links the destination to the source and unlinks it.
+
+    Both ends have a pool of 1 MiB.
+    """
+
+    ops = (Op.LINK,)
+
+    @classmethod
+    def footprint(cls, workload: Workload) -> int:
+        return 2 * _LINK_POOL_BYTES
+
+    def start(self) -> Facts:
+        self._end = end_of(self.role, self.workload, self.transport, pool_bytes=_LINK_POOL_BYTES)
+        return {"port": self._end.listen_port}
+
+    def connect(self, facts: Facts) -> Facts:
+        """Link and unlink once, to see that the transport can be used."""
+        self._port = facts["port"]
+        info = link(self._end, self._port)
+        used = self._transport_used(self._end)
+        self._end.unlink_clusters([info], _TIMEOUT_MS)
+        return {"transport": used}
+
+    def transfer_one(self, index: int) -> None:
+        info = link(self._end, self._port)
+        status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
+        if status != LLMStatusCode.LLM_SUCCESS:
+            raise RuntimeError(f"unlink_clusters: {status}")
+
+    def verify(self, seed: int) -> bool:
+        if self._end.statistics().links and self.role is Role.DESTINATION:
+            raise RuntimeError("a link is left after unlink_clusters")
+        return self.role is Role.DESTINATION
