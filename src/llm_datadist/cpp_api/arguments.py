@@ -1,4 +1,4 @@
-"""The structs of the C++-shaped interface, checked and turned into the values that the engine's parts take.
+"""The structs of the C++-shaped interface, checked and turned into the values that the library takes.
 
 A wrong type is TypeError, everything else ParamError; errors name the field. Nothing has happened when one is raised.
 """
@@ -26,7 +26,8 @@ from llm_datadist._checks import (
     is_digits,
 )
 from llm_datadist._native import BlockList, parse_blocks, parse_indices
-from llm_datadist._transfer.arguments import equal_lengths
+from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
+from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.initiator import RemoteName
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
@@ -42,6 +43,7 @@ from llm_datadist.cpp_api.structs import (
     IpInfo,
     KvCacheExtParam,
     LlmRole,
+    RegisterCfg,
     Undefined,
 )
 from llm_datadist.errors import ParamError
@@ -50,12 +52,13 @@ from llm_datadist.types.cluster import trans_str_ip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist._transfer.arguments import Rules
+
 __all__ = [
+    "ARGUMENTS",
     "block_lists",
     "block_pairs",
-    "cache_id",
     "cluster_infos",
-    "geometry",
     "init_options",
     "layers",
     "operand",
@@ -117,7 +120,7 @@ def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: boo
         info.append_local_ip_info(ip, port)
     check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
     if not info.local_ip_info_list:
-        info.append_local_ip_info(0, 0)  # which address it is does not matter to anybody
+        info.append_local_ip_info(0, 0)  # any address does
     for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos):
         info.append_remote_ip_info(ip, port)
     return info
@@ -134,12 +137,12 @@ def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-def cache_id(name: str, cache: object) -> int:
+def _cache_id(name: str, cache: object) -> int:
     """Return the id of a local cache: the one field that the transfers read (R31)."""
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
 
 
-def geometry(name: str, cache_desc: object) -> Geometry:
+def _geometry(name: str, cache_desc: object) -> Geometry:
     """Return the geometry of a cache that serves as rows and as blocks."""
     desc = check_type(name, cache_desc, CacheDesc)
     placement = check_type(f"{name}.placement", desc.placement, CachePlacement)
@@ -155,7 +158,7 @@ def geometry(name: str, cache_desc: object) -> Geometry:
 
 def operand(name: str, cache: object) -> int | Operand:
     """Return one side of CopyKvBlocks: the id of a cache of ours, or host memory that has none (R13)."""
-    number = cache_id(name, cache)
+    number = _cache_id(name, cache)
     if number >= 1:
         return number
     given = check_type(name, cache, Cache)
@@ -165,7 +168,7 @@ def operand(name: str, cache: object) -> int | Operand:
         given.cache_desc.placement is not CachePlacement.kDevice,
         f"{name}: cache_id=-1 on kDevice: only host memory can be named by its addresses; register device memory",
     )
-    shape = geometry(f"{name}.cache_desc", given.cache_desc)
+    shape = _geometry(f"{name}.cache_desc", given.cache_desc)
     addresses = check_uint64_list(f"{name}.tensor_addrs", given.tensor_addrs)
     check_rule(
         len(addresses) == shape.num_tensors,
@@ -198,20 +201,20 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     return RemoteName(cluster, cache_id=remote, row=batch_index)
 
 
-def layers(ext_param: object) -> LayerSelection:
+def layers(name: str, ext_param: object) -> LayerSelection:
     """Return which layers take part (R14)."""
-    ext = check_type("ext_param", ext_param, KvCacheExtParam)
-    per_layer = check_uint8("ext_param.tensor_num_per_layer", ext.tensor_num_per_layer)
-    check_rule(per_layer > 0, "ext_param.tensor_num_per_layer=0: at least one tensor makes a layer")
+    ext = check_type(name, ext_param, KvCacheExtParam)
+    per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
+    check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
     return LayerSelection(
-        _layer_range("ext_param.src_layer_range", ext.src_layer_range),
-        _layer_range("ext_param.dst_layer_range", ext.dst_layer_range),
+        _layer_range(f"{name}.src_layer_range", ext.src_layer_range),
+        _layer_range(f"{name}.dst_layer_range", ext.dst_layer_range),
         per_layer,
     )
 
 
 def _layer_range(name: str, pair: object) -> range | None:
-    # One call per layer and tensor is usual, so what is right costs little.
+    # A client may call once per layer and tensor: a correct pair is recognised without further calls.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
         if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
@@ -231,6 +234,18 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
         f"{name}=({first}, {last}): first and last layer, 0 <= first <= last, or (-1, -1) for all of them",
     )
     return range(first, last + 1)
+
+
+#: The differences from v2, all in one place: caches are named by their id, descriptors and layers come in structs.
+ARGUMENTS: Final[Rules] = {
+    **V2_ARGUMENTS,
+    "cache_desc": _geometry,
+    "src_cache": _cache_id,
+    "dst_cache": _cache_id,
+    "size": byte_count,
+    "ext_param": layers,
+    "cfg": instance_of(RegisterCfg),
+}
 
 
 def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[BlockList, BlockList]:
