@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import check_rule, check_type
+from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, TransferCall, awaited, blocking
@@ -440,7 +441,9 @@ class CacheManager(EngineUser):
         """
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
-        _, sources, targets = check(ARGUMENTS, dst_cache=dst_cache, src_blocks=src_blocks, dst_blocks=dst_blocks)
+        # The rules of ARGUMENTS, called directly: small pulls and pushes of blocks are frequent.
+        check_type("dst_cache", dst_cache, Cache)
+        sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
         if not dst_cache.is_blocks_cache:
             raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -531,7 +534,8 @@ class CacheManager(EngineUser):
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
         check_type("dst_cache_key", dst_cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
-        _, sources, targets = check(ARGUMENTS, src_cache=src_cache, src_blocks=src_blocks, dst_blocks=dst_blocks)
+        check_type("src_cache", src_cache, Cache)  # the rules of ARGUMENTS, as in pull_blocks
+        sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
         if not src_cache.is_blocks_cache:
             raise ParamError("src_cache: not a blocks cache; use push_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)

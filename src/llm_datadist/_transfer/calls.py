@@ -96,7 +96,7 @@ def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concate
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check(self, *args, **kwargs)(self._deadline())
+        check(self, *args, **kwargs)(Deadline(self._of.options.sync_kv_timeout_ms))
 
     _set_result(call, "None")
     return call
