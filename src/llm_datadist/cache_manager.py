@@ -55,17 +55,6 @@ class CacheManager(EngineUser):
     Source: API §6.0.
     """
 
-    @staticmethod
-    def check_cache_key(cache_key: CacheKey) -> None:
-        """Check that exactly one of ``req_id`` and ``prefix_id`` is set (below 2**64 - 1).
-
-        Raises:
-            ParamError: Both, or neither.
-
-        Source: API §6.0.
-        """
-        arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
-
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
         """Allocate a continuous cache from the pool of its placement. To be deprecated by the interface.
 
@@ -233,13 +222,14 @@ class CacheManager(EngineUser):
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
 
-        When this returns nobody is at the memory any more, and it may be freed: peers that push into it, and calls of
-        other threads that use it, are waited for within ``sync_kv_timeout``.
+        When this returns no peer and no call uses the memory any more, and it may be freed: peers that push into it,
+        and calls of other threads that use it, are waited for within ``sync_kv_timeout``.
 
         Raises:
             TypeError: Not an int.
             ParamError: Outside int64.
-            DeadlineExceeded: Somebody is still at it; the text says who. The cache stays registered, with its keys.
+            DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
+                registered, with its keys.
 
         Source: API §6.7.
         """
@@ -561,7 +551,7 @@ class CacheManager(EngineUser):
         None)`` is called once and blocks until the layer is ready, then the layer's two tensors (2l and 2l + 1) go to
         each of these configs in the order of the list. Two tensors per layer, always. The first failure stops the whole
         transfer; each config has its own result (R18), see :class:`CacheTask`. ``sync_kv_timeout``
-        bounds each layer to each config, not the synchronizer. No key is consumed (R5), and nobody tells the receiver.
+        bounds each layer to each config, not the synchronizer. No key is consumed (R5), and the receiver is not told.
 
         What of each tensor is sent, and where to:
 

@@ -87,7 +87,7 @@ def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: o
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
-        func_name: Who asks, such as ``"[pull_cache]"``.
+        func_name: Name of the calling function, such as ``"[pull_cache]"``.
         other_info: What else to say.
 
     Raises:

@@ -45,6 +45,11 @@ _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
 
 
+def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+    """Log why a cluster was not linked or unlinked: the callers get statuses only."""
+    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
+
+
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
@@ -53,7 +58,7 @@ class LLMDataDist:
     Threads: any, except that ``finalize`` must be alone (API §11).
 
     Args:
-        role: A label in v2 mode, where either side may pull and push; in v1 mode it says who may do what.
+        role: A label in v2 mode, where either side may pull and push; in v1 mode it says which calls are allowed.
         cluster_id: uint64, unique among all that link to each other.
         device: What DEVICE placement means in this process; None: host memory. An extension.
 
@@ -188,8 +193,7 @@ class LLMDataDist:
 
         Source: API §3.4, §8.
         """
-        _, call = self._linking(clusters, timeout)
-        return call(Deadline(timeout))
+        return self._linking(clusters, timeout)(Deadline(timeout))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`: the same arguments and results.
@@ -199,10 +203,10 @@ class LLMDataDist:
 
         Source: API §3.4; extension.
         """
-        engine, call = self._linking(clusters, timeout)
-        return engine.workers.run(call, timeout)
+        pending = self._linking(clusters, timeout)
+        return self._require_engine("link_clusters_async").workers.run(pending, timeout)
 
-    def _linking(self, clusters: Clusters, timeout: int, report: Report | None = None) -> tuple[Engine, Pending]:
+    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("link_clusters")
         _check_clusters(clusters, timeout)
@@ -219,14 +223,14 @@ class LLMDataDist:
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-            return _each(clusters, link, "link", report or log_failure)
+            return _each(clusters, link, "link", report)
 
         def link_all(deadline: Deadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline))
 
-        return engine, link_each if v2 else link_all
+        return link_each if v2 else link_all
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -252,8 +256,7 @@ class LLMDataDist:
 
         Source: API §3.4, §8.
         """
-        _, call = self._unlinking(clusters, timeout, force)
-        return call(Deadline(timeout))
+        return self._unlinking(clusters, timeout, force)(Deadline(timeout))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`: the same arguments and results.
@@ -263,12 +266,10 @@ class LLMDataDist:
 
         Source: API §3.4; extension.
         """
-        engine, call = self._unlinking(clusters, timeout, force)
-        return engine.workers.run(call, timeout)
+        pending = self._unlinking(clusters, timeout, force)
+        return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
 
-    def _unlinking(
-        self, clusters: Clusters, timeout: int, force: bool, report: Report | None = None
-    ) -> tuple[Engine, Pending]:
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("unlink_clusters")
         _check_clusters(clusters, timeout)
@@ -284,7 +285,7 @@ class LLMDataDist:
                     _remote_address(cluster)
                 engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-            return _each(clusters, unlink, "unlink", report or log_failure)
+            return _each(clusters, unlink, "unlink", report)
 
         def unlink_each_v1(deadline: Deadline) -> Statuses:
             from llm_datadist._transfer import v1
@@ -293,9 +294,9 @@ class LLMDataDist:
                 cluster_id = check_uint64("id", cluster.remote_cluster_id)
                 v1.unlink_cluster(engine.links, cluster_id, deadline, force=forced)
 
-            return v1.unlink_result(_each(clusters, unlink, "unlink", report or log_failure)[1])
+            return v1.unlink_result(_each(clusters, unlink, "unlink", report)[1])
 
-        return engine, unlink_each if engine.options.cache_manager else unlink_each_v1
+        return unlink_each if engine.options.cache_manager else unlink_each_v1
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
@@ -323,17 +324,7 @@ class LLMDataDist:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
         from llm_datadist._transfer import v1
 
-        deadline = Deadline(engine.options.sync_kv_timeout_ms)
-        link = engine.links.get(cluster_id)
-        if link.busy:
-            raise v1.link_busy(link, "check_link_status")
-        number = link.ping()
-        answered = deadline.poll(lambda: link.last_pong >= number or link.ended)
-        if link.ended:
-            raise link.lost_error("check_link_status", "ping")
-        if not answered:
-            with v1.v1_codes():
-                raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
+        v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
 
     # --- communicators ---------------------------------------------------------------------------------------------
 
@@ -421,7 +412,7 @@ class LLMDataDist:
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
 
     def explain_communicator(self, comm_id: int) -> CommunicatorStatistics:
-        """Return a communicator's members, who of them is still missing, and why it failed. An extension.
+        """Return a communicator's members, those still missing, and why it failed. An extension.
 
         Raises:
             NotInitialized: Before init or after finalize.
@@ -466,7 +457,7 @@ class LLMDataDist:
             NotInitialized: Before init or after finalize.
             TypeError: Wrong types (``NoneArgument`` for a role that is None).
             ParamError: ``llm.listenIpInfo`` is not of the form ip:port; in v1 mode the same role, or PROMPT without it.
-            StateError: There is a link, whoever made it, or a communicator is being prepared (``LLM_EXIST_LINK``).
+            StateError: There is a link, made by either end, or a communicator is being prepared (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound (``LLM_FAILED``).
             LLMException: With ``LLM_FEATURE_NOT_ENABLED``: v1 mode without ``enable_switch_role``, or with several
                 addresses; another address with ``llm.TransferBackend``.
@@ -611,11 +602,6 @@ def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> St
         f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)",
         status_code=LLMStatusCode.LLM_PARAM_INVALID,
     )
-
-
-def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-    """Log why a cluster was not linked or unlinked: the callers get statuses only."""
-    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
 
 
 def _check_clusters(clusters: object, timeout: object) -> None:

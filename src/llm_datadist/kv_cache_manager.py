@@ -30,7 +30,7 @@ __all__ = ["KvCacheManager"]
 
 
 def _device_cache(name: str, value: object) -> Cache:
-    """Return the v2 handle behind a KvCache on the device: v1 has no other calls for caches (R16)."""
+    """Return the v2 handle behind a KvCache, which must be on the device (R16)."""
     cache = check_type(name, value, KvCache)._cache
     _require_device(name, cache.cache_desc)
     return cache
@@ -63,11 +63,11 @@ _ARGUMENTS: Final[Rules] = {
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
 
-    A PROMPT serves: it alone binds and removes keys. A DECODER pulls and links. A MIX does neither: each of these
-    calls names the one role that may, except that a MIX may give a blocks cache a key. All caches are on the device.
+    A PROMPT serves: only it binds and removes keys. A DECODER pulls and links. A MIX does neither, but may give a
+    blocks cache a key. All caches are on the device.
 
-    Every call works as the one of the same name of :class:`~llm_datadist.cache_manager.CacheManager`; what is different
-    is said here.
+    "v2" is the call of the same name of :class:`~llm_datadist.cache_manager.CacheManager`: docstrings here say what is
+    different.
 
     Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
     it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every
@@ -78,30 +78,18 @@ class KvCacheManager(EngineUser):
     Source: API §8.
     """
 
+    def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
+        super().__init__(engine)
+        self._role = role
+        # Ids of caches whose handle was dropped. KvCache.__del__ adds them in any thread, under any lock: no lock here.
+        self._forgotten: deque[int] = deque()
+
     def is_initialized(self) -> bool:
         """Return True until ``finalize``.
 
         Source: API §8.
         """
         return self._of.alive
-
-    @staticmethod
-    def check_cache_key(cache_key: CacheKey) -> None:
-        """Check that exactly one of ``req_id`` and ``prefix_id`` is set (below 2**64 - 1).
-
-        Raises:
-            TypeError: Not a CacheKey (``NoneArgument`` for None).
-            ParamError: Both, or neither.
-
-        Source: API §8, §6.0.
-        """
-        arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
-
-    def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
-        super().__init__(engine)
-        self._role = role
-        # Filled by KvCache.__del__, anywhere; a deque takes and gives one element without a lock.
-        self._forgotten: deque[int] = deque()
 
     @property
     def _engine(self) -> Engine:
@@ -315,15 +303,11 @@ class KvCacheManager(EngineUser):
         As v2's without remote cache access, and with offsets. Neither they nor ``size`` make a pull incomplete (R5).
 
         Args:
-            cache_key: The PROMPT's row: by key, or by cache id and row. Its cluster id selects the link.
-            kv_cache: Destination, a continuous cache of this process.
-            batch_index: Row of the destination.
+            cache_key: The PROMPT's row: by key, or by cache id and row.
+            kv_cache: Destination.
             size: Bytes per tensor; -1: what the destination's row has after ``dst_cache_offset``.
-            src_layer_range: as v2's.
-            dst_layer_range: as v2's.
             src_cache_offset: Bytes into the source's row, in every tensor; None: 0.
             dst_cache_offset: Bytes into the destination's row, in every tensor; None: 0.
-            tensor_num_per_layer: as v2's.
 
         Raises:
             TypeError, CacheNotFound, NotLinked, TransferFailed, PeerLost: as v2's.
@@ -364,9 +348,6 @@ class KvCacheManager(EngineUser):
             decoder_kv_cache: Destination, a blocks cache of this process.
             prompt_blocks: Block numbers at the PROMPT, a list that is not empty.
             decoder_blocks: Block numbers here, as many.
-            src_layer_range: as v2's.
-            dst_layer_range: as v2's.
-            tensor_num_per_layer: as v2's.
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
@@ -380,8 +361,7 @@ class KvCacheManager(EngineUser):
         cache, sources, targets = check(
             _ARGUMENTS, decoder_kv_cache=decoder_kv_cache, prompt_blocks=prompt_blocks, decoder_blocks=decoder_blocks
         )
-        check_rule(len(sources), "prompt_blocks is empty: at least one block is needed")
-        arguments.equal_lengths(sources, targets, ("prompt_blocks", "decoder_blocks"))
+        arguments.check_pairs(sources, targets, ("prompt_blocks", "decoder_blocks"))
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)

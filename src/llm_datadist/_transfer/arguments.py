@@ -57,6 +57,7 @@ __all__ = [
     "check_grant",
     "check_key_count",
     "check_mem_infos",
+    "check_pairs",
     "check_pull_blocks",
     "check_push_blocks",
     "check_single_id",
@@ -367,15 +368,21 @@ def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
     """Check that both lists are given and equally long (API §6.13), and that an id-key names no row (R31)."""
     if not len(dst_blocks):
         raise ParamError("dst_blocks is empty: at least one block is needed")
-    if not len(src_blocks):
-        raise ParamError("src_blocks is empty: at least one block is needed")
-    equal_lengths(src_blocks, dst_blocks)
+    check_pairs(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
 
 
+def check_pairs(
+    src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
+) -> None:
+    """Check that there are pairs of blocks, in two lists of equal length; ``names``: what the caller knows them as."""
+    check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
+    equal_lengths(src_blocks, dst_blocks, names)
+
+
 def equal_lengths(src_blocks: Sized, dst_blocks: Sized, names: tuple[str, str] = ("src_blocks", "dst_blocks")) -> None:
-    """Check that the two lists of pairs are equally long; ``names``: what the caller knows them as."""
+    """Check that the two lists of pairs are equally long."""
     if len(src_blocks) != len(dst_blocks):
         raise ParamError(
             f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"

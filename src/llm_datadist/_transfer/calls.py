@@ -22,7 +22,7 @@ from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
 from llm_datadist.errors import LLMStatusCode, ParamError, StateError
-from llm_datadist.types import Cache, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +66,7 @@ Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Holds the engine of one ``init``.
+    """Holds the engine of one ``init`` (R21): what the two managers have in common.
 
     Threads: any.
     """
@@ -82,6 +82,18 @@ class EngineUser:
                 status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
             )
         return self._of
+
+    @staticmethod
+    def check_cache_key(cache_key: CacheKey) -> None:
+        """Check that exactly one of ``req_id`` and ``prefix_id`` is set (below 2**64 - 1).
+
+        Raises:
+            TypeError: Not a CacheKey (``NoneArgument`` for None).
+            ParamError: Both, or neither.
+
+        Source: API §6.0, §8.
+        """
+        arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
     def _deadline(self) -> Deadline:
         return Deadline(self._of.options.sync_kv_timeout_ms)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 
-__all__ = ["link_busy", "link_clusters", "unlink_cluster", "unlink_result", "v1_code", "v1_codes"]
+__all__ = ["check_link_status", "link_clusters", "unlink_cluster", "unlink_result", "v1_code", "v1_codes"]
 
 _OK: Final = LLMStatusCode.LLM_SUCCESS
 #: Milliseconds that undoing may take; after it the links are given up without the peer's agreement.
@@ -137,7 +137,7 @@ def unlink_cluster(links: LinkManager, cluster_id: int, deadline: Deadline, *, f
         links.unlink(cluster_id, deadline, force=force)
         raise
     if link.busy:
-        raise link_busy(link, "unlink_clusters")
+        raise _link_busy(link, "unlink_clusters")
     links.unlink(cluster_id, deadline, force=force)
 
 
@@ -150,8 +150,21 @@ def unlink_result(statuses: list[LLMStatusCode]) -> Statuses:
     return (failed[-1] if failed else _OK), codes
 
 
-def link_busy(link: Link, call: str) -> LinkError:
-    """Return the error of a call that must not interrupt a transfer."""
+def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -> None:
+    """Ping the peer over its link and wait for the answer. Errors as :meth:`LLMDataDist.check_link_status`."""
+    link = links.get(cluster_id)
+    if link.busy:
+        raise _link_busy(link, "check_link_status")
+    number = link.ping()
+    answered = deadline.poll(lambda: link.last_pong >= number or link.ended)
+    if link.ended:
+        raise link.lost_error("check_link_status", "ping")
+    if not answered:
+        with v1_codes():
+            raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
+
+
+def _link_busy(link: Link, call: str) -> LinkError:
     return LinkError(
         f"{call}: a transfer is running on the link to {link.peer}; ask again when it has ended",
         status_code=LLMStatusCode.LLM_LINK_BUSY,

@@ -25,7 +25,7 @@ from llm_datadist._checks import (
     check_uint64_list,
     is_digits,
 )
-from llm_datadist._native import BlockList, parse_blocks, parse_indices
+from llm_datadist._native import parse_indices
 from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
 from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.initiator import RemoteName
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARGUMENTS",
     "block_lists",
-    "block_pairs",
+    "cache_id",
     "cluster_infos",
     "init_options",
     "layers",
@@ -67,7 +67,6 @@ __all__ = [
     "switch_options",
 ]
 
-_ALL: Final = (-1, -1)
 _INT32_END: Final = 2**31
 
 
@@ -137,7 +136,7 @@ def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-def _cache_id(name: str, cache: object) -> int:
+def cache_id(name: str, cache: object) -> int:
     """Return the id of a local cache: the one field that the transfers read (R31)."""
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
 
@@ -158,7 +157,7 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
 
 def operand(name: str, cache: object) -> int | Operand:
     """Return one side of CopyKvBlocks: the id of a cache of ours, or host memory that has none (R13)."""
-    number = _cache_id(name, cache)
+    number = cache_id(name, cache)
     if number >= 1:
         return number
     given = check_type(name, cache, Cache)
@@ -227,7 +226,7 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")
     first, last = (check_int32(f"{name}[{i}]", layer) for i, layer in enumerate(ends))
-    if (first, last) == _ALL:
+    if (first, last) == (-1, -1):
         return None
     check_rule(
         0 <= first <= last,
@@ -240,20 +239,12 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
 ARGUMENTS: Final[Rules] = {
     **V2_ARGUMENTS,
     "cache_desc": _geometry,
-    "src_cache": _cache_id,
-    "dst_cache": _cache_id,
+    "src_cache": cache_id,
+    "dst_cache": cache_id,
     "size": byte_count,
     "ext_param": layers,
     "cfg": instance_of(RegisterCfg),
 }
-
-
-def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[BlockList, BlockList]:
-    """Return the two lists of a transfer: not empty, equally long."""
-    sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
-    check_rule(len(sources), "src_blocks is empty: at least one block is needed")
-    equal_lengths(sources, targets)
-    return sources, targets
 
 
 def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

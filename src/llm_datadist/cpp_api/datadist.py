@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
+from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import calls
-from llm_datadist._transfer.arguments import check, check_addresses
+from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.arguments import ARGUMENTS
@@ -20,18 +22,18 @@ from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotIniti
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.cpp_api.structs import ClusterInfo
+    from llm_datadist.datadist import Pending, Report
     from llm_datadist.types import LLMClusterInfo
-
-    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 
 __all__ = ["LlmDataDist"]
 
-#: What becomes a status. What the operating system refuses is one too.
+#: Errors that become a status; those of the operating system too.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
 
 _ALL_LAYERS: Final = KvCacheExtParam()
@@ -42,7 +44,7 @@ _NO_OPTIONS: Final[dict[str, str]] = {}
 class LlmDataDist:
     """One end of the links, as C++ sees it.
 
-    Each call does what its Python counterpart does, named after "As"; what is different is said here. Every one of them
+    Docstrings name the Python call that a call works like, and say what is different. Every call
     returns ``LLM_FAILED`` when not initialised, may return it where the operating system refuses something, and raises
     TypeError for an argument of a wrong type. There is no destructor: an object that is dropped goes on listening and
     serving until Finalize or the end of the process.
@@ -158,14 +160,11 @@ class LlmDataDist:
         """
         statuses: list[LLMStatusCode] = []
         with _Call(self, "LinkLlmClusters") as call:
-            options = call.engine.options
+            dist, options = call.dist, call.engine.options
             _check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
-            reasons = _Reasons()
-            _, link = call.dist._linking(infos, timeout, reasons.report)
-            overall, statuses = link(Deadline(timeout))
-            reasons.require_success("LinkLlmClusters", infos, overall, statuses)
+            _run("LinkLlmClusters", infos, partial(dist._linking, infos, timeout), timeout, statuses)
         return call.status, statuses
 
     def UnlinkLlmClusters(
@@ -190,10 +189,13 @@ class LlmDataDist:
             _check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
-            reasons = _Reasons()
-            _, unlink = dist._unlinking(infos, timeout, force, reasons.report)
-            overall, statuses = unlink(Deadline(timeout))
-            reasons.require_success("UnlinkLlmClusters", infos, overall, statuses)
+            _run(
+                "UnlinkLlmClusters",
+                infos,
+                partial(dist._unlinking, infos, timeout, force),
+                timeout,
+                statuses,
+            )
         return call.status, statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
@@ -345,8 +347,9 @@ class LlmDataDist:
         with _Call(self, "PullKvBlocks") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
-            (cache_id,) = check(ARGUMENTS, dst_cache=dst_cache)
-            sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
+            cache_id = arguments.cache_id("dst_cache", dst_cache)
+            sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
+            check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             pull = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers)
             calls.pull_blocks(pull, sources, targets, None, _deadline(engine))
@@ -368,7 +371,7 @@ class LlmDataDist:
         """
         with _Call(self, "PushKvCache") as call:
             engine = call.engine
-            (cache_id,) = check(ARGUMENTS, src_cache=src_cache)
+            cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
             row, nbytes = check(ARGUMENTS, src_batch_index=src_batch_index, size=size)
             check_rule(nbytes == -1, f"size={nbytes}: only -1 (the whole row) can be pushed")
@@ -395,9 +398,10 @@ class LlmDataDist:
         """
         with _Call(self, "PushKvBlocks") as call:
             engine = call.engine
-            (cache_id,) = check(ARGUMENTS, src_cache=src_cache)
+            cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
-            sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
+            sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
+            check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
             calls.push_blocks(push, sources, targets, _deadline(engine))
@@ -488,7 +492,7 @@ class LlmDataDist:
 
 
 class _Call:
-    """One call while it runs: what it raises becomes ``status``, but for TypeError. Used by one thread."""
+    """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
 
     __slots__ = ("_owner", "_what", "status")
 
@@ -555,29 +559,31 @@ def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
 
 
-class _Reasons:
-    """Why clusters of one call failed: for ``last_error``, since statuses alone do not say.
+def _run(
+    what: str,
+    infos: list[LLMClusterInfo],
+    begin: Callable[[Report], Pending],
+    timeout: int,
+    statuses: list[LLMStatusCode],
+) -> None:
+    """Link or unlink the clusters ``infos`` and fill ``statuses``.
 
-    Threads: any may report.
+    Raises:
+        LinkError: Some failed; it has every reason, for ``last_error``, since statuses alone do not say.
     """
+    errors: dict[int, LLMException] = {}  # by the identity of the cluster info
 
-    def __init__(self) -> None:
-        self._errors: dict[int, LLMException] = {}  # by the identity of the cluster info
-
-    def report(self, verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-        """Keep one reason, and log it."""
+    def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
         log_failure(verb, cluster, error)
-        self._errors[id(cluster)] = error
+        errors[id(cluster)] = error
 
-    def require_success(
-        self, what: str, infos: list[LLMClusterInfo], overall: LLMStatusCode, statuses: list[LLMStatusCode]
-    ) -> None:
-        """Raise LinkError with every reason unless the call succeeded."""
-        if overall is LLMStatusCode.LLM_SUCCESS:
-            return
-        failed = [
-            f"clusters[{i}] {status.name}: {self._errors[id(info)]}"
-            for i, (info, status) in enumerate(zip(infos, statuses, strict=True))
-            if status is not LLMStatusCode.LLM_SUCCESS
-        ]
-        raise LinkError(f"{what}: {len(failed)} of {len(statuses)} failed: {'; '.join(failed)}", status_code=overall)
+    overall, found = begin(report)(Deadline(timeout))
+    statuses += found
+    if overall is LLMStatusCode.LLM_SUCCESS:
+        return
+    failed = [
+        f"clusters[{i}] {status.name}: {errors[id(info)]}"
+        for i, (info, status) in enumerate(zip(infos, found, strict=True))
+        if status is not LLMStatusCode.LLM_SUCCESS
+    ]
+    raise LinkError(f"{what}: {len(failed)} of {len(found)} failed: {'; '.join(failed)}", status_code=overall)

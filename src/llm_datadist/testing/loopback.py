@@ -35,8 +35,8 @@ _JOIN_MS: Final = 10_000
 def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
     """Let every ``link()`` of this process meet members that are made for it; they are finalized at the end.
 
-    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and then
-    nobody waits for it.
+    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and
+    ``link()`` does not wait for it.
 
     Args:
         options: Options of the members that are made, besides those that have to agree with the caller's; for example
