@@ -45,9 +45,9 @@ class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
 
     After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist
-    has been initialised again: that made a new manager. ``<call>_async`` is a call's form for asyncio.
+    was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
 
-    The methods under ``@blocking`` check their arguments and return the work that is left, which the decorator does
+    A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
     within ``sync_kv_timeout``.
 
     Threads: any.
@@ -122,11 +122,8 @@ class CacheManager(EngineUser):
         One blocks cache per ``model_id`` and LLMDataDist can carry a key.
 
         Raises:
-            TypeError: Wrong types.
-            ParamError: Impossible shape, no pool for that placement (R12).
+            TypeError, ParamError, OutOfMemory: As :meth:`allocate_cache`.
             KeyInUse: There is a blocks cache of that model.
-            OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
-                within ``sync_kv_timeout``; nothing was allocated or bound.
 
         Source: [seed:deprecated] allocate_blocks_cache, API §6.4.
         """
@@ -191,9 +188,7 @@ class CacheManager(EngineUser):
         """Enter memory of yours as a blocks cache. As :meth:`register_cache`, except that the newest key wins.
 
         Raises:
-            TypeError: Wrong types; ``addrs`` must be a list.
-            ParamError: Impossible shape, wrong number of addresses, a zero address; ``remote_accessible=True`` after
-                ``link()``.
+            TypeError, ParamError: As :meth:`register_cache`.
 
         Source: API §6.6.
         """
@@ -416,9 +411,7 @@ class CacheManager(EngineUser):
             src_blocks: Block numbers at the peer; empty unless the key is a BlocksCacheKey. A 1-D integer NumPy array
                 does as well (extension).
             dst_blocks: Block numbers here, as many.
-            src_layer_range: Layers of the source; None or empty: all.
-            dst_layer_range: Layers of the destination; None or empty: all.
-            tensor_num_per_layer: Tensors per layer (R14).
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: What the owner of the blocks gave out for them (extension): the pull succeeds only if the blocks
                 were not used again meanwhile. With a BlocksCacheKey only.
 
@@ -466,10 +459,8 @@ class CacheManager(EngineUser):
             dst_cache_key: The peer's cache by id, and its row.
             src_cache: Source, a continuous cache of this process.
             src_batch_index: Row of the source.
-            src_layer_range: Layers of the source; None: all.
-            dst_layer_range: Layers of the destination; None: all.
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`; a range must not be empty.
             size: Only -1.
-            tensor_num_per_layer: Tensors per layer (R14).
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
@@ -511,9 +502,7 @@ class CacheManager(EngineUser):
             src_cache: Source, a blocks cache of this process.
             src_blocks: Block numbers here.
             dst_blocks: Block numbers at the peer, as many.
-            src_layer_range: Layers of the source; None: all.
-            dst_layer_range: Layers of the destination; None: all.
-            tensor_num_per_layer: Tensors per layer (R14).
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as

@@ -23,7 +23,7 @@ from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError, code_2_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 __all__ = [
     "check_dict",
@@ -150,8 +150,11 @@ def check_isinstance(
         return
     if not isinstance(value, _classes(types)):
         raise _refusal(f"{extra_fmt}{name} only support", types, value)
-    if inner is not None:
-        _check_inner(f"{extra_fmt}{name}", value, inner)
+    if inner is None:
+        return
+    for element in value if isinstance(value, (list, tuple, set, frozenset, dict)) else ():
+        if not isinstance(element, _classes(inner)):
+            raise _refusal(f"{extra_fmt}{name} inner type only support", inner, element)
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
@@ -182,13 +185,6 @@ def check_positive_or_set_default(name: str, value: object) -> int:
     if number < 0:
         raise ParamError(f"{name}: {number} is negative")
     return number
-
-
-def _check_inner(name: str, value: object, inner: Types) -> None:
-    elements: Iterable[object] = value if isinstance(value, (list, tuple, set, frozenset, dict)) else ()
-    for element in elements:
-        if not isinstance(element, _classes(inner)):
-            raise _refusal(f"{name} inner type only support", inner, element)
 
 
 def _classes(types: Types) -> tuple[type, ...]:

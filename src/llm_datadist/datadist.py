@@ -399,12 +399,7 @@ class LLMDataDist:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Not an int (``NoneArgument`` for None).
-            ParamError: Outside uint64.
-            NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
-            LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
+            NotInitialized, TypeError, ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
 
         Source: API §3.5.
         """
@@ -415,10 +410,7 @@ class LLMDataDist:
         """Return a communicator's members, those still missing, and why it failed. An extension.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Not an int (``NoneArgument`` for None).
-            ParamError: Outside uint64.
-            NotLinked: There is no such communicator.
+            NotInitialized, TypeError, ParamError, NotLinked: As :meth:`unlink`.
         """
         engine = self._require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))

@@ -12,7 +12,6 @@ import numpy as np
 from llm_datadist import types
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
 from llm_datadist._checks import (
-    check_dict,
     check_int32,
     check_int64,
     check_list,
@@ -23,18 +22,14 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
     check_uint64_list,
-    is_digits,
 )
 from llm_datadist._native import parse_indices
 from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
 from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.initiator import RemoteName
 from llm_datadist._transfer.local_copy import Operand
-from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api.structs import (
     DT_UNDEFINED,
-    OPTION_DEVICE_ID,
-    OPTION_LISTEN_IP_INFO,
     Cache,
     CacheDesc,
     CacheIndex,
@@ -59,42 +54,22 @@ __all__ = [
     "block_lists",
     "cache_id",
     "cluster_infos",
-    "init_options",
     "layers",
     "operand",
     "remote_name",
     "role",
-    "switch_options",
 ]
 
 _INT32_END: Final = 2**31
 
 
-# --- life cycle and links ---------------------------------------------------------------------------------------------
+# --- roles and links --------------------------------------------------------------------------------------------------
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
     """Return the role that the engine knows."""
     check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: this is no role")
     return types.LLMRole(int(value))
-
-
-def init_options(options: object) -> dict[str, str]:
-    """Return the options of ``LLMDataDist.init``: CacheManager mode, always with remote cache access (API §9)."""
-    given = check_dict("options", options, str, str)
-    device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
-    if device is None or not is_digits(device):
-        raise ParamError(
-            f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
-        )
-    return given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"}
-
-
-def switch_options(options: object) -> dict[str, str]:
-    """Return the options of ``LLMDataDist.switch_role``, which spells the one that counts in its own way."""
-    given = check_dict("options", options, str, str)
-    listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
-    return {} if listen is None else {LISTEN: listen}
 
 
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:

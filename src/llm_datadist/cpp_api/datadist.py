@@ -7,16 +7,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type
+from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import calls
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
+from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.arguments import ARGUMENTS
-from llm_datadist.cpp_api.structs import Cache, CacheDesc, CacheIndex, KvCacheExtParam, LlmRole, Mapped, RegisterCfg
+from llm_datadist.cpp_api.structs import (
+    OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    KvCacheExtParam,
+    LlmRole,
+    Mapped,
+    RegisterCfg,
+)
 from llm_datadist.datadist import LLMDataDist, log_failure
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
 from llm_datadist.types import Placement
@@ -97,14 +108,19 @@ class LlmDataDist:
 
         Source: API §9, §3.1.
         """
-        check_dict("options", options, str, str)
+        given = check_dict("options", options, str, str)
         with _Call(self, "Initialize") as call:
             with self._making:
                 # Made at the first call: what is wrong with the constructor's arguments is a status.
                 if self._dist is None:
                     self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
             if self._dist._engine is None:
-                self._dist.init(arguments.init_options(options))
+                device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
+                check_rule(
+                    device is not None and is_digits(device),
+                    f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)",
+                )
+                self._dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
     def Finalize(self) -> LLMStatusCode:
@@ -216,7 +232,10 @@ class LlmDataDist:
         Source: API §9, §3.6.
         """
         with _Call(self, "SetRole") as call:
-            call.dist.switch_role(arguments.role("role", role), arguments.switch_options(options))
+            dist, taken = call.dist, arguments.role("role", role)
+            given = check_dict("options", options, str, str)
+            listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
+            dist.switch_role(taken, {} if listen is None else {LISTEN: listen})
         return call.status
 
     # --- caches ----------------------------------------------------------------------------------------------------

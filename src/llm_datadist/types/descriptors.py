@@ -1,4 +1,4 @@
-"""What a cache looks like (CacheDesc) and the handle of one (Cache) (API §4, §5)."""
+"""CacheDesc, the geometry of a cache, and Cache, the handle of one (API §4, §5)."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Cache:
         self._desc = check_type("cache_desc", cache_desc, CacheDesc)
         self._addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
-        # Whatever the addresses point into; held only so that it outlives them.
+        # Keeps mapped what the addresses point into.
         self._memory = memory
         self._granter = granter
 
