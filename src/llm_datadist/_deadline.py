@@ -42,7 +42,7 @@ class Deadline:
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def wait_at_most(self) -> float:
-        """Return the seconds that one wait may take; after it the caller has to check the deadline again."""
+        """Return the seconds that one wait may take before the deadline must be checked again."""
         return self.remaining()
 
     def remaining_ms(self) -> int:

@@ -15,7 +15,7 @@ from llm_datadist._checks import check_rule, check_type
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, TransferCall, awaited, blocking
+from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall, awaited, blocking
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -280,14 +280,7 @@ class CacheManager(EngineUser):
 
         Source: [seed:copy_cache], API §6.5.
         """
-        given: dict[str, object] = {
-            "dst": dst,
-            "src": src,
-            "dst_batch_index": dst_batch_index,
-            "src_batch_index": src_batch_index,
-            "offset": offset,
-            "size": size,
-        }
+        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
         return calls.copy_cache(self._engine, ARGUMENTS, given, req_id)
 
     copy_cache_async = awaited(copy_cache)

@@ -53,7 +53,7 @@ _UNSET: Final = -1
 def raise_if_false(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Unless ``pred`` is true, log a text at ERROR and raise it.
+    """Log a text at ERROR and raise it unless ``pred`` is true.
 
     Args:
         pred: Any object; its truth counts.
@@ -74,7 +74,7 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """If ``pred`` is true, do what :func:`raise_if_false` does.
+    """Do what :func:`raise_if_false` does if ``pred`` is true.
 
     Source: API §1.3.
     """
@@ -110,7 +110,7 @@ def _log_and_raise(text: str, status_code: LLMStatusCode) -> NoReturn:
 
 
 def _filled(fmt: str, args: tuple[object, ...]) -> str:
-    """Fill a template in either style; one that does not fit its arguments must not hide what went wrong."""
+    """Fill a template in either style; if the arguments do not fit it, return both."""
     if not args:
         return fmt
     try:
@@ -158,7 +158,7 @@ def check_isinstance(
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check that ``d`` is a dict, the types of its keys and values, and of what is in the values.
+    """Check that ``d`` is a dict, and the types of its keys, its values and their elements.
 
     Raises:
         TypeError: One of them is of another type (``NoneArgument`` for None).

@@ -284,7 +284,7 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What ``init`` was asked for. Made by :meth:`parse`.
+    """The options of one ``init``, parsed and checked by :meth:`parse`.
 
     Attributes:
         role: PROMPT, DECODER or MIX.
@@ -340,11 +340,11 @@ class Options:
         check_type("role", role, LLMRole)
         reader = _Reader(options)
         graph_memory = _graph_memory(reader)
-        for key in _UNBUILT:  # they would protect data: ignoring them would be silently wrong
+        for key in _UNBUILT:  # they would protect data, so they must not be ignored
             text = reader.text(key)
             check_rule(text is None, f"{key}: {text!r}: this version does not have {key}, leave it out")
         cache_manager, remote_accessible = _modes(reader)
-        # No effect here, but a typing error is still worth telling.
+        # They have no effect here; a malformed text is an error all the same.
         if text := reader.text(GLOBAL_RESOURCE):
             parse_json(GLOBAL_RESOURCE, text)
         if text := reader.text(BUF_POOL):
@@ -353,10 +353,6 @@ class Options:
         if not cache_manager and (remote_accessible or host_pool is not None):
             logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
             remote_accessible, host_pool = False, None
-        transport = reader.text(TRANSPORT) or "auto"
-        check_rule(transport in TRANSPORTS, f"{TRANSPORT}: {transport!r} is unknown, known: {', '.join(TRANSPORTS)}")
-        socket_dir = reader.text(SHM_SOCKET_DIR)
-        check_rule(socket_dir != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
         parsed = cls(
             role=role,
             device_id=_device_id(reader),
@@ -371,8 +367,8 @@ class Options:
             enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
             link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or _default_link_seconds(),
             link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
-            transport=transport,
-            shm_socket_dir=socket_dir,
+            transport=_transport(reader),
+            shm_socket_dir=_socket_dir(reader),
             pool_prefault=reader.flag(POOL_PREFAULT, default=False),
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
@@ -433,7 +429,7 @@ def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, i
 
 
 def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | None:
-    """Return the device pool; without one of its own, v1 takes a share of the graph memory (R12)."""
+    """Return the device pool; in v1, without one, a share of the graph memory (R12)."""
     share = reader.number(MEM_UTILIZATION, default=0.95)
     check_rule(0.0 <= share <= 1.0, f"{MEM_UTILIZATION}: {share} is outside [0.0, 1.0]")
     pool = reader.pool(MEM_POOL)
@@ -448,6 +444,18 @@ def _default_link_seconds() -> int:
     text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
     seconds = int(text) if is_digits(text) else 0
     return seconds or _DEFAULT_LINK_SECONDS
+
+
+def _transport(reader: _Reader) -> str:
+    name = reader.text(TRANSPORT) or "auto"
+    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
+    return name
+
+
+def _socket_dir(reader: _Reader) -> str | None:
+    path = reader.text(SHM_SOCKET_DIR)
+    check_rule(path != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
+    return path
 
 
 def _peer_timeout(reader: _Reader) -> float:
@@ -703,7 +711,9 @@ class LLMConfig:
         self._ge_options = {} if ge_options is None else check_dict("ge_options", ge_options, str, str)
 
     def generate_options(self) -> dict[str, str]:
-        """Return the option dict: always the same one, so what the caller adds, and what was once set, stays in it.
+        """Return the option dict.
+
+        It is always the same dict: what the caller adds, and what was once set, stays in it.
 
         Source: API §2.
         """

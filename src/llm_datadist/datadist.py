@@ -553,7 +553,7 @@ class LLMDataDist:
 
 
 def _shutdown_handler() -> None:
-    """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
+    """Let running layer-wise transfers end, then finalize; called when the interpreter exits."""
     live = list(LLMDataDist._live)
     for engine in [each._engine for each in live]:  # all of them first: one may send to another
         if engine is not None:
@@ -611,7 +611,11 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
 
 
 def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:
-    """Do ``work`` for every cluster, in parallel; overall status = the last one that is no success (API §3.4)."""
+    """Do ``work`` for every cluster, in parallel.
+
+    Returns:
+        ``(status, statuses)``: the last status that is no success, and one each (API §3.4).
+    """
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
         try:
@@ -633,7 +637,7 @@ def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str,
 
 
 def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:
-    """Check what can be seen without the engine, in the documented order; return the ranks as plain ints."""
+    """Check the arguments of ``link()`` in their documented order; return the ranks as ints."""
     name = check_type("comm_name", comm_name, str)
     check_rule(name, "comm_name: '' is empty")
     check_rule(len(name) < _NAME_LIMIT, f"comm_name: {len(name)} characters, below {_NAME_LIMIT} are needed")

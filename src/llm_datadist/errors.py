@@ -150,7 +150,7 @@ class LLMException(RuntimeError):
         return self._status_code
 
     def restate(self, status_code: LLMStatusCode) -> None:
-        """Carry another status from now on: the older interface has its own for some failures (extension)."""
+        """Replace the status: v1 has its own for some failures (extension)."""
         self._status_code = status_code
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from llm_datadist._checks import check_int32, check_rule, check_type
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, TransferCall
+from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
@@ -214,14 +214,7 @@ class KvCacheManager(EngineUser):
         Source: [seed:copy_cache], API §8.
         """
         engine = self._engine
-        given: dict[str, object] = {
-            "dst": dst,
-            "src": src,
-            "dst_batch_index": dst_batch_index,
-            "src_batch_index": src_batch_index,
-            "offset": offset,
-            "size": size,
-        }
+        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
         with v1_codes():
             calls.copy_cache(engine, _ARGUMENTS, given, req_id)(self._deadline())
 

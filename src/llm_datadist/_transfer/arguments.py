@@ -125,7 +125,7 @@ def _byte_offset(name: str, value: object) -> int:
 
 
 def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair in the order given, of a dict of int to list of int (API §6.8)."""
+    """Return (sources, destinations), pair by pair, of a dict of int to list of int (API §6.8)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
         return plain
@@ -145,7 +145,7 @@ def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), in the order given, of a dict of int to int (API §6.9)."""
+    """Return (sources, destinations), pair by pair, of a dict of int to int (API §6.9)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
         return plain
@@ -232,7 +232,7 @@ def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
 
 
 def check_mem_infos(mem_infos: object) -> None:
-    """Check for one MemInfo, or a list of some: device memory, address and size not zero (API §6.15)."""
+    """Check one MemInfo or a list of them: device memory, address and size above 0 (API §6.15)."""
     infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
     check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
     for i, info in enumerate(infos):
@@ -279,7 +279,10 @@ def require_rca(remote_accessible: bool, call: str) -> None:
 def layer_selection(
     src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
 ) -> LayerSelection:
-    """Return the layers of a call; an empty range means "not given" in pulls and is an error in pushes."""
+    """Return the layers of a call.
+
+    ``empty_ok``: an empty range means "not given", as in pulls; in pushes it is an error.
+    """
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -365,7 +368,7 @@ def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCach
 
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that both lists are given and equally long (API §6.13), and that an id-key names no row (R31)."""
+    """Check that the lists are pairs (API §6.13) and that an id-key names no row (R31)."""
     if not len(dst_blocks):
         raise ParamError("dst_blocks is empty: at least one block is needed")
     check_pairs(src_blocks, dst_blocks)
@@ -376,7 +379,7 @@ def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 def check_pairs(
     src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
 ) -> None:
-    """Check that there are pairs of blocks, in two lists of equal length; ``names``: what the caller knows them as."""
+    """Check for two lists of equal length, not empty; ``names``: what the caller calls them."""
     check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks, names)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ __all__ = [
     "EngineUser",
     "LayerwiseArguments",
     "Pending",
+    "RowCopy",
     "TransferCall",
     "allocate",
     "awaited",
@@ -60,13 +61,13 @@ __all__ = [
     "swap_blocks",
 ]
 
-#: A call whose arguments have been checked: the work that is left, within a deadline, in whichever thread.
+#: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
 Pending = Callable[[Deadline], None]
 Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Holds the engine of one ``init`` (R21): what the two managers have in common.
+    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize`` (R21).
 
     Threads: any.
     """
@@ -104,7 +105,7 @@ User = TypeVar("User", bound=EngineUser)
 
 
 def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
-    """Make a public call of a method that checks its arguments and returns the work that is left."""
+    """Make a public call of a method that checks arguments and returns the work left."""
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -115,7 +116,7 @@ def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concate
 
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
-    """Make the form for asyncio of a :func:`blocking` call: arguments are checked at once, the work is awaited."""
+    """Make the asyncio form of a :func:`blocking` call: check arguments at once, await the work."""
     check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
 
     @wraps(check)
@@ -135,7 +136,7 @@ def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Calla
 
 
 def _set_result(call: Callable[..., object], result: str) -> None:
-    """Let ``call``, which has the parameters of the function that it wraps, show its own result."""
+    """Let ``help`` and ``inspect`` show ``call`` with the parameters that it wraps and this result."""
     call.__annotations__ = call.__annotations__ | {"return": result}
     call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
 
@@ -177,10 +178,21 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
 # --- copies inside the process ----------------------------------------------------------------------------------------
 
 
-def copy_cache(engine: Engine, rules: Rules, given: dict[str, object], req_id: int | None) -> Pending:
-    """Check the arguments of copy_cache, ``given`` by name; return the copy."""
+class RowCopy(NamedTuple):
+    """The arguments of copy_cache as given."""
+
+    dst: object
+    src: object
+    dst_batch_index: object
+    src_batch_index: object
+    offset: object
+    size: object
+
+
+def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Pending:
+    """Check the arguments of copy_cache; return the copy."""
     with arguments.naming_request(req_id):
-        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given)
+        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
         check_rule(not dst.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
         arguments.byte_count("size", size)
@@ -257,14 +269,16 @@ class TransferCall(msgspec.Struct, eq=False):
     layers: LayerSelection
 
     def __str__(self) -> str:
-        """What an error calls the local cache."""
+        """Name the local cache as errors do."""
         return f"{self.what}: {self.argument}"
 
 
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into either row.
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1.
+
+    Offsets are bytes into either row.
 
     Raises:
         CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.pull`.

@@ -42,7 +42,7 @@ def v1_code(code: LLMStatusCode) -> LLMStatusCode:
 
 @contextmanager
 def v1_codes() -> Iterator[None]:
-    """Give every LLMException of the block its status in v1, a key in use ``LLM_FAILED``; its class stays."""
+    """Give every LLMException of the block its status in v1; its class stays."""
     try:
         yield
     except LLMException as error:
@@ -58,7 +58,7 @@ def link_clusters(
     timeout: int,
     link_each: Callable[[], Statuses],
 ) -> Statuses:
-    """Link to all clusters, or to none: those that were linked are given up when another one fails.
+    """Link to all clusters or to none: give up the new links when one cluster fails.
 
     Args:
         links: Of the LLMDataDist.
@@ -115,7 +115,7 @@ def _refusals(role: LLMRole, clusters: Sequence[LLMClusterInfo]) -> dict[int, tu
 
 
 def _undo(links: LinkManager, link: Link, deadline: Deadline) -> None:
-    """Give up a link that this call has made; by force when the peer does not agree in time."""
+    """Give up a link that this call has made, if need be by force."""
     try:
         links.unlink(link.peer.cluster_id, deadline, force=False)
     except LLMException as error:
@@ -142,7 +142,7 @@ def unlink_cluster(links: LinkManager, cluster_id: int, deadline: Deadline, *, f
 
 
 def unlink_result(statuses: list[LLMStatusCode]) -> Statuses:
-    """Return what v1 says of these statuses: a cluster that was not linked is told, and no failure of the call."""
+    """Return v1's result for these statuses: a cluster that was not linked is no failure."""
     codes = [v1_code(status) for status in statuses]
     failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
     if not codes:

@@ -131,7 +131,7 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
 
 
 def operand(name: str, cache: object) -> int | Operand:
-    """Return one side of CopyKvBlocks: the id of a cache of ours, or host memory that has none (R13)."""
+    """Return one side of CopyKvBlocks: the id of a local cache, or host memory without one (R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number

@@ -573,7 +573,7 @@ def _check_timeout(timeout: int) -> None:
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
-    """Check the placement of a source; ids are never used again, so the cache looked up here is the one used."""
+    """Check that a source is on kDevice; ids are never reused, so it is the cache that the call uses."""
     placement = engine.store.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
 

@@ -33,7 +33,7 @@ _JOIN_MS: Final = 10_000
 
 @contextmanager
 def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
-    """Let every ``link()`` of this process meet members that are made for it; they are finalized at the end.
+    """Make the other members of every ``link()`` of this process; finalize them at the end.
 
     A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and
     ``link()`` does not wait for it.
@@ -96,7 +96,7 @@ class Loopback:
                 self.members[cluster_id] = self._make(cluster_id, caller)
 
     def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """Have the members that were made join the caller's communicator; wait until they have."""
+        """Let the members that were made join the caller's communicator, and wait for it."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
         if len(made) + 1 < len(ranks):
@@ -136,7 +136,7 @@ def _lives(cluster_id: int) -> bool:
 
 
 def _table(ranks: dict[int, int]) -> str:
-    """Return a table of this process: it has a loopback address of its own, so that no other test run is met there."""
+    """Return a rank table with a loopback address of this process's own, which no other test run uses."""
     address = ".".join(str(byte) for byte in (127, *os.getpid().to_bytes(3, "big")))
     devices = [{"device_id": "0", "rank_id": str(rank)} for rank in ranks.values()]
     return json.dumps(

@@ -240,7 +240,7 @@ class Cache:
         return self._is_blocks
 
     def grant(self, blocks: list[int] | tuple[int, ...], ttl: float) -> Grant:
-        """Let peers pull these blocks for ``ttl`` seconds, and no longer than they hold what they hold now.
+        """Let peers pull these blocks for ``ttl`` seconds, while they keep their present content.
 
         An extension. For caches whose blocks are given to one request after the other: revoke the grant before the
         blocks are used again, and a pull that was late fails instead of returning the bytes of another request.
