@@ -174,14 +174,13 @@ class LlmDataDist:
 
         Source: API §9, §3.4.
         """
-        statuses: list[LLMStatusCode] = []
         with _Call(self, "LinkLlmClusters") as call:
             dist, options = call.dist, call.engine.options
             _check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
-            _run("LinkLlmClusters", infos, partial(dist._linking, infos, timeout), timeout, statuses)
-        return call.status, statuses
+            call.for_each(infos, timeout, partial(dist._linking, infos, timeout))
+        return call.status, call.statuses
 
     def UnlinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000, force: bool = False
@@ -199,20 +198,13 @@ class LlmDataDist:
 
         Source: API §9, §3.4.
         """
-        statuses: list[LLMStatusCode] = []
         with _Call(self, "UnlinkLlmClusters") as call:
             dist = call.dist
             _check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
-            _run(
-                "UnlinkLlmClusters",
-                infos,
-                partial(dist._unlinking, infos, timeout, force),
-                timeout,
-                statuses,
-            )
-        return call.status, statuses
+            call.for_each(infos, timeout, partial(dist._unlinking, infos, timeout, force))
+        return call.status, call.statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
         """Take another role, and begin, move or cease to listen. As ``LLMDataDist.switch_role``.
@@ -513,12 +505,13 @@ class LlmDataDist:
 class _Call:
     """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
 
-    __slots__ = ("_owner", "_what", "status")
+    __slots__ = ("_owner", "_what", "status", "statuses")
 
     def __init__(self, owner: LlmDataDist, what: str) -> None:
         self._owner = owner
         self._what = what
         self.status = LLMStatusCode.LLM_SUCCESS
+        self.statuses: list[LLMStatusCode] = []  # of each cluster
 
     @property
     def dist(self) -> LLMDataDist:
@@ -536,6 +529,29 @@ class _Call:
         if engine is None:
             raise _not_initialized(self._what)
         return engine
+
+    def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
+        """Link or unlink the clusters ``infos``, and keep the status of each.
+
+        Raises:
+            LinkError: Some failed; it has every reason, for ``last_error``, since statuses alone do not say.
+        """
+        errors: dict[int, LLMException] = {}  # by the identity of the cluster info
+
+        def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+            log_failure(verb, cluster, error)
+            errors[id(cluster)] = error
+
+        overall, self.statuses = begin(report)(Deadline(timeout))
+        if overall is LLMStatusCode.LLM_SUCCESS:
+            return
+        failed = [
+            f"clusters[{i}] {status.name}: {errors[id(info)]}"
+            for i, (info, status) in enumerate(zip(infos, self.statuses, strict=True))
+            if status is not LLMStatusCode.LLM_SUCCESS
+        ]
+        text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
+        raise LinkError(text, status_code=overall)
 
     def __enter__(self) -> _Call:
         return self
@@ -576,33 +592,3 @@ def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None
     """Check that a source is on kDevice; ids are never reused, so it is the cache that the call uses."""
     placement = engine.store.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
-
-
-def _run(
-    what: str,
-    infos: list[LLMClusterInfo],
-    begin: Callable[[Report], Pending],
-    timeout: int,
-    statuses: list[LLMStatusCode],
-) -> None:
-    """Link or unlink the clusters ``infos`` and fill ``statuses``.
-
-    Raises:
-        LinkError: Some failed; it has every reason, for ``last_error``, since statuses alone do not say.
-    """
-    errors: dict[int, LLMException] = {}  # by the identity of the cluster info
-
-    def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-        log_failure(verb, cluster, error)
-        errors[id(cluster)] = error
-
-    overall, found = begin(report)(Deadline(timeout))
-    statuses += found
-    if overall is LLMStatusCode.LLM_SUCCESS:
-        return
-    failed = [
-        f"clusters[{i}] {status.name}: {errors[id(info)]}"
-        for i, (info, status) in enumerate(zip(infos, found, strict=True))
-        if status is not LLMStatusCode.LLM_SUCCESS
-    ]
-    raise LinkError(f"{what}: {len(failed)} of {len(found)} failed: {'; '.join(failed)}", status_code=overall)
