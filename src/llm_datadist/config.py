@@ -10,6 +10,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, overload
 
 from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
@@ -529,12 +530,8 @@ class _Setting(Generic[V]):
         return self._kind.emit(self.__get__(instance, type(instance)))
 
 
-def _text(name: str, value: object) -> str:
-    return check_type(name, value, str)
-
-
-def _flag(name: str, value: object) -> bool:
-    return check_type(name, value, bool)
+_text = partial(check_type, types=str)
+_flag = partial(check_type, types=bool)
 
 
 def _device_ids(name: str, value: object) -> int | Sequence[int]:
@@ -576,7 +573,7 @@ def _share(name: str, value: object) -> float:
 
 
 def _cluster_info(name: str, value: object) -> str:
-    text = _text(name, value)
+    text = check_type(name, value, str)
     _packed_cluster_info(text)  # raises where it is malformed
     return text
 

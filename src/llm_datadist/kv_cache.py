@@ -82,7 +82,7 @@ class KvCache:
         addresses = self._cache.tensor_addrs
         return [addresses] if addresses else []
 
-    # A second handle would give the cache back under the first one.
+    # A second handle would deallocate the cache although the first is still in use.
     def __copy__(self) -> KvCache:
         return self
 
@@ -93,7 +93,7 @@ class KvCache:
         raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")
 
     def __del__(self) -> None:
-        # Nothing but this: the collector may call it anywhere, under any lock.
+        # The collector may call this in any thread, under any lock: so it must not do more.
         if self._forgotten is not None and self._cache.tensor_addrs:
             self._forgotten.append(self._cache.cache_id)
 
@@ -174,7 +174,14 @@ class Tensor:
         else:
             check_type("data", data, (np.ndarray, Tensor, int) if not isinstance(data, bool) else (np.ndarray, Tensor))
         if tensor_desc is not None:
-            self._desc = _agreed(self._array, self._desc, tensor_desc)
+            found, wanted = self._desc, tensor_desc
+            bits = wanted.dtype is DataType.DT_BF16 and self._array.dtype in (np.uint16, np.float16)
+            check_rule(
+                found.dtype is wanted.dtype or bits,
+                f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}",
+            )
+            check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
+            self._desc = wanted
 
     @property
     def tensor_desc(self) -> TensorDesc:
@@ -215,16 +222,6 @@ def _described(array: Array) -> TensorDesc:
     )
     assert dtype is not None
     return TensorDesc(dtype, array.shape)
-
-
-def _agreed(array: Array, found: TensorDesc, wanted: TensorDesc) -> TensorDesc:
-    """Return ``wanted``, of which ``array`` must be."""
-    bits = wanted.dtype is DataType.DT_BF16 and array.dtype in (np.uint16, np.float16)
-    check_rule(
-        found.dtype is wanted.dtype or bits, f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}"
-    )
-    check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
-    return wanted
 
 
 def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
