@@ -443,8 +443,7 @@ def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | Non
 
 def _default_link_seconds() -> int:
     text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
-    seconds = int(text) if is_digits(text) else 0
-    return seconds or _DEFAULT_LINK_SECONDS
+    return (int(text) if is_digits(text) else 0) or _DEFAULT_LINK_SECONDS
 
 
 def _transport(reader: _Reader) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Report = Callable[[str, LLMClusterInfo, LLMException], None]
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
-__all__ = ["LLMDataDist", "log_failure"]
+__all__ = ["LLMDataDist", "check_timeout", "log_failure"]
 
 #: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
 _LINK_THREADS: Final = 128
@@ -48,6 +48,12 @@ _NAME_LIMIT: Final = 128
 def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
     """Log why a cluster was not linked or unlinked: the callers get statuses only."""
     logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
+
+
+def check_timeout(timeout: object) -> None:
+    """Check the milliseconds that a call may take."""
+    milliseconds = check_int32("timeout", timeout)
+    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
 class LLMDataDist:
@@ -209,7 +215,8 @@ class LLMDataDist:
     def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("link_clusters")
-        _check_clusters(clusters, timeout)
+        check_timeout(timeout)
+        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         v2, role = engine.options.cache_manager, self._role
         needs_local = v2 and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
@@ -272,7 +279,8 @@ class LLMDataDist:
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("unlink_clusters")
-        _check_clusters(clusters, timeout)
+        check_timeout(timeout)
+        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
@@ -594,12 +602,6 @@ def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> St
         f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)",
         status_code=LLMStatusCode.LLM_PARAM_INVALID,
     )
-
-
-def _check_clusters(clusters: object, timeout: object) -> None:
-    milliseconds = check_int32("timeout", timeout)
-    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
-    check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:

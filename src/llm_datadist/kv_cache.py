@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -99,9 +99,6 @@ class KvCache:
 
     def __repr__(self) -> str:
         return f"<Kv{repr(self._cache)[1:]}"
-
-
-_ADDRESS_END: Final = 2**64
 
 
 class TensorDesc:
@@ -231,5 +228,5 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     dtype = numpy_type("tensor_desc.dtype", desc.dtype)
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
-    check_rule(0 < address <= _ADDRESS_END - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
+    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
     return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, is_digits
+from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
@@ -28,7 +28,7 @@ from llm_datadist.cpp_api.structs import (
     Mapped,
     RegisterCfg,
 )
-from llm_datadist.datadist import LLMDataDist, log_failure
+from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
 from llm_datadist.types import Placement
 
@@ -176,7 +176,7 @@ class LlmDataDist:
         """
         with _Call(self, "LinkLlmClusters") as call:
             dist, options = call.dist, call.engine.options
-            _check_timeout(timeout)
+            check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
             call.for_each(infos, timeout, partial(dist._linking, infos, timeout))
@@ -189,7 +189,7 @@ class LlmDataDist:
 
         Args:
             clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
-            timeout: Milliseconds for all of it, int32 above 0.
+            timeout: As :meth:`LinkLlmClusters`.
             force: This side only, without contacting the peer.
 
         Returns:
@@ -200,7 +200,7 @@ class LlmDataDist:
         """
         with _Call(self, "UnlinkLlmClusters") as call:
             dist = call.dist
-            _check_timeout(timeout)
+            check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
             call.for_each(infos, timeout, partial(dist._unlinking, infos, timeout, force))
@@ -581,11 +581,6 @@ def _not_initialized(what: str) -> NotInitialized:
 
 def _deadline(engine: Engine) -> Deadline:
     return Deadline(engine.options.sync_kv_timeout_ms)
-
-
-def _check_timeout(timeout: int) -> None:
-    milliseconds = check_int32("timeout", timeout)
-    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
