@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.initiator import TransferOp, _current
+from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,12 +86,12 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     op = TransferOp(name, local, lambda _: plan, deadline, "")
 
     def move() -> None:
-        one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
-        calls.pull_blocks(one, of, to)
+        one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers)
+        calls.pull_blocks(one, of, to, None, deadline)
 
     return {
         "pull_blocks": lambda: cm.pull_blocks(_KEY, cache, src, dst),
-        "  arguments": lambda: cm._pull_blocks(_KEY, cache, src, dst, None, None, 2, None),
+        "  arguments": lambda: inspect.unwrap(CacheManager.pull_blocks)(cm, _KEY, cache, src, dst),
         "    one list": lambda: parse_blocks("src_blocks", src),
         "    layers": lambda: arguments.layer_selection(None, None, 2),
         "    name of the remote cache": lambda: arguments.remote_name(_KEY, 2),

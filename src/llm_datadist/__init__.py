@@ -82,7 +82,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of ``_LATE``; any other one is no attribute of the package."""
+    """Import a name of ``_LATE`` when it is first asked for."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

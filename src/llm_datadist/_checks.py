@@ -46,7 +46,7 @@ _ONLY: Final = "only support"
 _INNER: Final = "inner type only support"
 
 
-def _type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = _ONLY) -> TypeError:
+def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = _ONLY) -> TypeError:
     """Build the error for ``value`` of a wrong type; None has its own class."""
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
@@ -64,7 +64,7 @@ def check_type(name: str, value: object, types: type | tuple[type, ...]) -> Any:
     """Return ``value`` if it is an instance of ``types``. Raises TypeError, or NoneArgument for None."""
     if isinstance(value, types):
         return value
-    raise _type_error(name, value, types)
+    raise type_error(name, value, types)
 
 
 def check_int(name: str, value: object) -> int:
@@ -72,7 +72,7 @@ def check_int(name: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is the case handled below
     except TypeError:
-        raise _type_error(name, value, int) from None
+        raise type_error(name, value, int) from None
 
 
 def _integer_check(kind: str, low: int, high: int) -> Callable[[str, object], int]:
@@ -100,7 +100,7 @@ check_int32 = _integer_check("int32", -(2**31), 2**31 - 1)
 def _check_container(name: str, value: object, tuple_ok: bool) -> list[Any] | tuple[Any, ...]:
     if isinstance(value, list) or (tuple_ok and isinstance(value, tuple)):
         return value
-    raise _type_error(name, value, (list, tuple) if tuple_ok else list)
+    raise type_error(name, value, (list, tuple) if tuple_ok else list)
 
 
 def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = False) -> list[T] | tuple[T, ...]:
@@ -111,7 +111,7 @@ def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = Fal
     items = _check_container(name, value, tuple_ok)
     for i, item in enumerate(items):
         if not isinstance(item, inner):
-            raise _type_error(f"{name}[{i}]", item, inner, _INNER)
+            raise type_error(f"{name}[{i}]", item, inner, _INNER)
     return items
 
 
@@ -127,12 +127,12 @@ def check_uint64_list(name: str, value: object, *, tuple_ok: bool = True) -> lis
 def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T, U]:
     """Return ``value``, a dict from ``key`` to ``inner`` instances. Errors name the argument or ``name[key]``."""
     if not isinstance(value, dict):
-        raise _type_error(name, value, dict)
+        raise type_error(name, value, dict)
     for k, v in value.items():
         if not isinstance(k, key):
-            raise _type_error(f"key of {name}", k, key, _INNER)
+            raise type_error(f"key of {name}", k, key, _INNER)
         if not isinstance(v, inner):
-            raise _type_error(f"{name}[{k!r}]", v, inner, _INNER)
+            raise type_error(f"{name}[{k!r}]", v, inner, _INNER)
     return value
 
 

@@ -24,7 +24,8 @@ class Deadline:
     Attributes:
         budget_ms: Milliseconds the call was given.
         expires_ns: ``time.monotonic_ns()`` at which it is over; what native loops compare with.
-        cancelled: One byte that is not zero once the call was cancelled; what native loops look at. None: nobody can.
+        cancelled: One byte that is not zero once the call was cancelled, which native loops read. None: the call cannot
+            be cancelled.
     """
 
     cancelled: bytearray | None = None
@@ -41,7 +42,7 @@ class Deadline:
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def wait_at_most(self) -> float:
-        """Return the seconds that one wait may take: after it, whether time is left has to be asked again."""
+        """Return the seconds that one wait may take before the deadline must be checked again."""
         return self.remaining()
 
     def remaining_ms(self) -> int:
@@ -57,11 +58,11 @@ class Deadline:
         return time.monotonic_ns() >= self.expires_ns
 
     def was_cancelled(self) -> bool:
-        """Return True when its caller was cancelled: that no time is left says nothing about anybody else."""
+        """Return True when the caller was cancelled: then the lack of time says nothing about the peer."""
         return self.cancelled is not None and self.cancelled[0] != 0
 
     def poll(self, done: Callable[[], bool]) -> bool:
-        """Wait for what only looking can tell, ever less often: True once ``done()``, False when no time is left."""
+        """Poll ``done``, ever less often; return True once it is, False when no time is left."""
         pause = _SHORTEST_POLL_S
         while not done():
             if self.expired():
@@ -92,7 +93,7 @@ class Deadline:
 
 
 class CancellableDeadline(Deadline):
-    """A deadline that somebody else may bring forward to now: of a call whose caller has been cancelled."""
+    """A deadline that another thread may bring forward to now, because the caller was cancelled."""
 
     __slots__ = ("cancelled",)
 
@@ -101,16 +102,19 @@ class CancellableDeadline(Deadline):
         self.cancelled: bytearray = bytearray(1)
 
     def cancel(self) -> None:
-        """Let no time be left. Any thread; waits notice within 50 ms, native work after the chunk it is at."""
+        """End the deadline now; waits notice within 50 ms, native work after its current chunk.
+
+        Threads: any.
+        """
         self.cancelled[0] = 1
         self.expires_ns = 0
 
     def wait_at_most(self) -> float:
-        """Return the seconds left, but no more than a cancellation may take to be noticed."""
+        """Return the seconds left, at most the time in which a cancellation has to be noticed."""
         return min(self.remaining(), _LONGEST_WAIT_S)
 
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
-        """Build the error; of a cancelled call it says so."""
+        """Build the error, which says so if the call was cancelled."""
         error = super().error(what, phase, peer)
         if self.was_cancelled():
             error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)

@@ -1,23 +1,22 @@
-"""CacheManager, the v2 interface to caches (API §6): checks arguments, then hands over to the engine's parts.
+"""CacheManager, the v2 interface to caches (API §6).
 
 Every method checks everything that can be known without the peer first, in the documented order; when a check fails
-nothing has happened. ``TypeError``, ``NoneArgument`` and ``ParamError`` are raised before, everything else after.
+nothing has happened. ``TypeError``, ``NoneArgument`` and ``ParamError`` are raised before, everything else after. What
+a method does then is in ``_transfer/calls.py``, which the other two interfaces share.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan
-from llm_datadist._checks import check_int64, check_list, check_rule, check_type, check_uint32, check_uint64
-from llm_datadist._native import BlockList, parse_blocks
+from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._checks import check_rule, check_type
+from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import arguments, calls
-from llm_datadist._transfer.arguments import layer_selection
-from llm_datadist._transfer.calls import EngineUser, TransferCall, new_handle
-from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
-from llm_datadist._transfer.local_copy import CacheRow
-from llm_datadist.errors import LLMStatusCode, NotLinked, ParamError
+from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
+from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall, awaited, blocking
+from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -32,44 +31,29 @@ from llm_datadist.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-    from typing import Any
-
-    from llm_datadist._cache.registry import Entry
-    from llm_datadist._deadline import Deadline
+    from llm_datadist._transfer.arguments import Bindings
     from llm_datadist._transfer.calls import Pending
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types.grant import Grant
 
-    Indices = list[int] | tuple[int, ...]
-    Done = Coroutine[Any, Any, None]
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-__all__ = ["Blocks", "CacheManager", "start_transfer"]
+__all__ = ["CacheManager"]
 
 
 class CacheManager(EngineUser):
-    """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``. Any thread may call any method.
+    """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
 
-    The calls are documented where they are written: memory (``cache_manager.py``), copies inside the process
-    (``cache_manager.py``), transfers (``cache_manager.py``), layer-wise ones (``cache_manager.py``), and for
-    asyncio (``cache_manager.py``). After ``finalize`` every method raises ``StateError`` with
-    ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist has been initialised again: that made a new manager.
+    After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist
+    was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
+
+    A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
+    within ``sync_kv_timeout``.
+
+    Threads: any.
 
     Source: API §6.0.
     """
-
-    @staticmethod
-    def check_cache_key(cache_key: CacheKey) -> None:
-        """Check that exactly one of ``req_id`` and ``prefix_id`` is set (below 2**64 - 1).
-
-        Raises:
-            ParamError: Both, or neither.
-
-        Source: API §6.0.
-        """
-        arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
         """Allocate a continuous cache from the pool of its placement. To be deprecated by the interface.
@@ -95,15 +79,8 @@ class CacheManager(EngineUser):
         Source: [seed:deprecated] allocate_cache, API §6.1.
         """
         engine = self._engine
-        check_type("cache_desc", cache_desc, CacheDesc)
-        check_list("cache_keys", cache_keys, CacheKey, tuple_ok=True)
-        geometry = Geometry.of(cache_desc, CacheKind.CACHE)
-        arguments.check_key_count(cache_keys, geometry.rows)
-        with engine.meters.span("allocate_cache", "%r keys=%s", cache_desc, cache_keys):
-            entry = engine.store.allocate(
-                geometry, [(key, row) for row, key in enumerate(cache_keys)], self._deadline()
-            )
-        return new_handle(entry, cache_desc, engine.grants)
+        _, keys = check(ARGUMENTS, cache_desc=cache_desc, cache_keys=cache_keys)
+        return calls.allocate(engine, "allocate_cache", cache_desc, CacheKind.CACHE, keys)
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -119,13 +96,9 @@ class CacheManager(EngineUser):
         Source: [seed:deprecated] deallocate_cache, API §6.2.
         """
         engine = self._engine
-        check_type("cache", cache, Cache)
+        check(ARGUMENTS, cache=cache)
         check_rule(not cache.is_blocks_cache, "cache: this is a blocks cache; use deallocate_blocks_cache")
-        if not arguments.made_here("deallocate_cache", cache, engine):
-            return
-        with engine.meters.span("deallocate_cache", "id=%d", cache.cache_id):
-            cache._empty()  # first: whoever still finds addresses in the handle finds the cache in the registry
-            engine.store.deallocate(cache.cache_id)
+        calls.deallocate(engine, "deallocate_cache", cache)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Unbind a key, of a registered cache too (R25); later pulls by it fail. To be deprecated.
@@ -149,21 +122,14 @@ class CacheManager(EngineUser):
         One blocks cache per ``model_id`` and LLMDataDist can carry a key.
 
         Raises:
-            TypeError: Wrong types.
-            ParamError: Impossible shape, no pool for that placement (R12).
+            TypeError, ParamError, OutOfMemory: As :meth:`allocate_cache`.
             KeyInUse: There is a blocks cache of that model.
-            OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
-                within ``sync_kv_timeout``; nothing was allocated or bound.
 
         Source: [seed:deprecated] allocate_blocks_cache, API §6.4.
         """
         engine = self._engine
-        check_type("cache_desc", cache_desc, CacheDesc)
-        keys = arguments.blocks_keys(blocks_cache_key)
-        geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
-        with engine.meters.span("allocate_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
-            entry = engine.store.allocate(geometry, keys, self._deadline())
-        return new_handle(entry, cache_desc, engine.grants)
+        _, keys = check(ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
+        return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Give a blocks cache back with its key, at once (R27); ``cache.tensor_addrs`` is emptied. To be deprecated.
@@ -178,15 +144,9 @@ class CacheManager(EngineUser):
         Source: [seed:deprecated] deallocate_blocks_cache (its body repeats allocate_cache by a slip), API §6.4.
         """
         engine = self._engine
-        check_type("cache", cache, Cache)
+        check(ARGUMENTS, cache=cache)
         check_rule(cache.is_blocks_cache, "cache: not a blocks cache; use deallocate_cache")
-        if not arguments.made_here("deallocate_blocks_cache", cache, engine):
-            return
-        with engine.meters.span("deallocate_blocks_cache", "id=%d", cache.cache_id):
-            cache._empty()  # first, as in deallocate_cache
-            engine.store.deallocate(cache.cache_id)
-
-    # --- memory of the user ----------------------------------------------------------------------------------------
+        calls.deallocate(engine, "deallocate_blocks_cache", cache)
 
     def register_cache(
         self,
@@ -214,18 +174,9 @@ class CacheManager(EngineUser):
 
         Source: API §6.6.
         """
-        engine = self._engine
-        check_type("cache_desc", cache_desc, CacheDesc)
-        addresses = arguments.addresses(addrs)
-        check_list("cache_keys", cache_keys, CacheKey, tuple_ok=True)
-        accessible = arguments.accessible(remote_accessible, linked=engine.links.communicators.called)
-        geometry = Geometry.of(cache_desc, CacheKind.CACHE)
-        arguments.check_addresses(addresses, geometry)
-        arguments.check_key_count(cache_keys, geometry.rows)
-        keys = [(key, row) for row, key in enumerate(cache_keys)]
-        with engine.meters.span("register_cache", "%r keys=%s", cache_desc, cache_keys):
-            entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return new_handle(entry, cache_desc, engine.grants)
+        self._engine  # noqa: B018 (a finalized manager raises before anything else)
+        _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cache_keys=cache_keys)
+        return self._register("register_cache", cache_desc, CacheKind.CACHE, addresses, keys, remote_accessible)
 
     def register_blocks_cache(
         self,
@@ -237,38 +188,48 @@ class CacheManager(EngineUser):
         """Enter memory of yours as a blocks cache. As :meth:`register_cache`, except that the newest key wins.
 
         Raises:
-            TypeError: Wrong types; ``addrs`` must be a list.
-            ParamError: Impossible shape, wrong number of addresses, a zero address; ``remote_accessible=True`` after
-                ``link()``.
+            TypeError, ParamError: As :meth:`register_cache`.
 
         Source: API §6.6.
         """
+        self._engine  # noqa: B018 (as above)
+        _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, blocks_cache_key=blocks_cache_key)
+        return self._register("register_blocks_cache", cache_desc, CacheKind.BLOCKS, addresses, keys, remote_accessible)
+
+    def _register(
+        self,
+        call: str,
+        cache_desc: CacheDesc,
+        kind: CacheKind,
+        addresses: list[int],
+        keys: Bindings,
+        remote_accessible: bool | None,
+    ) -> Cache:
         engine = self._engine
-        check_type("cache_desc", cache_desc, CacheDesc)
-        addresses = arguments.addresses(addrs)
-        keys = arguments.blocks_keys(blocks_cache_key)
-        accessible = arguments.accessible(remote_accessible, linked=engine.links.communicators.called)
-        geometry = Geometry.of(cache_desc, CacheKind.BLOCKS)
+        accessible = arguments.check_accessible(remote_accessible, linked=engine.links.communicators.called)
+        geometry = Geometry.of(cache_desc, kind)
         arguments.check_addresses(addresses, geometry)
-        with engine.meters.span("register_blocks_cache", "%r key=%s", cache_desc, blocks_cache_key):
+        arguments.check_key_count(keys, geometry)
+        with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
-        return new_handle(entry, cache_desc, engine.grants)
+        return calls.new_handle(engine, entry, cache_desc)
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
 
-        When this returns nobody is at the memory any more, and it may be freed: peers that push into it, and calls of
-        other threads that use it, are waited for within ``sync_kv_timeout``.
+        When this returns no peer and no call uses the memory any more, and it may be freed: peers that push into it,
+        and calls of other threads that use it, are waited for within ``sync_kv_timeout``.
 
         Raises:
             TypeError: Not an int.
             ParamError: Outside int64.
-            DeadlineExceeded: Somebody is still at it; the text says who. The cache stays registered, with its keys.
+            DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
+                registered, with its keys.
 
         Source: API §6.7.
         """
         engine = self._engine
-        check_int64("cache_id", cache_id)
+        check(ARGUMENTS, cache_id=cache_id)
         with engine.meters.span("unregister_cache", "id=%d", cache_id):
             engine.store.unregister(cache_id, self._deadline())
 
@@ -286,6 +247,7 @@ class CacheManager(EngineUser):
         if not engine.links.all():
             raise NotLinked("remap_registered_memory: nothing is linked")
 
+    @blocking
     def copy_cache(
         self,
         dst: Cache,
@@ -295,7 +257,7 @@ class CacheManager(EngineUser):
         offset: int = 0,
         size: int = -1,
         req_id: int | None = None,
-    ) -> None:
+    ) -> Pending:
         """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
 
         The descriptors must match: ``num_tensors`` and ``data_type`` equal and, with ``size == -1`` (to the end of
@@ -318,34 +280,13 @@ class CacheManager(EngineUser):
 
         Source: [seed:copy_cache], API §6.5.
         """
-        self._copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)(self._deadline())
+        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
+        return calls.copy_cache(self._engine, ARGUMENTS, given, req_id)
 
-    def _copy_cache(
-        self,
-        dst: Cache,
-        src: Cache,
-        dst_batch_index: int,
-        src_batch_index: int,
-        offset: int,
-        size: int,
-        req_id: int | None,
-    ) -> Pending:
-        """Check the arguments; return what is left to do."""
-        engine = self._engine
-        with arguments.naming_request(req_id):
-            arguments.check_copy(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
-        what = f"copy_cache req_id={req_id}" if req_id is not None else "copy_cache"
-        detail = "dst=%d[%d] src=%d[%d] offset=%d size=%d req_id=%s"
-        args = (dst.cache_id, dst_batch_index, src.cache_id, src_batch_index, offset, size, req_id)
+    copy_cache_async = awaited(copy_cache)
 
-        def run(deadline: Deadline) -> None:
-            with arguments.naming_request(req_id), engine.meters.span("copy_cache", detail, *args) as span:
-                to, of = CacheRow(dst.cache_id, dst_batch_index), CacheRow(src.cache_id, src_batch_index)
-                span.nbytes = engine.local.copy_cache(to, of, offset, size, deadline, what)
-
-        return run
-
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
+    @blocking
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Pending:
         """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (R26).
 
         Raises:
@@ -356,22 +297,12 @@ class CacheManager(EngineUser):
 
         Source: [seed:deprecated] copy_blocks, API §6.8.
         """
-        self._copy_blocks(cache, copy_block_info)(self._deadline())
+        return calls.copy_blocks(self._engine, ARGUMENTS, cache, copy_block_info)
 
-    def _copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Pending:
-        """Check the arguments; return what is left to do."""
-        engine = self._engine
-        check_type("cache", cache, Cache)
-        src_blocks, dst_blocks = arguments.copy_pairs(copy_block_info)
-        check_rule(cache.is_blocks_cache, "cache: not a blocks cache")
+    copy_blocks_async = awaited(copy_blocks)
 
-        def run(deadline: Deadline) -> None:
-            with engine.meters.span("copy_blocks", "id=%d %d sources", cache.cache_id, len(copy_block_info)) as span:
-                span.nbytes = engine.local.copy_blocks(cache.cache_id, src_blocks, dst_blocks, deadline)
-
-        return run
-
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
+    @blocking
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
         """Move blocks between a device and a host blocks cache; ``{src_block: dst_block}``, in the order given.
 
         The host side is usually ``Cache.create_cpu_cache``. Block sizes and ``num_tensors`` must be equal, block
@@ -386,24 +317,16 @@ class CacheManager(EngineUser):
 
         Source: [seed:swap_blocks], API §6.9.
         """
-        self._swap_blocks(src_cache, dst_cache, src_to_dst)(self._deadline())
-
-    def _swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
-        """Check the arguments; return what is left to do."""
         engine = self._engine
-        check_type("src_cache", src_cache, Cache)
-        check_type("dst_cache", dst_cache, Cache)
+        check(ARGUMENTS, src_cache=src_cache, dst_cache=dst_cache)
         check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache")
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache")
-        src_blocks, dst_blocks = arguments.swap_pairs(src_to_dst)
-        ids = (src_cache.cache_id, dst_cache.cache_id, len(src_to_dst))
+        (pairs,) = check(ARGUMENTS, src_to_dst=src_to_dst)
+        return partial(calls.swap_blocks, engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache"))
 
-        def run(_: Deadline) -> None:
-            with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
-                span.nbytes = engine.local.swap_blocks(src_cache, dst_cache, src_blocks, dst_blocks)
+    swap_blocks_async = awaited(swap_blocks, "A cancelled swap is finished first: it has no timeout (R6).")
 
-        return run
-
+    @blocking
     def pull_cache(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -414,7 +337,7 @@ class CacheManager(EngineUser):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
-    ) -> None:
+    ) -> Pending:
         """Pull a row of a peer's continuous cache into row ``batch_index`` of ``cache``.
 
         Without RCA a complete pull consumes the key at the producer, unless it is a prefix key or the cache is
@@ -440,33 +363,23 @@ class CacheManager(EngineUser):
 
         Source: API §6.10.
         """
-        self._pull_cache(cache_key, cache, batch_index, size, src_layer_range, dst_layer_range, tensor_num_per_layer)(
-            self._deadline()
-        )
-
-    def _pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int,
-        size: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-    ) -> Pending:
-        """Check the arguments; return what is left to do."""
         engine = self._engine
-        arguments.check_pull_cache(engine.options.remote_accessible, cache_key, cache, batch_index, size)
+        if engine.options.remote_accessible:
+            check_type("cache_key", cache_key, CacheKeyByIdAndIndex)
+        else:
+            check_type("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
+        check(ARGUMENTS, cache=cache, batch_index=batch_index, size=size)
+        check_rule(not cache.is_blocks_cache, "cache: a blocks cache; use pull_blocks")
+        arguments.byte_count("size", size)
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
+        call = TransferCall(engine, "pull_cache", "cache", cache.cache_id, name, layers)
+        return partial(calls.pull_row, call, batch_index, size)
 
-        def run(deadline: Deadline) -> None:
-            move = TransferCall(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
-            calls.pull_row(move, batch_index, size)
+    pull_cache_async = awaited(pull_cache)
 
-        return run
-
+    @blocking
     def pull_blocks(
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
@@ -478,7 +391,7 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         grant: Grant | None = None,
-    ) -> None:
+    ) -> Pending:
         """Pull blocks of a peer's cache into blocks of ``dst_cache``.
 
         With a BlocksCacheKey pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26); nothing is
@@ -491,9 +404,7 @@ class CacheManager(EngineUser):
             src_blocks: Block numbers at the peer; empty unless the key is a BlocksCacheKey. A 1-D integer NumPy array
                 does as well (extension).
             dst_blocks: Block numbers here, as many.
-            src_layer_range: Layers of the source; None or empty: all.
-            dst_layer_range: Layers of the destination; None or empty: all.
-            tensor_num_per_layer: Tensors per layer (R14).
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: What the owner of the blocks gave out for them (extension): the pull succeeds only if the blocks
                 were not used again meanwhile. With a BlocksCacheKey only.
 
@@ -504,34 +415,11 @@ class CacheManager(EngineUser):
 
         Source: API §6.11.
         """
-        self._pull_blocks(
-            src_cache_key,
-            dst_cache,
-            src_blocks,
-            dst_blocks,
-            src_layer_range,
-            dst_layer_range,
-            tensor_num_per_layer,
-            grant,
-        )(self._deadline())
-
-    def _pull_blocks(
-        self,
-        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-        dst_cache: Cache,
-        src_blocks: Indices,
-        dst_blocks: Indices,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        grant: Grant | None,
-    ) -> Pending:
-        """Check the arguments; return what is left to do."""
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
+        # The rules of ARGUMENTS, called directly: small pulls and pushes of blocks are frequent.
         check_type("dst_cache", dst_cache, Cache)
-        sources = parse_blocks("src_blocks", src_blocks)
-        targets = parse_blocks("dst_blocks", dst_blocks)
+        sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
         if not dst_cache.is_blocks_cache:
             raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -539,13 +427,13 @@ class CacheManager(EngineUser):
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
+        call = TransferCall(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers)
+        pairs = isinstance(src_cache_key, BlocksCacheKey)
+        return partial(calls.pull_blocks, call, sources if pairs else None, targets, grant)
 
-        def run(deadline: Deadline) -> None:
-            move = TransferCall(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
-            calls.pull_blocks(move, sources if isinstance(src_cache_key, BlocksCacheKey) else None, targets, grant)
+    pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
-        return run
-
+    @blocking
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -555,7 +443,7 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         size: int = -1,
         tensor_num_per_layer: int = 2,
-    ) -> None:
+    ) -> Pending:
         """Push a whole row of ``src_cache`` into a row of a peer's continuous cache. Needs RCA.
 
         A complete push consumes the key that is bound to the row at the peer (R5).
@@ -564,10 +452,8 @@ class CacheManager(EngineUser):
             dst_cache_key: The peer's cache by id, and its row.
             src_cache: Source, a continuous cache of this process.
             src_batch_index: Row of the source.
-            src_layer_range: Layers of the source; None: all.
-            dst_layer_range: Layers of the destination; None: all.
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`; a range must not be empty.
             size: Only -1.
-            tensor_num_per_layer: Tensors per layer (R14).
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
@@ -575,37 +461,21 @@ class CacheManager(EngineUser):
 
         Source: API §6.12.
         """
-        self._push_cache(
-            dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
-        )(self._deadline())
-
-    def _push_cache(
-        self,
-        dst_cache_key: CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_batch_index: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        size: int,
-        tensor_num_per_layer: int,
-    ) -> Pending:
-        """Check the arguments; return what is left to do."""
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_cache")
         check_type("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
-        check_type("src_cache", src_cache, Cache)
-        check_uint32("src_batch_index", src_batch_index)
+        check(ARGUMENTS, src_cache=src_cache, src_batch_index=src_batch_index)
         check_rule(not src_cache.is_blocks_cache, "src_cache: a blocks cache; use push_blocks")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
-        check_rule(check_int64("size", size) == -1, f"size={size}: only -1 (the whole row) can be pushed")
+        check(ARGUMENTS, size=size)
+        check_rule(size == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
+        call = TransferCall(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers)
+        return partial(calls.push_row, call, src_batch_index)
 
-        def run(deadline: Deadline) -> None:
-            move = TransferCall(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
-            calls.push_row(move, src_batch_index)
+    push_cache_async = awaited(push_cache)
 
-        return run
-
+    @blocking
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
@@ -615,7 +485,7 @@ class CacheManager(EngineUser):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
-    ) -> None:
+    ) -> Pending:
         """Push blocks of ``src_cache`` into blocks of a peer's blocks cache. Needs RCA; consumes nothing.
 
         Pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
@@ -625,9 +495,7 @@ class CacheManager(EngineUser):
             src_cache: Source, a blocks cache of this process.
             src_blocks: Block numbers here.
             dst_blocks: Block numbers at the peer, as many.
-            src_layer_range: Layers of the source; None: all.
-            dst_layer_range: Layers of the destination; None: all.
-            tensor_num_per_layer: Tensors per layer (R14).
+            src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
@@ -635,166 +503,20 @@ class CacheManager(EngineUser):
 
         Source: API §6.13; [seed:PushKvBlocks] for the addressing by cache id.
         """
-        self._push_blocks(
-            dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
-        )(self._deadline())
-
-    def _push_blocks(
-        self,
-        dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_blocks: Indices,
-        dst_blocks: Indices,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-    ) -> Pending:
-        """Check the arguments; return what is left to do."""
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
         check_type("dst_cache_key", dst_cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
-        check_type("src_cache", src_cache, Cache)
-        sources = parse_blocks("src_blocks", src_blocks)
-        targets = parse_blocks("dst_blocks", dst_blocks)
+        check_type("src_cache", src_cache, Cache)  # the rules of ARGUMENTS, as in pull_blocks
+        sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
         if not src_cache.is_blocks_cache:
             raise ParamError("src_cache: not a blocks cache; use push_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
+        call = TransferCall(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers)
+        return partial(calls.push_blocks, call, sources, targets)
 
-        def run(deadline: Deadline) -> None:
-            move = TransferCall(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
-            calls.push_blocks(move, sources, targets)
-
-        return run
-
-    def _awaited(self, pending: Pending) -> Done:
-        engine = self._engine
-        return engine.workers.run(pending, engine.options.sync_kv_timeout_ms)
-
-    def pull_cache_async(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int = 0,
-        size: int = -1,
-        *,
-        src_layer_range: range | None = None,
-        dst_layer_range: range | None = None,
-        tensor_num_per_layer: int = 2,
-    ) -> Done:
-        """Await :meth:`pull_cache`: the same arguments, errors and effects.
-
-        Source: API §6.10; extension.
-        """
-        return self._awaited(
-            self._pull_cache(
-                cache_key, cache, batch_index, size, src_layer_range, dst_layer_range, tensor_num_per_layer
-            )
-        )
-
-    def pull_blocks_async(
-        self,
-        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-        dst_cache: Cache,
-        src_blocks: Indices = (),
-        dst_blocks: Indices = (),
-        *,
-        src_layer_range: range | None = None,
-        dst_layer_range: range | None = None,
-        tensor_num_per_layer: int = 2,
-        grant: Grant | None = None,
-    ) -> Done:
-        """Await :meth:`pull_blocks`: the same arguments, errors and effects.
-
-        The lists are read at once.
-
-        Source: API §6.11; extension.
-        """
-        return self._awaited(
-            self._pull_blocks(
-                src_cache_key,
-                dst_cache,
-                src_blocks,
-                dst_blocks,
-                src_layer_range,
-                dst_layer_range,
-                tensor_num_per_layer,
-                grant,
-            )
-        )
-
-    def push_cache_async(
-        self,
-        dst_cache_key: CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_batch_index: int = 0,
-        src_layer_range: range | None = None,
-        dst_layer_range: range | None = None,
-        size: int = -1,
-        tensor_num_per_layer: int = 2,
-    ) -> Done:
-        """Await :meth:`push_cache`: the same arguments, errors and effects.
-
-        Source: API §6.12; extension.
-        """
-        return self._awaited(
-            self._push_cache(
-                dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
-            )
-        )
-
-    def push_blocks_async(
-        self,
-        dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
-        src_cache: Cache,
-        src_blocks: Indices = (),
-        dst_blocks: Indices = (),
-        src_layer_range: range | None = None,
-        dst_layer_range: range | None = None,
-        tensor_num_per_layer: int = 2,
-    ) -> Done:
-        """Await :meth:`push_blocks`: the same arguments, errors and effects.
-
-        Source: API §6.13; extension.
-        """
-        return self._awaited(
-            self._push_blocks(
-                dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
-            )
-        )
-
-    def copy_cache_async(
-        self,
-        dst: Cache,
-        src: Cache,
-        dst_batch_index: int = 0,
-        src_batch_index: int = 0,
-        offset: int = 0,
-        size: int = -1,
-        req_id: int | None = None,
-    ) -> Done:
-        """Await :meth:`copy_cache`: the same arguments, errors and effects.
-
-        Source: API §6.5; extension.
-        """
-        return self._awaited(self._copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id))
-
-    def copy_blocks_async(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Done:
-        """Await :meth:`copy_blocks`: the same arguments, errors and effects.
-
-        Source: API §6.8; extension.
-        """
-        return self._awaited(self._copy_blocks(cache, copy_block_info))
-
-    def swap_blocks_async(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Done:
-        """Await :meth:`swap_blocks`: the same arguments, errors and effects.
-
-        A cancelled swap is finished first: it has no timeout (R6).
-
-        Source: API §6.9; extension.
-        """
-        return self._awaited(self._swap_blocks(src_cache, dst_cache, src_to_dst))
+    push_blocks_async = awaited(push_blocks, "The lists are read at once.")
 
     def transfer_cache_async(
         self,
@@ -811,7 +533,7 @@ class CacheManager(EngineUser):
         None)`` is called once and blocks until the layer is ready, then the layer's two tensors (2l and 2l + 1) go to
         each of these configs in the order of the list. Two tensors per layer, always. The first failure stops the whole
         transfer; each config has its own result (R18), see :class:`CacheTask`. ``sync_kv_timeout``
-        bounds each layer to each config, not the synchronizer. No key is consumed (R5), and nobody tells the receiver.
+        bounds each layer to each config, not the synchronizer. No key is consumed (R5), and the receiver is not told.
 
         What of each tensor is sent, and where to:
 
@@ -855,137 +577,16 @@ class CacheManager(EngineUser):
         Source: API §6.14, BEHAVIOUR §6.
         """
         engine = self._engine
-        check_type("src_cache", src_cache, Cache)
+        check(ARGUMENTS, src_cache=src_cache)
         check_rule(
             src_cache.cache_desc.placement is Placement.DEVICE, "src_cache: placement HOST, only DEVICE can be sent"
         )
-        blocks = Blocks(src_block_indices, dst_block_indices, dst_block_memory_size)
-        return start_transfer(
-            engine,
-            src_cache.cache_id,
+        given = LayerwiseArguments(
             layer_synchronizer,
             transfer_configs,
-            blocks,
+            src_block_indices,
+            dst_block_indices,
+            dst_block_memory_size,
             by_key=engine.options.remote_accessible,
         )
-
-
-class Blocks:
-    """The block arguments of a transfer, checked in their documented order.
-
-    Raises:
-        TypeError, ParamError: See :meth:`CacheManager.transfer_cache_async`.
-    """
-
-    def __init__(self, src_block_indices: object, dst_block_indices: object, dst_block_memory_size: object) -> None:
-        self.dst = _indices("dst_block_indices", dst_block_indices)
-        self.src = _indices("src_block_indices", src_block_indices)
-        self.given = dst_block_memory_size is not None
-        self.size = check_uint64("dst_block_memory_size", dst_block_memory_size) if self.given else 0
-        if self.src is not None:
-            check_rule(
-                self.dst is not None,
-                "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported",
-            )
-        if self.src is not None and self.dst is not None:
-            arguments.equal_lengths(self.src, self.dst, ("src_block_indices", "dst_block_indices"))
-        if self.src is None and self.dst is not None:
-            check_rule(self.given, "dst_block_memory_size is None: dst_block_indices without src_block_indices need it")
-
-    def check_size(self) -> None:
-        """Without blocks there is no block size."""
-        check_rule(
-            self.dst is not None or self.size == 0,
-            f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",
-        )
-
-    def cut(self, src: Geometry, row: int) -> LayerPlan:
-        """Return what of each tensor goes where."""
-        if self.dst is None:
-            return LayerPlan.of_row(src, row)
-        if self.src is None:
-            return LayerPlan.of_pieces(src, self.dst, self.size)
-        arguments.check_blocks("src_block_indices", self.src, src)
-        check_rule(
-            self.size in (0, src.stride),
-            f"dst_block_memory_size={self.size}: with src_block_indices only None, 0 or the block size {src.stride}",
-        )
-        check_rule(row == 0, f"src_batch_index={row}: only 0 with src_block_indices")
-        return LayerPlan.of_blocks(src, self.src, self.dst)
-
-
-def _indices(name: str, values: object) -> BlockList | None:
-    if values is None:
-        return None
-    parsed = parse_blocks(name, values)
-    check_rule(len(parsed), f"{name} is empty: at least one block is needed; None sends a row")
-    return parsed
-
-
-def start_transfer(
-    engine: Engine,
-    cache_id: int,
-    layer_synchronizer: object,
-    transfer_configs: object,
-    blocks: Blocks,
-    *,
-    by_key: bool,
-    timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
-) -> CacheTask:
-    """Check what :class:`Blocks` has not, hold the source and start the thread. For both generations.
-
-    Args:
-        engine: Of the manager.
-        cache_id: The source, whose placement has been checked.
-        layer_synchronizer: As given.
-        transfer_configs: As given.
-        blocks: The block arguments.
-        by_key: Configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
-        timeout_code: What a time-out is called by this interface.
-    """
-    abstract: type = LayerSynchronizer
-    synchronizer: LayerSynchronizer = check_type("layer_synchronizer", layer_synchronizer, abstract)
-    kind: type[Config] = TransferWithCacheKeyConfig if by_key else TransferConfig
-    configs = check_list("transfer_configs", transfer_configs, kind, tuple_ok=True)
-    blocks.check_size()
-    store = engine.store
-    with ExitStack() as undo:
-        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
-        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
-        layers = _layers(entry.geometry)
-        deliveries = [_delivery(engine, entry, config, blocks, layers, i) for i, config in enumerate(configs)]
-        for config in configs:
-            if config.src_layer_range is None:
-                config.src_layer_range = layers
-        job = TransferJob(engine.tasks.name(), deliveries, synchronizer, release, timeout_code)
-        undo.pop_all()  # it is the job's now
-    return engine.tasks.start(job)
-
-
-def _layers(src: Geometry) -> range:
-    check_rule(
-        src.num_tensors % TENSORS_PER_LAYER == 0,
-        f"src_cache has {src.num_tensors} tensors: an even number is needed, {TENSORS_PER_LAYER} make a layer",
-    )
-    return range(src.num_tensors // TENSORS_PER_LAYER)
-
-
-def _delivery(engine: Engine, entry: Entry, config: Config, blocks: Blocks, layers: range, i: int) -> Delivery:
-    wanted = layers if config.src_layer_range is None else config.src_layer_range
-    check_rule(
-        wanted and wanted.stop <= layers.stop,
-        f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
-    )
-    cut, timeout = blocks.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
-    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout)
-    if isinstance(config, TransferWithCacheKeyConfig):
-        config.check_lengths()
-        name = arguments.remote_name(config.cache_key, None)
-        return KeyDelivery(source, name, wanted, config.dst_layer_range)
-    addresses: Sequence[int] = tuple(config.dst_addrs)
-    needed = TENSORS_PER_LAYER * len(wanted)
-    check_rule(
-        len(addresses) == needed,
-        f"transfer_configs[{i}].dst_addrs has {len(addresses)} addresses: two per layer are needed, so {needed}",
-    )
-    return AddressDelivery(source, config.dst_cluster_id, addresses, wanted)
+        return calls.start_transfer(engine, src_cache.cache_id, given)

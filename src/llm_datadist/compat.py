@@ -23,7 +23,7 @@ from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError, code_2_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 __all__ = [
     "check_dict",
@@ -53,7 +53,7 @@ _UNSET: Final = -1
 def raise_if_false(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Unless ``pred`` is true, log a text at ERROR and raise it.
+    """Log a text at ERROR and raise it unless ``pred`` is true.
 
     Args:
         pred: Any object; its truth counts.
@@ -74,7 +74,7 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """If ``pred`` is true, do what :func:`raise_if_false` does.
+    """Do what :func:`raise_if_false` does if ``pred`` is true.
 
     Source: API §1.3.
     """
@@ -87,7 +87,7 @@ def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: o
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
-        func_name: Who asks, such as ``"[pull_cache]"``.
+        func_name: Name of the calling function, such as ``"[pull_cache]"``.
         other_info: What else to say.
 
     Raises:
@@ -110,7 +110,7 @@ def _log_and_raise(text: str, status_code: LLMStatusCode) -> NoReturn:
 
 
 def _filled(fmt: str, args: tuple[object, ...]) -> str:
-    """Fill a template in either style; one that does not fit its arguments must not hide what went wrong."""
+    """Fill a template in either style; if the arguments do not fit it, return both."""
     if not args:
         return fmt
     try:
@@ -150,12 +150,15 @@ def check_isinstance(
         return
     if not isinstance(value, _classes(types)):
         raise _refusal(f"{extra_fmt}{name} only support", types, value)
-    if inner is not None:
-        _check_inner(f"{extra_fmt}{name}", value, inner)
+    if inner is None:
+        return
+    for element in value if isinstance(value, (list, tuple, set, frozenset, dict)) else ():
+        if not isinstance(element, _classes(inner)):
+            raise _refusal(f"{extra_fmt}{name} inner type only support", inner, element)
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check that ``d`` is a dict, the types of its keys and values, and of what is in the values.
+    """Check that ``d`` is a dict, and the types of its keys, its values and their elements.
 
     Raises:
         TypeError: One of them is of another type (``NoneArgument`` for None).
@@ -182,13 +185,6 @@ def check_positive_or_set_default(name: str, value: object) -> int:
     if number < 0:
         raise ParamError(f"{name}: {number} is negative")
     return number
-
-
-def _check_inner(name: str, value: object, inner: Types) -> None:
-    elements: Iterable[object] = value if isinstance(value, (list, tuple, set, frozenset, dict)) else ()
-    for element in elements:
-        if not isinstance(element, _classes(inner)):
-            raise _refusal(f"{name} inner type only support", inner, element)
 
 
 def _classes(types: Types) -> tuple[type, ...]:

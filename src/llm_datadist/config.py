@@ -1,4 +1,8 @@
-"""LLMConfig: the properties of API §2, and the option dict that ``init`` takes."""
+"""The options of one LLMDataDist: LLMConfig, where users set them, and Options, which ``init`` parses (API §2, §7).
+
+The dict of strings between the two is the interface; it may be written by hand too. Everything runs in the caller's
+thread; whatever breaks a rule raises TypeError or ParamError before anything has happened.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, overload
 
 from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
 from llm_datadist._log import logger
@@ -29,6 +34,8 @@ __all__ = [
     "parse_json",
     "parse_listen_ip_info",
 ]
+
+# --- the options ------------------------------------------------------------------------------------------------------
 
 DEVICE_ID: Final = "ge.exec.deviceId"
 GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
@@ -75,10 +82,20 @@ _UNBUILT: Final = ("llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa
 # The C++ interface spells two keys in its own way.
 _CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
 
+HOST_POOL_LIMIT: Final = 20 * 2**30
+"""Bytes a host pool may have at most."""
+
 _INT32_MAX: Final = 2**31 - 1
 _UINT32_MAX: Final = 2**32 - 1
 _MAX_COPY_THREADS: Final = 1024
 _DEFAULT_LINK_SECONDS: Final = 120
+_DEFAULT_PAGE_SHIFT: Final = 16
+_MIN_PAGE_SHIFT: Final = 10
+_PAGE_SHIFT_END: Final = 31
+_PAGES_END: Final = 2**32 - 1
+_MIB2: Final = 2 * 2**20
+
+# --- texts within options ---------------------------------------------------------------------------------------------
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
@@ -97,261 +114,6 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     if not is_digits(port) or int(port) > 65535:
         raise ParamError(f"listen_ip_info: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
     return ip, int(port)
-
-
-class _Reader:
-    """The option dict, with one method per kind of value; remembers which keys were asked for."""
-
-    def __init__(self, options: object) -> None:
-        for key, value in check_dict("options", options, str, object).items():
-            check_type(f"options[{key!r}]", value, str)
-        self._options = check_dict("options", options, str, str).copy()
-        for spelling, key in _CPP_NAMES.items():
-            if spelling in self._options:
-                self._options.setdefault(key, self._options.pop(spelling))
-        self._asked: set[str] = set()
-
-    def text(self, key: str) -> str | None:
-        self._asked.add(key)
-        return self._options.get(key)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.text(key)
-        check_rule(value in (None, "0", "1"), f"{key}: {value!r} is neither '0' nor '1'")
-        return default if value is None else value == "1"
-
-    def integer(self, key: str, low: int, high: int) -> int | None:
-        value = self.text(key)
-        if value is None:
-            return None
-        if not is_digits(value) or not low <= int(value) <= high:
-            raise ParamError(f"{key}: {value!r} is no whole number in [{low}, {high}]")
-        return int(value)
-
-    def number(self, key: str, default: float) -> float:
-        value = self.text(key)
-        if value is None:
-            return default
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        check_rule(math.isfinite(number), f"{key}: {value!r} is no number")
-        return number
-
-    def warn_unknown(self) -> None:
-        unknown = sorted(key for key in self._options.keys() - self._asked - NO_EFFECT if key.startswith("llm."))
-        unknown = [key for key in unknown if not key.startswith("llm.RefInput")]
-        if unknown:
-            logger.warning("options unknown to this version are ignored: %s", ", ".join(unknown))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What ``init`` was asked for. Made by :meth:`parse`.
-
-    Attributes:
-        role: PROMPT, DECODER or MIX.
-        device_id: The one device served.
-        listen: (ip, port) to listen on, or None.
-        sync_kv_timeout_ms: Budget of each operation in milliseconds.
-        cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
-        remote_accessible: True: peers may read and write caches without this process taking part (RCA). Never in v1
-            mode, whatever the option says.
-        mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (R12).
-        host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
-        local_comm_res: The text given, or None; only whether it is there, and empty, matters.
-        transfer_backend: "hixl" or None.
-        enable_switch_role: What v1 mode needs before ``switch_role``.
-        link_total_time: Seconds that ``link()`` may take in all.
-        link_retry_count: Connection attempts among which that time is divided.
-        transport: "auto", or the transport that every link must use.
-        shm_socket_dir: Folder for the same-host socket files; None: an abstract socket.
-        pool_prefault: Touch every page of the pools at init.
-        copy_threads: Threads that copy; None: as many as there are usable CPUs.
-        peer_timeout: Seconds until a silent peer counts as dead.
-        checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
-    """
-
-    role: LLMRole
-    device_id: int
-    listen: tuple[str, int] | None = None
-    sync_kv_timeout_ms: int = 1000
-    cache_manager: bool = False
-    remote_accessible: bool = False
-    mem_pool: PoolOptions | None = None
-    host_mem_pool: PoolOptions | None = None
-    local_comm_res: str | None = None
-    transfer_backend: str | None = None
-    enable_switch_role: bool = False
-    link_total_time: int = _DEFAULT_LINK_SECONDS
-    link_retry_count: int = 1
-    transport: str = "auto"
-    shm_socket_dir: str | None = None
-    pool_prefault: bool = False
-    copy_threads: int | None = None
-    peer_timeout: float = 10.0
-    checksum: bool = False
-
-    @classmethod
-    def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
-        """Parse and check the option dict; it is not changed.
-
-        Raises:
-            TypeError: no dict, a key or value that is no str, no LLMRole (NoneArgument for None).
-            ParamError: a value that breaks a rule, or an option this version does not have; the text names the key.
-        """
-        check_type("role", role, LLMRole)
-        reader = _Reader(options)
-        graph_memory = _graph_memory(reader)
-        _refuse_unbuilt(reader)
-        cache_manager, remote_accessible = _modes(reader)
-        _check_ignored_json(reader)
-        host_pool = _pool(reader, HOST_MEM_POOL, HOST_POOL_LIMIT)
-        if not cache_manager and (remote_accessible or host_pool is not None):
-            logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
-            remote_accessible, host_pool = False, None
-        parsed = cls(
-            role=role,
-            device_id=_device_id(reader),
-            listen=_listen(reader, role, cache_manager),
-            sync_kv_timeout_ms=reader.integer(SYNC_TIMEOUT, 1, _INT32_MAX) or 1000,
-            cache_manager=cache_manager,
-            remote_accessible=remote_accessible,
-            mem_pool=_device_pool(reader, None if cache_manager else graph_memory),
-            host_mem_pool=host_pool,
-            local_comm_res=reader.text(LOCAL_COMM_RES),
-            transfer_backend=reader.text(TRANSFER_BACKEND),
-            enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
-            link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or _default_link_seconds(),
-            link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
-            transport=_transport(reader),
-            shm_socket_dir=_socket_dir(reader),
-            pool_prefault=reader.flag(POOL_PREFAULT, default=False),
-            copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
-            peer_timeout=_peer_timeout(reader),
-            checksum=reader.flag(CHECKSUM, default=False),
-        )
-        reader.warn_unknown()
-        return parsed
-
-
-def _graph_memory(reader: _Reader) -> int | None:
-    """Return ``ge.flowGraphMemMaxSize``, which has its own rules in both modes (API §3.1 item 4)."""
-    text = reader.text(GRAPH_MEMORY)
-    if text is None:
-        return None
-    check_rule("," not in text, f"{GRAPH_MEMORY}: {text!r} lists several pools, only one is supported")
-    check_rule(is_digits(text), f"{GRAPH_MEMORY}: {text!r} is no whole number of bytes")
-    return int(text)
-
-
-def _refuse_unbuilt(reader: _Reader) -> None:
-    """Refuse options that would protect data and are not built: ignoring them would be silently wrong."""
-    for key in _UNBUILT:
-        check_rule(
-            reader.text(key) is None, f"{key}: {reader.text(key)!r}: this version does not have {key}, leave it out"
-        )
-
-
-def _modes(reader: _Reader) -> tuple[bool, bool]:
-    """Return (CacheManager mode, remote cache accessible) after the rules of API §3.1 items 5 and 6."""
-    local = reader.text(LOCAL_COMM_RES) is not None
-    backend = reader.text(TRANSFER_BACKEND)
-    cache_manager = reader.flag(CACHE_MANAGER, default=local)
-    if local:
-        check_rule(cache_manager, f"{CACHE_MANAGER}: '0', but {LOCAL_COMM_RES} is given, which needs '1'")
-    if backend is None:
-        return cache_manager, reader.flag(REMOTE_ACCESSIBLE, default=local)
-    check_rule(cache_manager, f"{TRANSFER_BACKEND}: {backend!r} needs {CACHE_MANAGER}='1'")
-    accessible = reader.flag(REMOTE_ACCESSIBLE, default=True)
-    check_rule(accessible, f"{TRANSFER_BACKEND}: {backend!r} needs {REMOTE_ACCESSIBLE}='1', got '0'")
-    check_rule(reader.text(LISTEN) is not None, f"{TRANSFER_BACKEND}: {backend!r} needs {LISTEN}, which is missing")
-    check_rule(backend == "hixl", f"{TRANSFER_BACKEND}: {backend!r} is unknown, known: 'hixl'")
-    return cache_manager, accessible
-
-
-def _check_ignored_json(reader: _Reader) -> None:
-    """Check the two JSON options that have no effect here: a typing error in them is still worth telling."""
-    if text := reader.text(GLOBAL_RESOURCE):
-        parse_json(GLOBAL_RESOURCE, text)
-    if text := reader.text(BUF_POOL):
-        check_buf_pool(BUF_POOL, text)
-
-
-def _device_id(reader: _Reader) -> int:
-    text = reader.text(DEVICE_ID)
-    check_rule(text is not None, f"{DEVICE_ID} is missing: set LLMConfig.device_id, 0 where there is only the host")
-    check_rule(";" not in (text or ""), f"{DEVICE_ID}: {text!r} lists several devices, one instance serves one device")
-    return reader.integer(DEVICE_ID, 0, _INT32_MAX) or 0
-
-
-def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, int] | None:
-    text = reader.text(LISTEN)
-    if text is not None:
-        parts = text.split(";")
-        check_rule(
-            cache_manager or len(parts) == 1,
-            f"{LISTEN}: {text!r} lists {len(parts)} addresses: one per device is needed, and there is one device",
-        )
-        return parse_listen_ip_info(text)
-    check_rule(
-        cache_manager or role is not LLMRole.PROMPT,
-        f"{LISTEN} is missing: {role} needs it unless {CACHE_MANAGER} is '1'",
-    )
-    return None
-
-
-def _pool(reader: _Reader, key: str, limit: int | None = None) -> PoolOptions | None:
-    text = reader.text(key)
-    return None if text is None else PoolOptions.parse(key, text, limit)
-
-
-def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | None:
-    """Return the device pool; without one of its own, v1 takes a share of the graph memory (R12)."""
-    share = reader.number(MEM_UTILIZATION, default=0.95)
-    check_rule(0.0 <= share <= 1.0, f"{MEM_UTILIZATION}: {share} is outside [0.0, 1.0]")
-    pool = _pool(reader, MEM_POOL)
-    if pool is not None or not graph_memory or not share:
-        return pool
-    pool = PoolOptions(int(graph_memory * share))
-    pool.check(f"{GRAPH_MEMORY} x {MEM_UTILIZATION}")
-    return pool
-
-
-def _default_link_seconds() -> int:
-    text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
-    seconds = int(text) if is_digits(text) else 0
-    return seconds or _DEFAULT_LINK_SECONDS
-
-
-def _transport(reader: _Reader) -> str:
-    name = reader.text(TRANSPORT) or "auto"
-    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
-    return name
-
-
-def _socket_dir(reader: _Reader) -> str | None:
-    path = reader.text(SHM_SOCKET_DIR)
-    check_rule(path != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
-    return path
-
-
-def _peer_timeout(reader: _Reader) -> float:
-    seconds = reader.number(PEER_TIMEOUT, default=10.0)
-    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
-    return seconds
-
-
-HOST_POOL_LIMIT: Final = 20 * 2**30
-"""Bytes a host pool may have at most."""
-
-_DEFAULT_PAGE_SHIFT: Final = 16
-_MIN_PAGE_SHIFT: Final = 10
-_PAGE_SHIFT_END: Final = 31
-_PAGES_END: Final = 2**32 - 1
-
-_MIB2: Final = 2 * 2**20
 
 
 def parse_json(name: str, text: str) -> object:
@@ -467,38 +229,275 @@ def _check_buf_class(name: str, entry: dict[str, Any], previous: int) -> int:
     return largest
 
 
+# --- what init takes --------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads the option dict, one method per kind of value, and remembers which keys were asked for."""
+
+    def __init__(self, options: object) -> None:
+        for key, value in check_dict("options", options, str, object).items():
+            check_type(f"options[{key!r}]", value, str)
+        self._options = check_dict("options", options, str, str).copy()
+        for spelling, key in _CPP_NAMES.items():
+            if spelling in self._options:
+                self._options.setdefault(key, self._options.pop(spelling))
+        self._asked: set[str] = set()
+
+    def text(self, key: str) -> str | None:
+        self._asked.add(key)
+        return self._options.get(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.text(key)
+        check_rule(value in (None, "0", "1"), f"{key}: {value!r} is neither '0' nor '1'")
+        return default if value is None else value == "1"
+
+    def integer(self, key: str, low: int, high: int) -> int | None:
+        value = self.text(key)
+        if value is None:
+            return None
+        if not is_digits(value) or not low <= int(value) <= high:
+            raise ParamError(f"{key}: {value!r} is no whole number in [{low}, {high}]")
+        return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        value = self.text(key)
+        if value is None:
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        check_rule(math.isfinite(number), f"{key}: {value!r} is no number")
+        return number
+
+    def pool(self, key: str, limit: int | None = None) -> PoolOptions | None:
+        value = self.text(key)
+        return None if value is None else PoolOptions.parse(key, value, limit)
+
+    def warn_unknown(self) -> None:
+        left = sorted(self._options.keys() - self._asked - NO_EFFECT)
+        unknown = [key for key in left if key.startswith("llm.") and not key.startswith("llm.RefInput")]
+        if unknown:
+            logger.warning("options unknown to this version are ignored: %s", ", ".join(unknown))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The options of one ``init``, parsed and checked by :meth:`parse`.
+
+    Attributes:
+        role: PROMPT, DECODER or MIX.
+        device_id: The one device served.
+        listen: (ip, port) to listen on, or None.
+        sync_kv_timeout_ms: Budget of each operation in milliseconds.
+        cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
+        remote_accessible: True: peers may read and write caches without this process taking part (RCA). Never in v1
+            mode, whatever the option says.
+        mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (R12).
+        host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
+        local_comm_res: The text given, or None; only whether it is there, and empty, matters.
+        transfer_backend: "hixl" or None.
+        enable_switch_role: What v1 mode needs before ``switch_role``.
+        link_total_time: Seconds that ``link()`` may take in all.
+        link_retry_count: Connection attempts among which that time is divided.
+        transport: "auto", or the transport that every link must use.
+        shm_socket_dir: Folder for the same-host socket files; None: an abstract socket.
+        pool_prefault: Touch every page of the pools at init.
+        copy_threads: Threads that copy; None: as many as there are usable CPUs.
+        peer_timeout: Seconds until a silent peer counts as dead.
+        checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+    """
+
+    role: LLMRole
+    device_id: int
+    listen: tuple[str, int] | None = None
+    sync_kv_timeout_ms: int = 1000
+    cache_manager: bool = False
+    remote_accessible: bool = False
+    mem_pool: PoolOptions | None = None
+    host_mem_pool: PoolOptions | None = None
+    local_comm_res: str | None = None
+    transfer_backend: str | None = None
+    enable_switch_role: bool = False
+    link_total_time: int = _DEFAULT_LINK_SECONDS
+    link_retry_count: int = 1
+    transport: str = "auto"
+    shm_socket_dir: str | None = None
+    pool_prefault: bool = False
+    copy_threads: int | None = None
+    peer_timeout: float = 10.0
+    checksum: bool = False
+
+    @classmethod
+    def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
+        """Parse and check the option dict; it is not changed.
+
+        Raises:
+            TypeError: no dict, a key or value that is no str, no LLMRole (NoneArgument for None).
+            ParamError: a value that breaks a rule, or an option this version does not have; the text names the key.
+        """
+        check_type("role", role, LLMRole)
+        reader = _Reader(options)
+        graph_memory = _graph_memory(reader)
+        for key in _UNBUILT:  # they would protect data, so they must not be ignored
+            text = reader.text(key)
+            check_rule(text is None, f"{key}: {text!r}: this version does not have {key}, leave it out")
+        cache_manager, remote_accessible = _modes(reader)
+        # They have no effect here; a malformed text is an error all the same.
+        if text := reader.text(GLOBAL_RESOURCE):
+            parse_json(GLOBAL_RESOURCE, text)
+        if text := reader.text(BUF_POOL):
+            check_buf_pool(BUF_POOL, text)
+        host_pool = reader.pool(HOST_MEM_POOL, HOST_POOL_LIMIT)
+        if not cache_manager and (remote_accessible or host_pool is not None):
+            logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
+            remote_accessible, host_pool = False, None
+        parsed = cls(
+            role=role,
+            device_id=_device_id(reader),
+            listen=_listen(reader, role, cache_manager),
+            sync_kv_timeout_ms=reader.integer(SYNC_TIMEOUT, 1, _INT32_MAX) or 1000,
+            cache_manager=cache_manager,
+            remote_accessible=remote_accessible,
+            mem_pool=_device_pool(reader, None if cache_manager else graph_memory),
+            host_mem_pool=host_pool,
+            local_comm_res=reader.text(LOCAL_COMM_RES),
+            transfer_backend=reader.text(TRANSFER_BACKEND),
+            enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
+            link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or _default_link_seconds(),
+            link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
+            transport=_transport(reader),
+            shm_socket_dir=_socket_dir(reader),
+            pool_prefault=reader.flag(POOL_PREFAULT, default=False),
+            copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
+            peer_timeout=_peer_timeout(reader),
+            checksum=reader.flag(CHECKSUM, default=False),
+        )
+        reader.warn_unknown()
+        return parsed
+
+
+def _graph_memory(reader: _Reader) -> int | None:
+    """Return ``ge.flowGraphMemMaxSize``, which has its own rules in both modes (API §3.1 item 4)."""
+    text = reader.text(GRAPH_MEMORY)
+    if text is None:
+        return None
+    check_rule("," not in text, f"{GRAPH_MEMORY}: {text!r} lists several pools, only one is supported")
+    check_rule(is_digits(text), f"{GRAPH_MEMORY}: {text!r} is no whole number of bytes")
+    return int(text)
+
+
+def _modes(reader: _Reader) -> tuple[bool, bool]:
+    """Return (CacheManager mode, remote cache accessible) after the rules of API §3.1 items 5 and 6."""
+    local = reader.text(LOCAL_COMM_RES) is not None
+    backend = reader.text(TRANSFER_BACKEND)
+    cache_manager = reader.flag(CACHE_MANAGER, default=local)
+    if local:
+        check_rule(cache_manager, f"{CACHE_MANAGER}: '0', but {LOCAL_COMM_RES} is given, which needs '1'")
+    if backend is None:
+        return cache_manager, reader.flag(REMOTE_ACCESSIBLE, default=local)
+    check_rule(cache_manager, f"{TRANSFER_BACKEND}: {backend!r} needs {CACHE_MANAGER}='1'")
+    accessible = reader.flag(REMOTE_ACCESSIBLE, default=True)
+    check_rule(accessible, f"{TRANSFER_BACKEND}: {backend!r} needs {REMOTE_ACCESSIBLE}='1', got '0'")
+    check_rule(reader.text(LISTEN) is not None, f"{TRANSFER_BACKEND}: {backend!r} needs {LISTEN}, which is missing")
+    check_rule(backend == "hixl", f"{TRANSFER_BACKEND}: {backend!r} is unknown, known: 'hixl'")
+    return cache_manager, accessible
+
+
+def _device_id(reader: _Reader) -> int:
+    text = reader.text(DEVICE_ID)
+    check_rule(text is not None, f"{DEVICE_ID} is missing: set LLMConfig.device_id, 0 where there is only the host")
+    check_rule(";" not in (text or ""), f"{DEVICE_ID}: {text!r} lists several devices, one instance serves one device")
+    return reader.integer(DEVICE_ID, 0, _INT32_MAX) or 0
+
+
+def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, int] | None:
+    text = reader.text(LISTEN)
+    if text is not None:
+        parts = text.split(";")
+        check_rule(
+            cache_manager or len(parts) == 1,
+            f"{LISTEN}: {text!r} lists {len(parts)} addresses: one per device is needed, and there is one device",
+        )
+        return parse_listen_ip_info(text)
+    check_rule(
+        cache_manager or role is not LLMRole.PROMPT,
+        f"{LISTEN} is missing: {role} needs it unless {CACHE_MANAGER} is '1'",
+    )
+    return None
+
+
+def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | None:
+    """Return the device pool; in v1, without one, a share of the graph memory (R12)."""
+    share = reader.number(MEM_UTILIZATION, default=0.95)
+    check_rule(0.0 <= share <= 1.0, f"{MEM_UTILIZATION}: {share} is outside [0.0, 1.0]")
+    pool = reader.pool(MEM_POOL)
+    if pool is not None or not graph_memory or not share:
+        return pool
+    pool = PoolOptions(int(graph_memory * share))
+    pool.check(f"{GRAPH_MEMORY} x {MEM_UTILIZATION}")
+    return pool
+
+
+def _default_link_seconds() -> int:
+    text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
+    return (int(text) if is_digits(text) else 0) or _DEFAULT_LINK_SECONDS
+
+
+def _transport(reader: _Reader) -> str:
+    name = reader.text(TRANSPORT) or "auto"
+    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
+    return name
+
+
+def _socket_dir(reader: _Reader) -> str | None:
+    path = reader.text(SHM_SOCKET_DIR)
+    check_rule(path != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
+    return path
+
+
+def _peer_timeout(reader: _Reader) -> float:
+    seconds = reader.number(PEER_TIMEOUT, default=10.0)
+    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
+    return seconds
+
+
+# --- what users set ---------------------------------------------------------------------------------------------------
+
 V = TypeVar("V")
 
 
+class _Kind(NamedTuple, Generic[V]):
+    """How the values of a property are checked, and how they become an option.
+
+    Attributes:
+        default: What the getter returns while nothing is assigned.
+        check: Checks (name, value) and returns what is kept.
+        emit: Returns the option's text; None: leave the option out. Called only once something is assigned.
+    """
+
+    default: V
+    check: Callable[[str, Any], V]
+    emit: Callable[[V], str | None] = str
+
+
 class _Setting(Generic[V]):
-    """One property of LLMConfig: how it is checked when set and how it becomes an option.
+    """One property of LLMConfig.
 
     Args:
         key: The option's key.
-        default: What the getter returns while nothing is assigned.
-        check: Checks (name, value) and returns what is kept.
-        emit: The option's text; None: leave the option out. Asked only once something is assigned.
+        kind: What the values are.
         none_resets: Assigning None means "not assigned" again; otherwise it is a NoneArgument.
         always: Emit the default too.
         doc: What the property means.
     """
 
-    def __init__(
-        self,
-        key: str,
-        default: V,
-        check: Callable[[str, Any], V],
-        emit: Callable[[V], str | None] = str,
-        *,
-        none_resets: bool = True,
-        always: bool = False,
-        doc: str,
-    ) -> None:
+    def __init__(self, key: str, kind: _Kind[V], *, none_resets: bool = True, always: bool = False, doc: str) -> None:
         self.key = key
-        self.default = default
         self.__doc__ = doc
-        self._check = check
-        self._emit = emit
+        self._kind = kind
         self._none_resets = none_resets
         self._always = always
 
@@ -512,7 +511,7 @@ class _Setting(Generic[V]):
     def __get__(self, instance: LLMConfig | None, owner: type) -> _Setting[V] | V:
         if instance is None:
             return self
-        value: V = instance._assigned.get(self._name, self.default)
+        value: V = instance._assigned.get(self._name, self._kind.default)
         return value
 
     def __set__(self, instance: LLMConfig, value: V | None) -> None:
@@ -521,21 +520,17 @@ class _Setting(Generic[V]):
                 raise NoneArgument(f"{self._name} is None, a value is needed")
             instance._assigned.pop(self._name, None)
         else:
-            instance._assigned[self._name] = self._check(self._name, value)
+            instance._assigned[self._name] = self._kind.check(self._name, value)
 
     def text(self, instance: LLMConfig) -> str | None:
         """Return the option's text, or None where the option is left out."""
         if self._name not in instance._assigned and not self._always:
             return None
-        return self._emit(self.__get__(instance, type(instance)))
+        return self._kind.emit(self.__get__(instance, type(instance)))
 
 
-def _text(name: str, value: object) -> str:
-    return check_type(name, value, str)
-
-
-def _flag(name: str, value: object) -> bool:
-    return check_type(name, value, bool)
+_text = partial(check_type, types=str)
+_flag = partial(check_type, types=bool)
 
 
 def _device_ids(name: str, value: object) -> int | Sequence[int]:
@@ -577,8 +572,8 @@ def _share(name: str, value: object) -> float:
 
 
 def _cluster_info(name: str, value: object) -> str:
-    text = _text(name, value)
-    _packed_cluster_info(text)
+    text = check_type(name, value, str)
+    _packed_cluster_info(text)  # raises where it is malformed
     return text
 
 
@@ -598,16 +593,10 @@ def _joined(devices: int | Sequence[int] | None) -> str:
     return str(devices) if isinstance(devices, int) else ";".join(map(str, devices or ()))
 
 
-def _bit(flag: bool) -> str:
-    return "1" if flag else "0"
-
-
-def _if_true(flag: bool) -> str | None:
-    return "1" if flag else None
-
-
-def _if_any(text: str) -> str | None:
-    return text or None
+_TEXT: Final = _Kind("", _text, lambda text: text or None)
+_TEXT_OR_EMPTY: Final = _Kind("", _text)
+_FLAG: Final = _Kind(False, _flag, lambda flag: "1" if flag else "0")
+_UINT32: Final[_Kind[int | None]] = _Kind(None, check_uint32)
 
 
 class LLMConfig:
@@ -621,98 +610,87 @@ class LLMConfig:
 
     device_id: _Setting[int | Sequence[int] | None] = _Setting(
         DEVICE_ID,
-        None,
-        _device_ids,
-        _joined,
+        _Kind(None, _device_ids, _joined),
         doc="Device served: an int, or a list or tuple of ints, of which ``init`` accepts exactly one. Required.",
     )
     sync_kv_timeout: _Setting[int | str | None] = _Setting(
         SYNC_TIMEOUT,
-        None,
-        _timeout_ms,
+        _Kind(None, _timeout_ms),
         none_resets=False,
         doc="Budget of each operation in milliseconds, an int or digits, above 0; 1000 when not set.",
     )
-    listen_ip_info = _Setting(LISTEN, "", _text, _if_any, doc='"ip:port" to listen on; port 0 picks a free one.')
-    enable_cache_manager = _Setting(
-        CACHE_MANAGER, False, _flag, _bit, doc="True: CacheManager mode; False: KvCacheManager mode."
-    )
+    listen_ip_info = _Setting(LISTEN, _TEXT, doc='"ip:port" to listen on; port 0 picks a free one.')
+    enable_cache_manager = _Setting(CACHE_MANAGER, _FLAG, doc="True: CacheManager mode; False: KvCacheManager mode.")
     enable_remote_cache_accessible = _Setting(
-        REMOTE_ACCESSIBLE, False, _flag, _bit, doc="True: peers read and write caches one-sidedly (RCA)."
+        REMOTE_ACCESSIBLE, _FLAG, doc="True: peers read and write caches one-sidedly (RCA)."
     )
     mem_pool_cfg = _Setting(
         MEM_POOL,
-        "",
-        _text,
-        _if_any,
+        _TEXT,
         none_resets=False,
         doc='Device pool, JSON: ``{"memory_size": bytes, "page_shift": 10..30, 16 by default}``. Parsed by ``init``. '
         "Source: [seed:deprecated], API §7.1.",
     )
     host_mem_pool_cfg = _Setting(
         HOST_MEM_POOL,
-        "",
-        _text,
-        _if_any,
+        _TEXT,
         none_resets=False,
         doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``. "
         "Source: [seed:deprecated], API §7.1.",
     )
     local_comm_res = _Setting(
         LOCAL_COMM_RES,
-        "",
-        _text,
+        _TEXT_OR_EMPTY,
         doc="Any text, the empty one too: turns CacheManager mode and RCA on by default. The content has no effect.",
     )
     transfer_backend = _Setting(
-        TRANSFER_BACKEND, "", _text, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
+        TRANSFER_BACKEND, _TEXT_OR_EMPTY, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
     )
     global_resource_config = _Setting(
-        GLOBAL_RESOURCE, "", _text, doc="JSON, checked by ``init``. No effect here: Ascend only."
+        GLOBAL_RESOURCE, _TEXT_OR_EMPTY, doc="JSON, checked by ``init``. No effect here: Ascend only."
     )
     link_total_time = _Setting(
         LINK_TOTAL_TIME,
-        0,
-        check_uint32,
+        _Kind(0, check_uint32),
         none_resets=False,
         doc="Seconds that ``link()`` may take in all, uint32; 0: HCCL_CONNECT_TIMEOUT, or else 120.",
     )
     link_retry_count = _Setting(
         LINK_RETRY_COUNT,
-        1,
-        _retries,
+        _Kind(1, _retries),
         none_resets=False,
         doc="Connection attempts of ``link()``, 1 to 100; they share ``link_total_time``.",
     )
-    rdma_traffic_class: _Setting[int | None] = _Setting(
-        "llm.RdmaTrafficClass", None, check_uint32, none_resets=False, doc="uint32. No effect here: Ascend only."
+    rdma_traffic_class = _Setting(
+        "llm.RdmaTrafficClass", _UINT32, none_resets=False, doc="uint32. No effect here: Ascend only."
     )
-    rdma_service_level: _Setting[int | None] = _Setting(
-        "llm.RdmaServiceLevel", None, check_uint32, none_resets=False, doc="uint32. No effect here: Ascend only."
+    rdma_service_level = _Setting(
+        "llm.RdmaServiceLevel", _UINT32, none_resets=False, doc="uint32. No effect here: Ascend only."
     )
     enable_switch_role = _Setting(
-        SWITCH_ROLE, False, _flag, _if_true, doc="KvCacheManager mode: allow ``switch_role``."
+        SWITCH_ROLE,
+        _Kind(False, _flag, lambda flag: "1" if flag else None),
+        doc="KvCacheManager mode: allow ``switch_role``.",
     )
     mem_utilization = _Setting(
         MEM_UTILIZATION,
-        0.95,
-        _share,
+        _Kind(0.95, _share),
         always=True,
         doc="KvCacheManager mode: share of ``ge.flowGraphMemMaxSize`` that is the pool, a float in [0.0, 1.0].",
     )
     buf_pool_cfg = _Setting(
-        BUF_POOL, "", _text, _if_any, doc="Size classes of the older pool, JSON, checked by ``init``. No effect."
+        BUF_POOL, _TEXT, doc="Size classes of the older pool, JSON, checked by ``init``. No effect."
     )
-    deploy_res_path = _Setting("llm.deployResPath", "", _text, _if_any, doc="No effect here: Ascend only.")
+    deploy_res_path = _Setting("llm.deployResPath", _TEXT, doc="No effect here: Ascend only.")
     cluster_info = _Setting(
         "llm.ClusterInfo",
-        "",
-        _cluster_info,
-        _packed_cluster_info,
+        _Kind("", _cluster_info, _packed_cluster_info),
         none_resets=False,
         doc="JSON; the addresses in ``listen_ip_info`` become ints in the option. No effect here: Ascend only.",
     )
-    output_max_size: _Setting[int | None] = _Setting("llm.OutputMaxSize", None, check_int, doc="No effect: legacy.")
+    output_max_size: _Setting[int | None] = _Setting(
+        "llm.OutputMaxSize", _Kind(None, check_int), doc="No effect: legacy."
+    )
 
     def __init__(self) -> None:
         self._assigned: dict[str, Any] = {}
@@ -729,7 +707,9 @@ class LLMConfig:
         self._ge_options = {} if ge_options is None else check_dict("ge_options", ge_options, str, str)
 
     def generate_options(self) -> dict[str, str]:
-        """Return the option dict: always the same one, so what the caller adds, and what was once set, stays in it.
+        """Return the option dict.
+
+        It is always the same dict: what the caller adds, and what was once set, stays in it.
 
         Source: API §2.
         """

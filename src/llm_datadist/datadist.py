@@ -1,4 +1,8 @@
-"""LLMDataDist: the composition root. init builds the engine, finalize takes it down (API §3)."""
+"""LLMDataDist, one end of the links: ``init`` builds the engine, ``finalize`` takes it down (API §3).
+
+Everything runs in the caller's thread; links to several clusters are made in threads that end with the call. What only
+``init`` needs is imported late, so that importing the package stays quick.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,19 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint32, check_uint64
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
-from llm_datadist.errors import (
-    LinkError,
-    LLMException,
-    LLMStatusCode,
-    NoneArgument,
-    NotInitialized,
-    NotLinked,
-    ParamError,
-    StateError,
-    v1_code,
-    v1_codes,
-)
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
 from llm_datadist.types.cluster import trans_int_ip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
 
-    from llm_datadist._links.link import Link
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.cache_manager import CacheManager
@@ -41,21 +33,16 @@ if TYPE_CHECKING:
 
     Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Call = Callable[[Deadline], Statuses]
+    Pending = Callable[[Deadline], Statuses]
     Report = Callable[[str, LLMClusterInfo, LLMException], None]
-    Codes = Statuses
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
-__all__ = [
-    "LLMDataDist",
-    "StandIns",
-    "link_v1",
-    "log_failure",
-    "not_initialized",
-    "stand_ins",
-    "unlink_v1",
-    "unlinked_v1",
-]
+__all__ = ["LLMDataDist", "check_timeout", "log_failure"]
+
+#: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
+_LINK_THREADS: Final = 128
+_MAX_MEMBERS: Final = 4
+_NAME_LIMIT: Final = 128
 
 
 def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
@@ -63,17 +50,21 @@ def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None
     logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
 
 
+def check_timeout(timeout: object) -> None:
+    """Check the milliseconds that a call may take."""
+    milliseconds = check_int32("timeout", timeout)
+    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
+
+
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    The calls that link are documented in ``datadist.py``, ``datadist.py`` and, for rank tables,
-    ``datadist.py``, ``switch_role`` in ``datadist.py``, the managers of caches in
-    ``datadist.py``, the extensions that tell what is going on in ``datadist.py``. Objects are
-    independent; several may live in one process (R20). Any thread may call any method, except that ``finalize`` must
-    be alone (API §11).
+    Objects are independent; several may live in one process (R20).
+
+    Threads: any, except that ``finalize`` must be alone (API §11).
 
     Args:
-        role: A label in v2 mode, where either side may pull and push; in v1 mode it says who may do what.
+        role: A label in v2 mode, where either side may pull and push; in v1 mode it says which calls are allowed.
         cluster_id: uint64, unique among all that link to each other.
         device: What DEVICE placement means in this process; None: host memory. An extension.
 
@@ -98,7 +89,8 @@ class LLMDataDist:
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._device = device
         self._engine: Engine | None = None
-        self._manager = None
+        self._manager: CacheManager | KvCacheManager | None = None
+        #: Held while the engine is made, taken down, or takes another role.
         self._lifecycle = threading.Lock()
 
     # --- life cycle ------------------------------------------------------------------------------------------------
@@ -118,20 +110,27 @@ class LLMDataDist:
         Source: API §3.1.
         """
         with self._lifecycle:
-            if self._engine is None:
-                self._init(Options.parse(options, self._role))
+            if self._engine is not None:
+                return
+            parsed = Options.parse(options, self._role)
+            from llm_datadist._transfer.engine import Engine
 
-    def _init(self, options: Options) -> None:
-        # Late, so that importing the package does not load asyncio.
-        from llm_datadist._transfer.engine import Engine
+            engine = Engine(self._cluster_id, parsed, self._device)
+            self._manager = self._make_manager(engine)
+            self._engine = engine
+            with LLMDataDist._live_lock:
+                LLMDataDist._live.append(self)
+                LLMDataDist.llm_engine_instance = self
+            logger.info("%r initialised", self)
 
-        engine = Engine(self._cluster_id, options, self._device)
-        self._manager = self._make_manager(engine)
-        self._engine = engine
-        with LLMDataDist._live_lock:
-            LLMDataDist._live.append(self)
-            LLMDataDist.llm_engine_instance = self
-        logger.info("%r initialised", self)
+    def _make_manager(self, engine: Engine) -> CacheManager | KvCacheManager:
+        if engine.options.cache_manager:
+            from llm_datadist.cache_manager import CacheManager
+
+            return CacheManager(engine)
+        from llm_datadist.kv_cache_manager import KvCacheManager
+
+        return KvCacheManager(engine, lambda: self._role)
 
     def finalize(self) -> None:
         """Give up links, listener, pools and tables. Peers are not told; they see their links end.
@@ -151,7 +150,11 @@ class LLMDataDist:
             engine.close()
             logger.info("%r finalized", self)
 
-    # --- properties ------------------------------------------------------------------------------------------------
+    def _require_engine(self, what: str) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise _not_initialized(what)
+        return engine
 
     @property
     def cluster_id(self) -> int:
@@ -163,17 +166,7 @@ class LLMDataDist:
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
 
-    _role: LLMRole
-    _cluster_id: int
-    _engine: Engine | None
-    #: Held while the engine is made, taken down, or takes another role.
-    _lifecycle: threading.Lock
-
-    def _require_engine(self, what: str) -> Engine:
-        engine = self._engine
-        if engine is None:
-            raise not_initialized(what)
-        return engine
+    # --- links -----------------------------------------------------------------------------------------------------
 
     def link_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
@@ -206,13 +199,24 @@ class LLMDataDist:
 
         Source: API §3.4, §8.
         """
-        _, call = self._linking(clusters, timeout)
-        return call(Deadline(timeout))
+        return self._linking(clusters, timeout)(Deadline(timeout))
 
-    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> tuple[Engine, Call]:
-        """Check the arguments; return what is left to do."""
+    def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
+        """Await :meth:`link_clusters`: the same arguments and results.
+
+        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
+        clusters that it linked stay linked.
+
+        Source: API §3.4; extension.
+        """
+        pending = self._linking(clusters, timeout)
+        return self._require_engine("link_clusters_async").workers.run(pending, timeout)
+
+    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> Pending:
+        """Check the arguments; return the work that is left."""
         engine = self._require_engine("link_clusters")
-        self._check_clusters(clusters, timeout)
+        check_timeout(timeout)
+        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         v2, role = engine.options.cache_manager, self._role
         needs_local = v2 and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
@@ -222,16 +226,18 @@ class LLMDataDist:
             )
         mutual = engine.options.transfer_backend is not None
 
-        def call(deadline: Deadline) -> Statuses:
+        def link_each(deadline: Deadline) -> Statuses:
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
             return _each(clusters, link, "link", report)
 
-        def call_v1(deadline: Deadline) -> Statuses:
-            return link_v1(engine, role, clusters, timeout, lambda: call(deadline))
+        def link_all(deadline: Deadline) -> Statuses:
+            from llm_datadist._transfer import v1
 
-        return engine, call if v2 else call_v1
+            return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline))
+
+        return link_each if v2 else link_all
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -257,42 +263,48 @@ class LLMDataDist:
 
         Source: API §3.4, §8.
         """
-        _, call = self._unlinking(clusters, timeout, force)
-        return call(Deadline(timeout))
+        return self._unlinking(clusters, timeout, force)(Deadline(timeout))
 
-    def _unlinking(
-        self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure
-    ) -> tuple[Engine, Call]:
-        """Check the arguments; return what is left to do."""
+    def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
+        """Await :meth:`unlink_clusters`: the same arguments and results.
+
+        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
+        each link is kept or gone, as after a timeout.
+
+        Source: API §3.4; extension.
+        """
+        pending = self._unlinking(clusters, timeout, force)
+        return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
+
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
+        """Check the arguments; return the work that is left."""
         engine = self._require_engine("unlink_clusters")
-        self._check_clusters(clusters, timeout)
+        check_timeout(timeout)
+        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
         forced = force or engine.options.transfer_backend is not None
 
-        v2 = engine.options.cache_manager
-
-        def call(deadline: Deadline) -> Statuses:
+        def unlink_each(deadline: Deadline) -> Statuses:
             def unlink(cluster: LLMClusterInfo) -> None:
-                cluster_id = check_uint64("id", cluster.remote_cluster_id)
-                if not v2:
-                    unlink_v1(engine, cluster_id, deadline, force=forced)
-                    return
                 if not forced:
                     _remote_address(cluster)
-                engine.links.unlink(cluster_id, deadline, force=forced)
+                engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-            overall, codes = _each(clusters, unlink, "unlink", report)
-            return (overall, codes) if v2 else unlinked_v1(codes)
+            return _each(clusters, unlink, "unlink", report)
 
-        return engine, call
+        def unlink_each_v1(deadline: Deadline) -> Statuses:
+            from llm_datadist._transfer import v1
 
-    def _check_clusters(self, clusters: object, timeout: object) -> None:
-        milliseconds = check_int32("timeout", timeout)
-        check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
-        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
+            def unlink(cluster: LLMClusterInfo) -> None:
+                cluster_id = check_uint64("id", cluster.remote_cluster_id)
+                v1.unlink_cluster(engine.links, cluster_id, deadline, force=forced)
+
+            return v1.unlink_result(_each(clusters, unlink, "unlink", report)[1])
+
+        return unlink_each if engine.options.cache_manager else unlink_each_v1
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
@@ -318,17 +330,11 @@ class LLMDataDist:
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
-        deadline = Deadline(engine.options.sync_kv_timeout_ms)
-        link = engine.links.get(cluster_id)
-        if link.busy:
-            raise _busy(link, "check_link_status")
-        number = link.ping()
-        answered = deadline.poll(lambda: link.last_pong >= number or link.ended)
-        if link.ended:
-            raise link.lost_error("check_link_status", "ping")
-        if not answered:
-            with v1_codes():
-                raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
+        from llm_datadist._transfer import v1
+
+        v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
+
+    # --- communicators ---------------------------------------------------------------------------------------------
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.
@@ -369,16 +375,12 @@ class LLMDataDist:
         Source: API §3.5, BEHAVIOUR §2.3.
         """
         engine = self._communicating("link")
-        ranks = _check_arguments(comm_name, cluster_rank_info, rank_table)
+        ranks = _checked_ranks(comm_name, cluster_rank_info, rank_table)
         check_rule(
             self._cluster_id in ranks,
             f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}",
         )
-        substitute = stand_ins[-1].table(self, comm_name, ranks) if stand_ins else None
-        comm_id = engine.open_communicator(comm_name, ranks, rank_table if substitute is None else substitute)
-        if substitute is not None:
-            stand_ins[-1].linked(self, comm_name, ranks, comm_id)
-        return comm_id
+        return engine.open_communicator(comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """Give a communicator up, also one that is still being prepared, or has failed.
@@ -405,12 +407,7 @@ class LLMDataDist:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Not an int (``NoneArgument`` for None).
-            ParamError: Outside uint64.
-            NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
-            LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
+            NotInitialized, TypeError, ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
 
         Source: API §3.5.
         """
@@ -418,13 +415,10 @@ class LLMDataDist:
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
 
     def explain_communicator(self, comm_id: int) -> CommunicatorStatistics:
-        """Return a communicator's members, who of them is still missing, and why it failed. An extension.
+        """Return a communicator's members, those still missing, and why it failed. An extension.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Not an int (``NoneArgument`` for None).
-            ParamError: Outside uint64.
-            NotLinked: There is no such communicator.
+            NotInitialized, TypeError, ParamError, NotLinked: As :meth:`unlink`.
         """
         engine = self._require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
@@ -442,6 +436,8 @@ class LLMDataDist:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return engine
+
+    # --- roles -----------------------------------------------------------------------------------------------------
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, Any] | None = None) -> None:
         """Take another role, and begin, move or cease to listen. Caches, their ids and keys are not touched.
@@ -461,7 +457,7 @@ class LLMDataDist:
             NotInitialized: Before init or after finalize.
             TypeError: Wrong types (``NoneArgument`` for a role that is None).
             ParamError: ``llm.listenIpInfo`` is not of the form ip:port; in v1 mode the same role, or PROMPT without it.
-            StateError: There is a link, whoever made it, or a communicator is being prepared (``LLM_EXIST_LINK``).
+            StateError: There is a link, made by either end, or a communicator is being prepared (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound (``LLM_FAILED``).
             LLMException: With ``LLM_FEATURE_NOT_ENABLED``: v1 mode without ``enable_switch_role``, or with several
                 addresses; another address with ``llm.TransferBackend``.
@@ -471,7 +467,7 @@ class LLMDataDist:
 
         Source: API §3.6, BEHAVIOUR §7.
         """
-        with self._lifecycle:  # first of all: role and engine are those of now
+        with self._lifecycle:  # before role and engine are looked at
             engine = self._require_engine("switch_role")
             check_type("role", role, LLMRole)
             text = _listen_text(switch_options)
@@ -489,17 +485,7 @@ class LLMDataDist:
             before, self._role = self._role, role
         logger.info("%r: its role was %s", self, before.name)
 
-    _manager: CacheManager | KvCacheManager | None
-
-    def _make_manager(self, engine: Engine) -> CacheManager | KvCacheManager:
-        # Late, so that importing the package does not load what only init needs.
-        if engine.options.cache_manager:
-            from llm_datadist.cache_manager import CacheManager
-
-            return CacheManager(engine)
-        from llm_datadist.kv_cache_manager import KvCacheManager
-
-        return KvCacheManager(engine, lambda: self._role)
+    # --- managers --------------------------------------------------------------------------------------------------
 
     @property
     def cache_manager(self) -> CacheManager:
@@ -516,7 +502,7 @@ class LLMDataDist:
         manager = self._manager
         if isinstance(manager, CacheManager):
             return manager
-        raise _no_such("cache_manager", manager, "1", "kv_cache_manager")
+        raise _wrong_interface("cache_manager", manager, "1", "kv_cache_manager")
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
@@ -533,7 +519,9 @@ class LLMDataDist:
         manager = self._manager
         if isinstance(manager, KvCacheManager):
             return manager
-        raise _no_such("kv_cache_manager", manager, "0", "cache_manager")
+        raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
+
+    # --- observation -----------------------------------------------------------------------------------------------
 
     @property
     def listen_port(self) -> int | None:
@@ -571,31 +559,9 @@ class LLMDataDist:
         """
         self._require_engine("check_integrity").check_integrity()
 
-    def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
-        """Await :meth:`link_clusters`: the same arguments and results.
-
-        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
-        clusters that it linked stay linked.
-
-        Source: API §3.4; extension.
-        """
-        engine, call = self._linking(clusters, timeout)
-        return engine.workers.run(call, timeout)
-
-    def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
-        """Await :meth:`unlink_clusters`: the same arguments and results.
-
-        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
-        each link is kept or gone, as after a timeout.
-
-        Source: API §3.4; extension.
-        """
-        engine, call = self._unlinking(clusters, timeout, force)
-        return engine.workers.run(call, timeout)
-
 
 def _shutdown_handler() -> None:
-    """At interpreter exit: let layer-wise transfers that move come to their end, then finalize, quietly."""
+    """Let running layer-wise transfers end, then finalize; called when the interpreter exits."""
     live = list(LLMDataDist._live)
     for engine in [each._engine for each in live]:  # all of them first: one may send to another
         if engine is not None:
@@ -608,7 +574,7 @@ def _shutdown_handler() -> None:
 
 
 def _in_forked_child() -> None:
-    """The parent's objects are not initialised here; the child may make its own."""
+    """Forget the parent's objects: they are not initialised here, and the child may make its own."""
     LLMDataDist._live_lock = threading.Lock()
     for instance in LLMDataDist._live:
         instance._lifecycle = threading.Lock()
@@ -624,13 +590,18 @@ atexit.register(_shutdown_handler)
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def not_initialized(what: str) -> NotInitialized:
-    """Return the error of a call that needs ``init`` first."""
+def _not_initialized(what: str) -> NotInitialized:
     return NotInitialized(f"{what}: this LLMDataDist is not initialized; call init first")
 
 
-#: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
-_LINK_THREADS = 128
+def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> StateError:
+    if manager is None:
+        return _not_initialized(wanted)
+    return StateError(
+        f"{wanted}: this LLMDataDist was initialised with the other interface; use {other}, or "
+        f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)",
+        status_code=LLMStatusCode.LLM_PARAM_INVALID,
+    )
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
@@ -642,7 +613,11 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
 
 
 def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:
-    """Do ``work`` for every cluster, in parallel; overall status = the last one that is no success (API §3.4)."""
+    """Do ``work`` for every cluster, in parallel.
+
+    Returns:
+        ``(status, statuses)``: the last status that is no success, and one each (API §3.4).
+    """
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
         try:
@@ -663,142 +638,15 @@ def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str,
     return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 
 
-_OK = LLMStatusCode.LLM_SUCCESS
-#: What polite undoing may take; after it the links are given up without the peer's word.
-_UNDO_MS: Final = 1000
-
-
-def link_v1(
-    engine: Engine,
-    role: LLMRole,
-    clusters: Sequence[LLMClusterInfo],
-    timeout: int,
-    each: Callable[[], Codes],
-) -> Codes:
-    """Link to all clusters, or to none: those that were linked are given up when another one fails.
-
-    Args:
-        engine: Of the LLMDataDist.
-        role: Its role as of now.
-        clusters: To link to.
-        timeout: Milliseconds; what undoing takes comes on top, a second at most.
-        each: Links to each cluster for itself and returns the statuses.
-
-    Returns:
-        ``(status, statuses)``. ``LLM_PARAM_INVALID``: this is no DECODER, no clusters, or a cluster without exactly
-        one local and one remote ip, one per device; ``LLM_REPEAT_REQUEST``: a cluster id twice; then nothing was
-        tried. ``LLM_LINK_FAILED``: the statuses say which cluster failed and how, and the others, which have
-        ``LLM_LINK_FAILED`` too, are not linked.
-    """
-    refused = _refusals(role, clusters)
-    if refused:
-        for reason, status in refused.values():
-            logger.warning("link_clusters: %s: %s", status, reason)
-        unheard = ("", LLMStatusCode.LLM_LINK_FAILED)
-        return list(refused.values())[-1][1], [refused.get(i, unheard)[1] for i in range(len(clusters))]
-    overall, statuses = each()
-    codes = [v1_code(status) for status in statuses]
-    if overall is _OK or not clusters:
-        return overall, codes
-    dialled = {link.origin.address: link for link in engine.links.all() if link.origin.dialled}
-    deadline = Deadline(min(timeout, _UNDO_MS))
-    for i, cluster in enumerate(clusters):
-        if codes[i] is _OK:
-            codes[i] = LLMStatusCode.LLM_LINK_FAILED
-            ip, port = cluster.remote_ip_info_list[0]
-            link = dialled.get((trans_int_ip(ip), port))
-            if link is not None:
-                _undo(engine, link, deadline)
-    return LLMStatusCode.LLM_LINK_FAILED, codes
-
-
-def _refusals(role: LLMRole, clusters: Sequence[LLMClusterInfo]) -> dict[int, tuple[str, LLMStatusCode]]:
-    """Return what can be said without asking anybody: position -> (reason, status)."""
-    invalid = LLMStatusCode.LLM_PARAM_INVALID
-    if role is not LLMRole.DECODER:
-        return dict.fromkeys(range(len(clusters)), (f"only a DECODER links, and this is a {role.name}", invalid))
-    refused: dict[int, tuple[str, LLMStatusCode]] = {}
-    seen: set[int] = set()
-    for i, cluster in enumerate(clusters):
-        ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
-        number = cluster.remote_cluster_id
-        if not ours == theirs == 1:
-            refused[i] = (f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1", invalid)
-        elif number in seen:
-            refused[i] = (f"clusters[{i}]: cluster {number} is in the list twice", LLMStatusCode.LLM_REPEAT_REQUEST)
-        if number is not None:
-            seen.add(number)
-    return refused
-
-
-def _undo(engine: Engine, link: Link, deadline: Deadline) -> None:
-    """Give up a link that this call has made: politely, or, when the peer does not agree in time, by force."""
-    try:
-        engine.links.unlink(link.peer.cluster_id, deadline, force=False)
-    except LLMException as error:
-        logger.info("undoing the link to %s by force: %s", link.peer, error)
-        engine.links.unlink(link.peer.cluster_id, deadline, force=True)
-
-
-def unlink_v1(engine: Engine, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-    """Give one link up.
-
-    Raises:
-        NotLinked: There is none. One that was lost is not dialled again from now on.
-        LinkError: A pull is running on it (``LLM_LINK_BUSY``): the link is kept.
-        DeadlineExceeded: The peer did not agree in time: the link is kept.
-    """
-    try:
-        link = engine.links.get(cluster_id)
-    except NotLinked:
-        engine.links.unlink(cluster_id, deadline, force=force)
-        raise
-    if link.busy:
-        raise _busy(link, "unlink_clusters")
-    engine.links.unlink(cluster_id, deadline, force=force)
-
-
-def unlinked_v1(statuses: list[LLMStatusCode]) -> Codes:
-    """Return what v1 says of these statuses: a cluster that was not linked is told, and no failure of the call."""
-    codes = [v1_code(status) for status in statuses]
-    failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
-    if not codes:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
-    return (failed[-1] if failed else _OK), codes
-
-
-def _busy(link: Link, call: str) -> LinkError:
-    return LinkError(
-        f"{call}: a transfer is running on the link to {link.peer}; ask again when it has ended",
-        status_code=LLMStatusCode.LLM_LINK_BUSY,
-        peer=link.peer.cluster_id,
-    )
-
-
-_MAX_MEMBERS: Final = 4
-_NAME_LIMIT: Final = 128
-
-
-class StandIns(Protocol):
-    """What ``testing/loopback.py`` does to ``link()`` while it is in force."""
-
-    def table(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int]) -> str | None:
-        """Return the rank table to take in place of the caller's; None: take the caller's own."""
-
-    def linked(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """The caller's communicator has begun: have the other members join."""
-
-
-#: In force in this process, or none. Only ``testing/loopback.py`` changes it.
-stand_ins: list[StandIns] = []
-
-
-def _check_arguments(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:
-    """Check what can be seen without the engine, in the documented order; return the ranks as plain ints."""
+def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:
+    """Check the arguments of ``link()`` in their documented order; return the ranks as ints."""
     name = check_type("comm_name", comm_name, str)
     check_rule(name, "comm_name: '' is empty")
     check_rule(len(name) < _NAME_LIMIT, f"comm_name: {len(name)} characters, below {_NAME_LIMIT} are needed")
-    check_rule(_encodes(name), f"comm_name: {name!r} holds what is no character")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ParamError(f"comm_name: {name!r} holds what is no character") from None
     given = check_type("cluster_rank_info", cluster_rank_info, dict)
     for key, value in given.items():
         check_int("key of cluster_rank_info", key)
@@ -812,14 +660,6 @@ def _check_arguments(comm_name: object, cluster_rank_info: object, rank_table: o
         raise ParamError(f"cluster_rank_info: the ranks {ranks} are not in ascending order")
     check_rule(len(set(ids)) == len(ids), f"cluster_rank_info: {ids} names a cluster twice")
     return dict(zip(ids, ranks, strict=True))
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _listen_text(switch_options: object) -> str | None:
@@ -851,13 +691,3 @@ def _check_backend(options: Options, now: tuple[str, int] | None, wanted: tuple[
             "cannot change",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
-
-
-def _no_such(wanted: str, manager: object, value: str, other: str) -> StateError:
-    if manager is None:
-        return not_initialized(wanted)
-    return StateError(
-        f"{wanted}: this LLMDataDist was initialised with the other interface; use {other}, or "
-        f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)",
-        status_code=LLMStatusCode.LLM_PARAM_INVALID,
-    )

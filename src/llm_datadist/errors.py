@@ -6,12 +6,8 @@ The numeric values are those of the interface (API §1.2); the tree is ours and 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 __all__ = [
     "AlreadyLinked",
@@ -154,7 +150,7 @@ class LLMException(RuntimeError):
         return self._status_code
 
     def restate(self, status_code: LLMStatusCode) -> None:
-        """Carry another status from now on: the older interface has its own for some failures (extension)."""
+        """Replace the status: v1 has its own for some failures (extension)."""
         self._status_code = status_code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -357,26 +353,3 @@ class ProtocolError(LLMException):
     """A frame or value from the wire breaks the protocol; its connection is given up."""
 
     default_status = LLMStatusCode.LLM_FAILED
-
-
-#: The v1 interface has its own statuses for these.
-_V1_CODES: Final = {
-    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
-    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
-}
-
-
-def v1_code(code: LLMStatusCode) -> LLMStatusCode:
-    """Return what v1 calls ``code``: its own for time-outs and memory, the same for all others."""
-    return _V1_CODES.get(code, code)
-
-
-@contextmanager
-def v1_codes() -> Iterator[None]:
-    """Give every LLMException of the block its status in v1, a key in use ``LLM_FAILED``; its class stays."""
-    try:
-        yield
-    except LLMException as error:
-        in_use = isinstance(error, KeyInUse)
-        error.restate(LLMStatusCode.LLM_FAILED if in_use else v1_code(error.status_code))
-        raise

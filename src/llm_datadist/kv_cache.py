@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class KvCache:
         addresses = self._cache.tensor_addrs
         return [addresses] if addresses else []
 
-    # A second handle would give the cache back under the first one.
+    # A second handle would deallocate the cache although the first is still in use.
     def __copy__(self) -> KvCache:
         return self
 
@@ -93,15 +93,12 @@ class KvCache:
         raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")
 
     def __del__(self) -> None:
-        # Nothing but this: the collector may call it anywhere, under any lock.
+        # The collector may call this in any thread, under any lock: so it must not do more.
         if self._forgotten is not None and self._cache.tensor_addrs:
             self._forgotten.append(self._cache.cache_id)
 
     def __repr__(self) -> str:
         return f"<Kv{repr(self._cache)[1:]}"
-
-
-_ADDRESS_END: Final = 2**64
 
 
 class TensorDesc:
@@ -174,7 +171,14 @@ class Tensor:
         else:
             check_type("data", data, (np.ndarray, Tensor, int) if not isinstance(data, bool) else (np.ndarray, Tensor))
         if tensor_desc is not None:
-            self._desc = _agreed(self._array, self._desc, tensor_desc)
+            found, wanted = self._desc, tensor_desc
+            bits = wanted.dtype is DataType.DT_BF16 and self._array.dtype in (np.uint16, np.float16)
+            check_rule(
+                found.dtype is wanted.dtype or bits,
+                f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}",
+            )
+            check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
+            self._desc = wanted
 
     @property
     def tensor_desc(self) -> TensorDesc:
@@ -217,16 +221,6 @@ def _described(array: Array) -> TensorDesc:
     return TensorDesc(dtype, array.shape)
 
 
-def _agreed(array: Array, found: TensorDesc, wanted: TensorDesc) -> TensorDesc:
-    """Return ``wanted``, of which ``array`` must be."""
-    bits = wanted.dtype is DataType.DT_BF16 and array.dtype in (np.uint16, np.float16)
-    check_rule(
-        found.dtype is wanted.dtype or bits, f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}"
-    )
-    check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
-    return wanted
-
-
 def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     """Return an array over host memory at ``address``."""
     if desc is None:
@@ -234,5 +228,5 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     dtype = numpy_type("tensor_desc.dtype", desc.dtype)
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
-    check_rule(0 < address <= _ADDRESS_END - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
+    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
     return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

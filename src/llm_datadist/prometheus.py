@@ -37,7 +37,10 @@ _PREFIX = "llm_datadist_"
 
 
 class StatisticsCollector(Collector):
-    """Turns ``statistics()`` into metric families, labelled with the cluster id. Any thread."""
+    """Turns ``statistics()`` into metric families, labelled with the cluster id.
+
+    Threads: any.
+    """
 
     def __init__(self, datadist: LLMDataDist) -> None:
         self._datadist = datadist

@@ -1,10 +1,16 @@
-"""The argument rules of API §6 that are more than one type check. Each raises before anything has happened."""
+"""The rules on the arguments of the three interfaces: v2 (CacheManager), v1 (KvCacheManager) and C++ (cpp_api).
+
+:data:`ARGUMENTS` says by name what each argument must be by itself; v1 and C++ use it with their own differences on
+top. The functions below it are the rules that need more than one argument. Everything here runs in the caller's thread
+and raises before anything has happened.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -14,21 +20,24 @@ from llm_datadist._cache.registry import key_of
 from llm_datadist._checks import (
     INVALID_ID,
     check_int64,
+    check_list,
     check_range,
     check_rule,
     check_type,
     check_uint32,
     check_uint64,
     check_uint64_list,
+    type_error,
 )
 from llm_datadist._log import logger
+from llm_datadist._native import parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
-from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
+from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence, Sized
+    from collections.abc import Iterator, Sized
 
     from numpy.typing import NDArray
 
@@ -37,53 +46,166 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
 
 __all__ = [
-    "accessible",
-    "addresses",
-    "blocks_keys",
+    "ARGUMENTS",
+    "Bindings",
+    "Rules",
     "byte_count",
+    "check",
+    "check_accessible",
     "check_addresses",
     "check_blocks",
-    "check_copy",
     "check_grant",
     "check_key_count",
     "check_mem_infos",
+    "check_pairs",
     "check_pull_blocks",
-    "check_pull_cache",
     "check_push_blocks",
     "check_single_id",
     "check_size",
-    "copy_pairs",
     "equal_lengths",
+    "instance_of",
     "layer_selection",
     "made_here",
     "naming_request",
     "remote_name",
     "require_rca",
-    "swap_pairs",
 ]
 
-# --- making caches ----------------------------------------------------------------------------------------------------
+#: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
+Rule = Callable[[str, object], Any]
+Rules = Mapping[str, Rule]
+
+#: Which keys a new cache gets, each with its row.
+Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
+
+# --- one argument by itself -------------------------------------------------------------------------------------------
 
 
-def check_key_count(keys: Sequence[CacheKey], rows: int) -> None:
-    """At most one key per batch row."""
+def check(rules: Rules, /, **values: object) -> list[Any]:
+    """Return the values in the order given, each checked by the rule of its name."""
+    return [rules[name](name, value) for name, value in values.items()]
+
+
+def instance_of(*kinds: type) -> Rule:
+    """Return the rule that an argument is of one of ``kinds``."""
+
+    def rule(name: str, value: object) -> object:
+        if not isinstance(value, kinds):
+            raise type_error(name, value, kinds)
+        return value
+
+    return rule
+
+
+def byte_count(name: str, value: object) -> int:
+    """Return the bytes per tensor: above 0, or -1, which stands for the rest of a row."""
+    nbytes = check_int64(name, value)
+    check_rule(nbytes == -1 or nbytes > 0, f"{name}={nbytes}: must be -1 or above 0")
+    return nbytes
+
+
+def _row_keys(name: str, value: object) -> Bindings:
+    return [(key, row) for row, key in enumerate(check_list(name, value, CacheKey, tuple_ok=True))]
+
+
+def _blocks_key(name: str, value: object) -> Bindings:
+    return [] if value is None else [(check_type(name, value, BlocksCacheKey), 0)]
+
+
+def _addresses(name: str, value: object) -> list[int]:
+    return check_uint64_list(name, value, tuple_ok=False)  # no tuple (API §6.6)
+
+
+def _optional_uint64(name: str, value: object) -> int | None:
+    return None if value is None else check_uint64(name, value)
+
+
+def _byte_offset(name: str, value: object) -> int:
+    return 0 if value is None else check_uint64(name, value)
+
+
+def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources, destinations), pair by pair, of a dict of int to list of int (API §6.8)."""
+    pairs = check_type(name, value, dict)
+    if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
+        return plain
+    for source, targets in pairs.items():
+        if not isinstance(targets, list):
+            check_type(f"{name}[{source!r}]", targets, list)
+    try:
+        sources = _native.parse_indices(name, list(pairs))
+        flat = _native.parse_indices(name, [target for targets in pairs.values() for target in targets])
+    except (TypeError, ParamError):
+        for source, targets in pairs.items():
+            _block_number(f"key of {name}", source)
+            for i, target in enumerate(targets):
+                _block_number(f"{name}[{source}][{i}]", target)
+        raise
+    return np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs))), flat
+
+
+def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources, destinations), pair by pair, of a dict of int to int (API §6.9)."""
+    pairs = check_type(name, value, dict)
+    if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
+        return plain
+    try:
+        return _native.parse_indices(name, list(pairs)), _native.parse_indices(name, list(pairs.values()))
+    except (TypeError, ParamError):
+        for source, target in pairs.items():
+            _block_number(f"key of {name}", source)
+            _block_number(f"{name}[{source}]", target)
+        raise
+
+
+def _block_number(name: str, value: object) -> None:
+    """Raise the error that names the element which the native parser, which knows no dicts, has refused."""
+    number = check_int64(name, value)
+    check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
+
+
+_CACHE: Final = instance_of(Cache)
+
+#: What each argument must be in v2. Keys are not here: which kinds are allowed depends on the call.
+ARGUMENTS: Final[Rules] = {
+    # caches and their memory
+    "cache_desc": instance_of(CacheDesc),
+    "cache_keys": _row_keys,
+    "blocks_cache_key": _blocks_key,
+    "addrs": _addresses,
+    "cache_id": check_int64,
+    "cache": _CACHE,
+    "src_cache": _CACHE,
+    "dst_cache": _CACHE,
+    "src": _CACHE,
+    "dst": _CACHE,
+    # rows and bytes
+    "batch_index": check_uint32,
+    "src_batch_index": check_uint32,
+    "dst_batch_index": check_uint32,
+    "offset": check_uint64,
+    "src_cache_offset": _byte_offset,
+    "dst_cache_offset": _byte_offset,
+    "size": check_int64,
+    "req_id": _optional_uint64,
+    # blocks
+    "src_blocks": parse_blocks,
+    "dst_blocks": parse_blocks,
+    "copy_block_info": _copy_pairs,
+    "src_to_dst": _swap_pairs,
+}
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def check_key_count(keys: Bindings, geometry: Geometry) -> None:
+    """Check that there is at most one key per batch row."""
+    rows = geometry.rows
     check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
 
 
-def blocks_keys(key: object) -> list[tuple[CacheKey | BlocksCacheKey, int]]:
-    """Return the (key, row) pairs of a blocks cache: none or one."""
-    if key is None:
-        return []
-    return [(check_type("blocks_cache_key", key, BlocksCacheKey), 0)]
-
-
-def addresses(addrs: object) -> list[int]:
-    """Return ``addrs`` checked: a list (no tuple, API §6.6) of integers in uint64."""
-    return check_uint64_list("addrs", addrs, tuple_ok=False)
-
-
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:
-    """One non-zero address per tensor, and every tensor inside the address space."""
+    """Check that there is one non-zero address per tensor, and every tensor inside the address space."""
     check_rule(addrs, "addrs is empty: one address per tensor is needed")
     check_rule(
         len(addrs) == geometry.num_tensors,
@@ -94,8 +216,11 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
     check_rule(end <= INVALID_ID, f"addrs: {max(addrs)} + {geometry.tensor_bytes} bytes is beyond the address space")
 
 
-def accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Check ``remote_accessible``: None means True (R16). ``linked``: ``link()`` was called (API §6.6)."""
+def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
+    """Return whether peers may use registered memory: None means True (R16).
+
+    ``linked``: ``link()`` was called, so True must not be given any more (API §6.6).
+    """
     if remote_accessible is None:
         return True
     value = check_type("remote_accessible", remote_accessible, bool)
@@ -107,7 +232,7 @@ def accessible(remote_accessible: object, *, linked: bool) -> bool:
 
 
 def check_mem_infos(mem_infos: object) -> None:
-    """API §6.15: MemInfo, or a list of them that is not empty; device memory, address and size not zero."""
+    """Check one MemInfo or a list of them: device memory, address and size above 0 (API §6.15)."""
     infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
     check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
     for i, info in enumerate(infos):
@@ -120,80 +245,14 @@ def check_mem_infos(mem_infos: object) -> None:
 
 
 def made_here(call: str, cache: Cache, engine: Engine) -> bool:
-    """Return False for a handle of another LLMDataDist, or from before ``finalize``: its id is another cache's here."""
+    """Return True unless ``cache`` is of another LLMDataDist, or from before ``finalize``, which is logged.
+
+    Such a handle's id is another cache's here.
+    """
     if cache._granter is None or cache._granter is engine.grants:
         return True
     logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
     return False
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-def check_copy(
-    dst: object,
-    src: object,
-    dst_batch_index: object,
-    src_batch_index: object,
-    offset: object,
-    size: object,
-    req_id: object,
-) -> None:
-    """The checks of copy_cache in their documented order (API §6.5)."""
-    target = check_type("dst", dst, Cache)
-    source = check_type("src", src, Cache)
-    check_uint32("dst_batch_index", dst_batch_index)
-    check_uint32("src_batch_index", src_batch_index)
-    check_uint64("offset", offset)
-    check_int64("size", size)
-    check_rule(not source.is_blocks_cache, "src: a blocks cache; use copy_blocks")
-    check_rule(not target.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
-    byte_count(size)
-    if req_id is not None:
-        check_uint64("req_id", req_id)
-
-
-def copy_pairs(copy_block_info: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair in the order given, of a dict of int to list of int (API §6.8)."""
-    pairs = check_type("copy_block_info", copy_block_info, dict)
-    if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
-        return plain
-    for source, targets in pairs.items():
-        if not isinstance(targets, list):
-            check_type(f"copy_block_info[{source!r}]", targets, list)
-    try:
-        sources = _native.parse_indices("copy_block_info", list(pairs))
-        flat = _native.parse_indices("copy_block_info", [target for targets in pairs.values() for target in targets])
-    except (TypeError, ParamError):
-        for source, targets in pairs.items():
-            _block_number("key of copy_block_info", source)
-            for i, target in enumerate(targets):
-                _block_number(f"copy_block_info[{source}][{i}]", target)
-        raise
-    return np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs))), flat
-
-
-def swap_pairs(src_to_dst: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), in the order given, of a dict of int to int (API §6.9)."""
-    pairs = check_type("src_to_dst", src_to_dst, dict)
-    if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
-        return plain
-    try:
-        return (
-            _native.parse_indices("src_to_dst", list(pairs)),
-            _native.parse_indices("src_to_dst", list(pairs.values())),
-        )
-    except (TypeError, ParamError):
-        for source, target in pairs.items():
-            _block_number("key of src_to_dst", source)
-            _block_number(f"src_to_dst[{source}]", target)
-        raise
-
-
-def _block_number(name: str, value: object) -> None:
-    """Name what the native parser, which knows no dicts, has refused."""
-    number = check_int64(name, value)
-    check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
 
 @contextmanager
@@ -211,7 +270,7 @@ def naming_request(req_id: object) -> Iterator[None]:
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:
-    """Pushes need remote cache access (R16)."""
+    """Raise ParamError unless remote cache access is on: pushes need it (R16)."""
     check_rule(
         remote_accessible, f"{call} needs enable_remote_cache_accessible=True (llm.EnableRemoteCacheAccessible=1)"
     )
@@ -220,7 +279,10 @@ def require_rca(remote_accessible: bool, call: str) -> None:
 def layer_selection(
     src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
 ) -> LayerSelection:
-    """Return the layers of a call. An empty range means "not given" in pulls and is an error in pushes."""
+    """Return the layers of a call.
+
+    ``empty_ok``: an empty range means "not given", as in pulls; in pushes it is an error.
+    """
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -235,12 +297,12 @@ def layer_selection(
 
 @lru_cache(maxsize=64)
 def _all_layers(tensors_per_layer: int) -> LayerSelection:
-    """Return the selection of nearly every call, made once."""
+    """Return the selection of a call without layer ranges, made once."""
     return LayerSelection(None, None, tensors_per_layer)
 
 
 def check_single_id(key: object) -> None:
-    """Exactly one of a CacheKey's ids must be set (API §6.0); other kinds of keys pass."""
+    """Check that exactly one id of a CacheKey is set (API §6.0); other kinds of keys pass."""
     if isinstance(key, CacheKey):
         given = (key.req_id != INVALID_ID) + (key.prefix_id != INVALID_ID)
         check_rule(
@@ -250,7 +312,10 @@ def check_single_id(key: object) -> None:
 
 
 def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
-    """Return how the peer is asked for ``key``. Pulling from oneself is refused; pass None for a push (R28)."""
+    """Return how the peer is asked for ``key``.
+
+    Pulling from one's own cluster is refused; pass None as ``own_cluster_id`` for a push (R28).
+    """
     cluster = key.cluster_id
     if cluster == own_cluster_id:
         raise ParamError(f"cluster_id={cluster} of the key is our own: copy instead of pulling")
@@ -259,28 +324,8 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
     return RemoteName(cluster, key_of(key))
 
 
-def check_pull_cache(rca: bool, cache_key: object, cache: object, batch_index: object, size: object) -> None:
-    """The checks of pull_cache in their documented order (API §6.10)."""
-    if rca:
-        check_type("cache_key", cache_key, CacheKeyByIdAndIndex)
-    else:
-        check_type("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
-    local = check_type("cache", cache, Cache)
-    check_uint32("batch_index", batch_index)
-    check_int64("size", size)
-    check_rule(not local.is_blocks_cache, "cache: a blocks cache; use pull_blocks")
-    byte_count(size)
-
-
-def byte_count(size: object) -> int:
-    """Return ``size``, bytes per tensor: above 0, or -1, which stands for the rest of a row."""
-    nbytes = check_int64("size", size)
-    check_rule(nbytes == -1 or nbytes > 0, f"size={nbytes}: must be -1 or above 0")
-    return nbytes
-
-
 def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
-    """``size`` bytes from ``dst_cache_offset`` on (v1; -1: all that follow) must lie in a row of the local cache."""
+    """Check that ``size`` bytes (-1: the rest) from ``offset`` on lie in a row of the local cache."""
     row = f"a row of the local cache has {geometry.stride} bytes"
     check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")
     at = f" from dst_cache_offset={offset} on" if offset else ""
@@ -288,14 +333,14 @@ def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
 
 
 def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
-    """Every index must be one of the local cache's blocks."""
+    """Check that every index is one of the local cache's blocks."""
     if blocks.largest >= geometry.rows:
         at = int(blocks.array.argmax())
         raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
 def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Which lists go with which key (API §6.11)."""
+    """Check that the block lists suit the kind of key (API §6.11)."""
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")
@@ -323,22 +368,24 @@ def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCach
 
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Both lists are needed, equally long (API §6.13); an id-key addresses the whole cache (R31)."""
+    """Check that the lists are pairs (API §6.13) and that an id-key names no row (R31)."""
     if not len(dst_blocks):
         raise ParamError("dst_blocks is empty: at least one block is needed")
-    if not len(src_blocks):
-        raise ParamError("src_blocks is empty: at least one block is needed")
-    equal_lengths(src_blocks, dst_blocks)
+    check_pairs(src_blocks, dst_blocks)
     if isinstance(key, CacheKeyByIdAndIndex):
         check_rule(key.batch_index == 0, f"batch_index={key.batch_index} of dst_cache_key: blocks have no rows, so 0")
 
 
-def equal_lengths(
-    src_blocks: Sized,
-    dst_blocks: Sized,
-    names: tuple[str, str] = ("src_blocks", "dst_blocks"),
+def check_pairs(
+    src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
 ) -> None:
-    """Pair i is source i and destination i; ``names``: what the caller knows the two lists as."""
+    """Check for two lists of equal length, not empty; ``names``: what the caller calls them."""
+    check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
+    equal_lengths(src_blocks, dst_blocks, names)
+
+
+def equal_lengths(src_blocks: Sized, dst_blocks: Sized, names: tuple[str, str] = ("src_blocks", "dst_blocks")) -> None:
+    """Check that the two lists of pairs are equally long."""
     if len(src_blocks) != len(dst_blocks):
         raise ParamError(
             f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"

@@ -1,56 +1,259 @@
-"""Pulls and pushes behind the arguments of their public forms: hold the local cache, check what is known here, plan.
+"""What the calls of all three interfaces do once their arguments are checked, and the two forms of such a call.
 
-The v2, v1 and C++-shaped calls are such forms. Runs in the caller's thread; what fails before the initiator is called
-has moved nothing.
+A call runs in its caller's thread, or in a thread of ``Workers`` when it is awaited. It holds the local cache, checks
+what can be known without the peer, plans, and hands over to the initiator or to the copies inside the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
 from llm_datadist._cache import geometry
-from llm_datadist._cache.geometry import CacheKind, RowRange
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
+from llm_datadist._checks import check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
+from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist.errors import LLMStatusCode, StateError
-from llm_datadist.types import Cache
+from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.local_copy import CacheRow
+from llm_datadist.errors import LLMStatusCode, ParamError, StateError
+from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llm_datadist._cache.geometry import CachePair, LayerSelection
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._native import BlockList, Plan
+    from llm_datadist._native import Plan
+    from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.layerwise import CacheTask, Delivery
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
-    from llm_datadist.types.grant import Grant, Granter
+    from llm_datadist.types.grant import Grant
+
+    Config = TransferConfig | TransferWithCacheKeyConfig
 
 __all__ = [
     "EngineUser",
+    "LayerwiseArguments",
     "Pending",
+    "RowCopy",
     "TransferCall",
+    "allocate",
+    "awaited",
+    "blocking",
+    "copy_blocks",
+    "copy_cache",
+    "deallocate",
     "new_handle",
     "pull_blocks",
     "pull_row",
     "push_blocks",
     "push_row",
+    "start_transfer",
+    "swap_blocks",
 ]
+
+#: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
+Pending = Callable[[Deadline], None]
+Awaited = Coroutine[Any, Any, None]
+
+
+class EngineUser:
+    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize`` (R21).
+
+    Threads: any.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._of = engine
+
+    @property
+    def _engine(self) -> Engine:
+        if not self._of.alive:
+            raise StateError(
+                f"this {type(self).__name__} belongs to a finalized LLMDataDist; take a new one after init",
+                status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+            )
+        return self._of
+
+    @staticmethod
+    def check_cache_key(cache_key: CacheKey) -> None:
+        """Check that exactly one of ``req_id`` and ``prefix_id`` is set (below 2**64 - 1).
+
+        Raises:
+            TypeError: Not a CacheKey (``NoneArgument`` for None).
+            ParamError: Both, or neither.
+
+        Source: API §6.0, §8.
+        """
+        arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._of.options.sync_kv_timeout_ms)
+
+
+P = ParamSpec("P")
+User = TypeVar("User", bound=EngineUser)
+
+
+def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
+    """Make a public call of a method that checks arguments and returns the work left."""
+
+    @wraps(check)
+    def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        check(self, *args, **kwargs)(Deadline(self._of.options.sync_kv_timeout_ms))
+
+    _set_result(call, "None")
+    return call
+
+
+def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
+    """Make the asyncio form of a :func:`blocking` call: check arguments at once, await the work."""
+    check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
+
+    @wraps(check)
+    def call_async(self: User, /, *args: P.args, **kwargs: P.kwargs) -> Awaited:
+        pending = check(self, *args, **kwargs)
+        return self._of.workers.run(pending, self._of.options.sync_kv_timeout_ms)
+
+    _set_result(call_async, "Coroutine[Any, Any, None]")
+    source = (check.__doc__ or "").rpartition("Source: ")[2].strip().removesuffix(".")
+    call_async.__doc__ = (
+        f"Await :meth:`{check.__name__}`: the same arguments, errors and effects.\n\n{note}\n\n"
+        f"Source: {source}; extension."
+    )
+    call_async.__name__ += "_async"
+    call_async.__qualname__ += "_async"
+    return call_async
+
+
+def _set_result(call: Callable[..., object], result: str) -> None:
+    """Let ``help`` and ``inspect`` show ``call`` with the parameters that it wraps and this result."""
+    call.__annotations__ = call.__annotations__ | {"return": result}
+    call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
+    """Allocate a cache with these keys; return its handle."""
+    shape = Geometry.of(cache_desc, kind)
+    arguments.check_key_count(keys, shape)
+    with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
+        entry = engine.store.allocate(shape, keys, Deadline(engine.options.sync_kv_timeout_ms))
+    return new_handle(engine, entry, cache_desc)
+
+
+def deallocate(engine: Engine, call: str, cache: Cache) -> None:
+    """Give back the cache of a handle of this engine, and empty the handle."""
+    if not arguments.made_here(call, cache, engine):
+        return
+    with engine.meters.span(call, "id=%d", cache.cache_id):
+        cache._empty()  # first: as long as the handle has addresses, the registry has the cache
+        engine.store.deallocate(cache.cache_id)
+
+
+def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
+    """Return the handle of a cache that was just made."""
+    storage = entry.storage
+    return Cache(
+        entry.cache_id,
+        cache_desc,
+        storage.tensors.bases.tolist(),
+        entry.geometry.kind is CacheKind.BLOCKS,
+        memory=storage,
+        granter=engine.grants,
+    )
+
+
+# --- copies inside the process ----------------------------------------------------------------------------------------
+
+
+class RowCopy(NamedTuple):
+    """The arguments of copy_cache as given."""
+
+    dst: object
+    src: object
+    dst_batch_index: object
+    src_batch_index: object
+    offset: object
+    size: object
+
+
+def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Pending:
+    """Check the arguments of copy_cache; return the copy."""
+    with arguments.naming_request(req_id):
+        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
+        check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
+        check_rule(not dst.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
+        arguments.byte_count("size", size)
+        arguments.check(rules, req_id=req_id)
+    what = f"copy_cache req_id={req_id}" if req_id is not None else "copy_cache"
+    detail = "dst=%d[%d] src=%d[%d] offset=%d size=%d req_id=%s"
+    args = (dst.cache_id, dst_row, src.cache_id, src_row, offset, size, req_id)
+
+    def run(deadline: Deadline) -> None:
+        with arguments.naming_request(req_id), engine.meters.span("copy_cache", detail, *args) as span:
+            span.nbytes = engine.local.copy_cache(
+                CacheRow(dst.cache_id, dst_row), CacheRow(src.cache_id, src_row), offset, size, deadline, what
+            )
+
+    return run
+
+
+def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
+    """Check the arguments of copy_blocks; return the copy."""
+    local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
+    check_rule(local.is_blocks_cache, "cache: not a blocks cache")
+
+    def run(deadline: Deadline) -> None:
+        with engine.meters.span("copy_blocks", "id=%d %d sources", local.cache_id, len(copy_block_info)) as span:
+            span.nbytes = engine.local.copy_blocks(local.cache_id, src_blocks, dst_blocks, deadline)
+
+    return run
+
+
+def swap_blocks(
+    engine: Engine,
+    src: Cache,
+    dst: Cache,
+    pairs: tuple[NDArray[np.int64], NDArray[np.int64]],
+    names: tuple[str, str],
+    _: Deadline,
+) -> None:
+    """Move blocks between device and host memory; there is no deadline (R6).
+
+    ``names``: what the caller knows the two caches as.
+    """
+    ids = (src.cache_id, dst.cache_id, len(pairs[0]))
+    with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
+        span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
+
+
+# --- pulls and pushes -------------------------------------------------------------------------------------------------
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """One public pull or push, its own arguments checked. Used by one thread.
+    """One pull or push, its own arguments checked. Used by one thread.
 
     Attributes:
-        engine: Owns the local cache.
-        what: Name of the call in errors, logs and statistics.
-        argument: Name of the argument that is the local cache.
+        engine: Whose cache it is.
+        what: What the caller knows the call as: in errors, logs and statistics.
+        argument: What the caller knows the local cache as.
         cache_id: The local cache.
-        name: The remote cache.
-        layers: Layers of both.
-        deadline: Of the whole call.
+        name: The remote one.
+        layers: Which of their layers.
     """
 
     engine: Engine
@@ -59,18 +262,21 @@ class TransferCall(msgspec.Struct, eq=False):
     cache_id: int
     name: RemoteName
     layers: LayerSelection
-    deadline: Deadline
 
     def __str__(self) -> str:
-        """Return what an error calls the local cache."""
+        """Name the local cache as errors do."""
         return f"{self.what}: {self.argument}"
 
 
-def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
-    """Pull ``size`` bytes per tensor, or -1, of the remote row into the local ``row``; offsets are bytes into a row.
+def pull_row(
+    call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
+) -> None:
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1.
+
+    Offsets are bytes into either row.
 
     Raises:
-        CacheNotFound: No such local cache; also as :meth:`Initiator.run`.
+        CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.run`.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -86,21 +292,22 @@ def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, ds
             src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
             return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, call.deadline, call.what))
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what))
 
 
 def pull_blocks(
     call: TransferCall,
     src_blocks: BlockList | None,
     dst_blocks: BlockList,
-    grant: Grant | None = None,
+    grant: Grant | None,
+    deadline: Deadline,
     *,
     name: str = "dst_blocks",
 ) -> None:
     """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
 
     Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name`` is the caller's name of ``dst_blocks``.
+    ``name``: what the caller knows ``dst_blocks`` as.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -116,11 +323,10 @@ def pull_blocks(
                 return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
             return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        op = TransferOp(call.name, local, plan, call.deadline, call.what, grant=grant)
-        span.nbytes = engine.initiator.run(op)
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, grant=grant))
 
 
-def push_row(call: TransferCall, row: int) -> None:
+def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
     """Push the local ``row`` into the remote one. Errors as :func:`pull_row`."""
     engine, layers = call.engine, call.layers
     with (
@@ -132,15 +338,15 @@ def push_row(call: TransferCall, row: int) -> None:
         layers.check_local("src_layer_range", src.num_tensors)
 
         def plan(pair: CachePair) -> Plan:
-            return geometry.plan_row(
-                src, pair.remote, RowRange(row), RowRange(pair.row), size=src.stride, layers=layers
-            )
+            src_range, dst_range = RowRange(row), RowRange(pair.row)
+            return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
 
-        op = TransferOp(call.name, local, plan, call.deadline, call.what, push=True, consumes=True)
-        span.nbytes = engine.initiator.run(op)
+        span.nbytes = engine.initiator.run(
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+        )
 
 
-def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList) -> None:
+def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
     engine, layers = call.engine, call.layers
     with (
@@ -154,41 +360,132 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
         def plan(pair: CachePair) -> Plan:
             return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
-        op = TransferOp(call.name, local, plan, call.deadline, call.what, push=True, consumes=True)
-        span.nbytes = engine.initiator.run(op)
+        span.nbytes = engine.initiator.run(
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+        )
 
 
-#: The rest of a call whose arguments have been checked. Threads: any.
-Pending = Callable[[Deadline], None]
+# --- layer by layer ---------------------------------------------------------------------------------------------------
 
 
-class EngineUser:
-    """Base of managers: holds the engine of one ``init``. Threads: any."""
+class LayerwiseArguments:
+    """The arguments of transfer_cache_async but for the source, checked in their documented order.
 
-    def __init__(self, engine: Engine) -> None:
-        self._of = engine
+    Args:
+        layer_synchronizer: Says when a layer is ready.
+        transfer_configs: The destinations.
+        src_block_indices: Blocks of the source, or None.
+        dst_block_indices: Blocks of the destination, or None.
+        dst_block_memory_size: Bytes of a destination block, or None.
+        by_key: Configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
 
-    @property
-    def _engine(self) -> Engine:
-        if not self._of.alive:
-            raise StateError(
-                f"this {type(self).__name__} belongs to a finalized LLMDataDist; take a new one after init",
-                status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
-            )
-        return self._of
+    Raises:
+        TypeError, ParamError: See :meth:`CacheManager.transfer_cache_async`.
+    """
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._of.options.sync_kv_timeout_ms)
+    def __init__(
+        self,
+        layer_synchronizer: object,
+        transfer_configs: object,
+        src_block_indices: object,
+        dst_block_indices: object,
+        dst_block_memory_size: object,
+        *,
+        by_key: bool,
+    ) -> None:
+        self.dst = _indices("dst_block_indices", dst_block_indices)
+        self.src = _indices("src_block_indices", src_block_indices)
+        given = dst_block_memory_size is not None
+        self.size = check_uint64("dst_block_memory_size", dst_block_memory_size) if given else 0
+        if self.src is not None:
+            if self.dst is None:
+                raise ParamError(
+                    "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported"
+                )
+            arguments.equal_lengths(self.src, self.dst, ("src_block_indices", "dst_block_indices"))
+        check_rule(
+            given or self.dst is None or self.src is not None,
+            "dst_block_memory_size is None: dst_block_indices without src_block_indices need it",
+        )
+        abstract: type = LayerSynchronizer
+        self.synchronizer: LayerSynchronizer = check_type("layer_synchronizer", layer_synchronizer, abstract)
+        kind: type[Config] = TransferWithCacheKeyConfig if by_key else TransferConfig
+        self.configs = check_list("transfer_configs", transfer_configs, kind, tuple_ok=True)
+        check_rule(
+            self.dst is not None or self.size == 0,
+            f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",
+        )
+
+    def cut(self, src: Geometry, row: int) -> LayerPlan:
+        """Return which bytes of each tensor go where."""
+        if self.dst is None:
+            return LayerPlan.of_row(src, row)
+        if self.src is None:
+            return LayerPlan.of_pieces(src, self.dst, self.size)
+        arguments.check_blocks("src_block_indices", self.src, src)
+        check_rule(
+            self.size in (0, src.stride),
+            f"dst_block_memory_size={self.size}: with src_block_indices only None, 0 or the block size {src.stride}",
+        )
+        check_rule(row == 0, f"src_batch_index={row}: only 0 with src_block_indices")
+        return LayerPlan.of_blocks(src, self.src, self.dst)
 
 
-def new_handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:
-    """Return the public handle of a new cache."""
-    storage = entry.storage
-    return Cache(
-        entry.cache_id,
-        cache_desc,
-        storage.tensors.bases.tolist(),
-        entry.geometry.kind is CacheKind.BLOCKS,
-        memory=storage,
-        granter=granter,
+def _indices(name: str, values: object) -> BlockList | None:
+    if values is None:
+        return None
+    parsed = parse_blocks(name, values)
+    check_rule(len(parsed), f"{name} is empty: at least one block is needed; None sends a row")
+    return parsed
+
+
+def start_transfer(
+    engine: Engine,
+    cache_id: int,
+    given: LayerwiseArguments,
+    timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+) -> CacheTask:
+    """Hold the source, whose placement was checked, and start the thread.
+
+    ``timeout_code``: what a time-out is called by this interface.
+    """
+    store = engine.store
+    with ExitStack() as undo:
+        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
+        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
+        tensors = entry.geometry.num_tensors
+        check_rule(
+            tensors % TENSORS_PER_LAYER == 0,
+            f"src_cache has {tensors} tensors: an even number is needed, {TENSORS_PER_LAYER} make a layer",
+        )
+        layers = range(tensors // TENSORS_PER_LAYER)
+        deliveries = [_delivery(engine, entry, given, layers, i) for i in range(len(given.configs))]
+        for config in given.configs:
+            if config.src_layer_range is None:
+                config.src_layer_range = layers
+        job = TransferJob(engine.tasks.name(), deliveries, given.synchronizer, release, timeout_code)
+        undo.pop_all()  # the job releases the source from now on
+    return engine.tasks.start(job)
+
+
+def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int) -> Delivery:
+    """Return destination ``i``: a place at a peer, and the layers of the source that it gets."""
+    config = given.configs[i]
+    wanted = layers if config.src_layer_range is None else config.src_layer_range
+    check_rule(
+        wanted and wanted.stop <= layers.stop,
+        f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
+    cut, timeout_ms = given.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
+    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout_ms)
+    if isinstance(config, TransferWithCacheKeyConfig):
+        config.check_lengths()
+        name = arguments.remote_name(config.cache_key, None)
+        return KeyDelivery(source, name, wanted, config.dst_layer_range)
+    addresses = tuple(config.dst_addrs)
+    needed = TENSORS_PER_LAYER * len(wanted)
+    check_rule(
+        len(addresses) == needed,
+        f"transfer_configs[{i}].dst_addrs has {len(addresses)} addresses: two per layer are needed, so {needed}",
+    )
+    return AddressDelivery(source, config.dst_cluster_id, addresses, wanted)

@@ -16,52 +16,11 @@ that take them. Names are those of the header, so they break this library's own 
 
 from __future__ import annotations
 
+from llm_datadist.cpp_api import structs
 from llm_datadist.cpp_api.datadist import LlmDataDist
-from llm_datadist.cpp_api.structs import (
-    DT_UNDEFINED,
-    OPTION_BUF_POOL_CFG,
-    OPTION_DEVICE_ID,
-    OPTION_ENABLE_SET_ROLE,
-    OPTION_GLOBAL_RESOURCE_CONFIG,
-    OPTION_LISTEN_IP_INFO,
-    OPTION_LOCAL_COMM_RES,
-    OPTION_SYNC_CACHE_WAIT_TIME,
-    OPTION_TRANSFER_BACKEND,
-    Cache,
-    CacheDesc,
-    CacheIndex,
-    CachePlacement,
-    ClusterInfo,
-    IpInfo,
-    KvCacheExtParam,
-    LlmRole,
-    RegisterCfg,
-    Undefined,
-)
+from llm_datadist.cpp_api.structs import *  # noqa: F403 (its __all__ is part of the one here)
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.data_type import DataType
 
-__all__ = [
-    "DT_UNDEFINED",
-    "OPTION_BUF_POOL_CFG",
-    "OPTION_DEVICE_ID",
-    "OPTION_ENABLE_SET_ROLE",
-    "OPTION_GLOBAL_RESOURCE_CONFIG",
-    "OPTION_LISTEN_IP_INFO",
-    "OPTION_LOCAL_COMM_RES",
-    "OPTION_SYNC_CACHE_WAIT_TIME",
-    "OPTION_TRANSFER_BACKEND",
-    "Cache",
-    "CacheDesc",
-    "CacheIndex",
-    "CachePlacement",
-    "ClusterInfo",
-    "DataType",
-    "IpInfo",
-    "KvCacheExtParam",
-    "LLMStatusCode",
-    "LlmDataDist",
-    "LlmRole",
-    "RegisterCfg",
-    "Undefined",
-]
+__all__ = ["DataType", "LLMStatusCode", "LlmDataDist"]
+__all__ += structs.__all__

@@ -1,4 +1,4 @@
-"""The structs of the C++-shaped interface, checked and turned into the values that the engine's parts take.
+"""The structs of the C++-shaped interface, checked and turned into the values that the library takes.
 
 A wrong type is TypeError, everything else ParamError; errors name the field. Nothing has happened when one is raised.
 """
@@ -12,7 +12,6 @@ import numpy as np
 from llm_datadist import types
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
 from llm_datadist._checks import (
-    check_dict,
     check_int32,
     check_int64,
     check_list,
@@ -23,17 +22,14 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
     check_uint64_list,
-    is_digits,
 )
-from llm_datadist._native import BlockList, parse_blocks, parse_indices
-from llm_datadist._transfer.arguments import equal_lengths
+from llm_datadist._native import parse_indices
+from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
+from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist._transfer.resolution import RemoteName
-from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api.structs import (
     DT_UNDEFINED,
-    OPTION_DEVICE_ID,
-    OPTION_LISTEN_IP_INFO,
     Cache,
     CacheDesc,
     CacheIndex,
@@ -42,6 +38,7 @@ from llm_datadist.cpp_api.structs import (
     IpInfo,
     KvCacheExtParam,
     LlmRole,
+    RegisterCfg,
     Undefined,
 )
 from llm_datadist.errors import ParamError
@@ -50,49 +47,29 @@ from llm_datadist.types.cluster import trans_str_ip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist._transfer.arguments import Rules
+
 __all__ = [
+    "ARGUMENTS",
     "block_lists",
-    "block_pairs",
     "cache_id",
     "cluster_infos",
-    "geometry",
-    "init_options",
     "layers",
     "operand",
     "remote_name",
     "role",
-    "switch_options",
 ]
 
-_ALL: Final = (-1, -1)
 _INT32_END: Final = 2**31
 
 
-# --- life cycle and links ---------------------------------------------------------------------------------------------
+# --- roles and links --------------------------------------------------------------------------------------------------
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
     """Return the role that the engine knows."""
     check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: this is no role")
     return types.LLMRole(int(value))
-
-
-def init_options(options: object) -> dict[str, str]:
-    """Return the options of ``LLMDataDist.init``: CacheManager mode, always with remote cache access (API §9)."""
-    given = check_dict("options", options, str, str)
-    device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
-    if device is None or not is_digits(device):
-        raise ParamError(
-            f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
-        )
-    return given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"}
-
-
-def switch_options(options: object) -> dict[str, str]:
-    """Return the options of ``LLMDataDist.switch_role``, which spells the one that counts in its own way."""
-    given = check_dict("options", options, str, str)
-    listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
-    return {} if listen is None else {LISTEN: listen}
 
 
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
@@ -117,7 +94,7 @@ def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: boo
         info.append_local_ip_info(ip, port)
     check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
     if not info.local_ip_info_list:
-        info.append_local_ip_info(0, 0)  # which address it is does not matter to anybody
+        info.append_local_ip_info(0, 0)  # any address does
     for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos):
         info.append_remote_ip_info(ip, port)
     return info
@@ -139,7 +116,7 @@ def cache_id(name: str, cache: object) -> int:
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
 
 
-def geometry(name: str, cache_desc: object) -> Geometry:
+def _geometry(name: str, cache_desc: object) -> Geometry:
     """Return the geometry of a cache that serves as rows and as blocks."""
     desc = check_type(name, cache_desc, CacheDesc)
     placement = check_type(f"{name}.placement", desc.placement, CachePlacement)
@@ -154,7 +131,7 @@ def geometry(name: str, cache_desc: object) -> Geometry:
 
 
 def operand(name: str, cache: object) -> int | Operand:
-    """Return one side of CopyKvBlocks: the id of a cache of ours, or host memory that has none (R13)."""
+    """Return one side of CopyKvBlocks: the id of a local cache, or host memory without one (R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number
@@ -165,7 +142,7 @@ def operand(name: str, cache: object) -> int | Operand:
         given.cache_desc.placement is not CachePlacement.kDevice,
         f"{name}: cache_id=-1 on kDevice: only host memory can be named by its addresses; register device memory",
     )
-    shape = geometry(f"{name}.cache_desc", given.cache_desc)
+    shape = _geometry(f"{name}.cache_desc", given.cache_desc)
     addresses = check_uint64_list(f"{name}.tensor_addrs", given.tensor_addrs)
     check_rule(
         len(addresses) == shape.num_tensors,
@@ -198,20 +175,20 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     return RemoteName(cluster, cache_id=remote, row=batch_index)
 
 
-def layers(ext_param: object) -> LayerSelection:
+def layers(name: str, ext_param: object) -> LayerSelection:
     """Return which layers take part (R14)."""
-    ext = check_type("ext_param", ext_param, KvCacheExtParam)
-    per_layer = check_uint8("ext_param.tensor_num_per_layer", ext.tensor_num_per_layer)
-    check_rule(per_layer > 0, "ext_param.tensor_num_per_layer=0: at least one tensor makes a layer")
+    ext = check_type(name, ext_param, KvCacheExtParam)
+    per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
+    check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
     return LayerSelection(
-        _layer_range("ext_param.src_layer_range", ext.src_layer_range),
-        _layer_range("ext_param.dst_layer_range", ext.dst_layer_range),
+        _layer_range(f"{name}.src_layer_range", ext.src_layer_range),
+        _layer_range(f"{name}.dst_layer_range", ext.dst_layer_range),
         per_layer,
     )
 
 
 def _layer_range(name: str, pair: object) -> range | None:
-    # One call per layer and tensor is usual, so what is right costs little.
+    # A client may call once per layer and tensor: a correct pair is recognised without further calls.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
         if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
@@ -224,7 +201,7 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")
     first, last = (check_int32(f"{name}[{i}]", layer) for i, layer in enumerate(ends))
-    if (first, last) == _ALL:
+    if (first, last) == (-1, -1):
         return None
     check_rule(
         0 <= first <= last,
@@ -233,12 +210,16 @@ def _checked_layer_range(name: str, pair: object) -> range | None:
     return range(first, last + 1)
 
 
-def block_pairs(src_blocks: object, dst_blocks: object) -> tuple[BlockList, BlockList]:
-    """Return the two lists of a transfer: not empty, equally long."""
-    sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
-    check_rule(len(sources), "src_blocks is empty: at least one block is needed")
-    equal_lengths(sources, targets)
-    return sources, targets
+#: The differences from v2, all in one place: caches are named by their id, descriptors and layers come in structs.
+ARGUMENTS: Final[Rules] = {
+    **V2_ARGUMENTS,
+    "cache_desc": _geometry,
+    "src_cache": cache_id,
+    "dst_cache": cache_id,
+    "size": byte_count,
+    "ext_param": layers,
+    "cfg": instance_of(RegisterCfg),
+}
 
 
 def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

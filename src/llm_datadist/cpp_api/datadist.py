@@ -1,34 +1,76 @@
-"""LlmDataDist: the class of the C++ header; its calls by kind, put together."""
+"""LlmDataDist, the class of the C++ header (API §9): the calls of LLMDataDist and CacheManager with statuses."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_dict, check_int, check_type
+from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
+from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
+from llm_datadist._native import parse_blocks
+from llm_datadist._transfer import calls
+from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
+from llm_datadist._transfer.calls import TransferCall
+from llm_datadist._transfer.local_copy import CacheRow
+from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api import arguments
-from llm_datadist.cpp_api.calls import Call
-from llm_datadist.cpp_api.copies import CopyCalls
-from llm_datadist.cpp_api.links import LinkCalls
-from llm_datadist.cpp_api.memory import CacheCalls
-from llm_datadist.cpp_api.structs import LlmRole
-from llm_datadist.cpp_api.transfers import TransferCalls
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.cpp_api.arguments import ARGUMENTS
+from llm_datadist.cpp_api.structs import (
+    OPTION_DEVICE_ID,
+    OPTION_LISTEN_IP_INFO,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    KvCacheExtParam,
+    LlmRole,
+    Mapped,
+    RegisterCfg,
+)
+from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
+from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
     from llm_datadist._memory.device import Device
-    from llm_datadist.errors import LLMStatusCode
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.cpp_api.structs import ClusterInfo
+    from llm_datadist.datadist import Pending, Report
+    from llm_datadist.types import LLMClusterInfo
 
 __all__ = ["LlmDataDist"]
 
+#: Errors that become a status; those of the operating system too.
+_FAILURES: Final = (LLMException, OSError, MemoryError)
 
-class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
-    """One end of the links, as C++ sees it. Any thread may call any method, except that Finalize must be alone.
+_ALL_LAYERS: Final = KvCacheExtParam()
+_NO_CFG: Final = RegisterCfg()
+_NO_OPTIONS: Final[dict[str, str]] = {}
 
-    The calls are documented where they are written: ``cpp_api/links.py``, ``cpp_api/memory.py``,
-    ``cpp_api/transfers.py``, ``cpp_api/copies.py``. Every one of them returns ``LLM_FAILED`` when not initialised, and
-    may return ``LLM_FAILED`` where the operating system refuses something. There is no destructor: an object that is
-    dropped goes on listening and serving until Finalize or the end of the process.
+
+class LlmDataDist:
+    """One end of the links, as C++ sees it.
+
+    Docstrings name the Python call that a call works like, and say what is different. Every call
+    returns ``LLM_FAILED`` when not initialised, may return it where the operating system refuses something, and raises
+    TypeError for an argument of a wrong type. There is no destructor: an object that is dropped goes on listening and
+    serving until Finalize or the end of the process.
+
+    The transfers (PullKvCache, PullKvBlocks, PushKvCache, PushKvBlocks) need a link (LinkLlmClusters at either end),
+    consume no key, and return, besides what each one names: ``LLM_PARAM_INVALID``: a rule on one argument is broken, or
+    the two caches do not fit each other; nothing has happened. ``LLM_KV_CACHE_NOT_EXIST``: no such cache here, or no
+    such cache or row there. ``LLM_NOT_YET_LINK``. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``; the
+    link stays usable (R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died; link again. ``LLM_FAILED``: the other end's
+    cache changed meanwhile. After the last three the addressed destination is undefined. Of local caches only
+    ``cache_id`` is read. ``ext_param`` follows R14: both ranges (-1, -1) move every tensor, one of them stands for all
+    layers, and a given range needs ``tensor_num_per_layer`` to divide ``num_tensors``.
+
+    Threads: any, except that Finalize must be alone (API §11).
 
     Args:
         cluster_id: uint64, unique among all that link to each other. Checked by Initialize.
@@ -42,11 +84,14 @@ class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
     """
 
     def __init__(self, cluster_id: int, role: LlmRole, *, device: Device | None = None) -> None:
-        super().__init__()
         self._device = device
         self._cluster_id = check_int("cluster_id", cluster_id)
         self._role = check_type("role", role, LlmRole)
         self._making = threading.Lock()
+        self._dist: LLMDataDist | None = None
+        self._errors = threading.local()
+
+    # --- life cycle and extensions ---------------------------------------------------------------------------------
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
         """Become usable: listen if ``OPTION_LISTEN_IP_INFO`` is given, reserve pools if there are options for them.
@@ -62,16 +107,21 @@ class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
             ``LLM_PARAM_INVALID``: a cluster id outside uint64, ``kEnd``, an option that breaks its rule.
             ``LLM_OUT_OF_MEMORY``: a pool does not fit the host. ``LLM_FAILED``: the address cannot be bound.
 
-        Raises:
-            TypeError: Not a dict of str to str.
-
         Source: API §9, §3.1.
         """
-        check_dict("options", options, str, str)
-        with Call(self, "Initialize") as call:
-            dist = self._made()
-            if dist._engine is None:
-                dist.init(arguments.init_options(options))
+        given = check_dict("options", options, str, str)
+        with _Call(self, "Initialize") as call:
+            with self._making:
+                # Made at the first call: what is wrong with the constructor's arguments is a status.
+                if self._dist is None:
+                    self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
+            if self._dist._engine is None:
+                device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
+                check_rule(
+                    device is not None and is_digits(device),
+                    f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)",
+                )
+                self._dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
     def Finalize(self) -> LLMStatusCode:
@@ -79,19 +129,455 @@ class LlmDataDist(LinkCalls, CacheCalls, TransferCalls, CopyCalls):
 
         Source: API §9, §3.2.
         """
-        with Call(self, "Finalize") as call:
+        with _Call(self, "Finalize") as call:
             if self._dist is not None:
                 self._dist.finalize()
         return call.status
 
-    def _made(self) -> LLMDataDist:
-        """Return what does the work, made at the first call: what is wrong with its arguments is a status."""
-        with self._making:
-            if self._dist is None:
-                self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
-            return self._dist
+    @property
+    def last_error(self) -> Exception | None:
+        """The reason of this thread's last failed status; None if all calls succeeded. An extension."""
+        error: Exception | None = getattr(self._errors, "last", None)
+        return error
+
+    @property
+    def datadist(self) -> LLMDataDist:
+        """The LLMDataDist underneath: ``statistics``, ``explain``, ``listen_port``, ``check_integrity``. An extension.
+
+        Raises:
+            NotInitialized: Before the first Initialize.
+        """
+        if self._dist is None:
+            raise _not_initialized("datadist")
+        return self._dist
 
     def __repr__(self) -> str:
         if self._dist is None:
             return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
         return f"<LlmDataDist over {self._dist!r}>"
+
+    # --- links and roles -------------------------------------------------------------------------------------------
+
+    def LinkLlmClusters(
+        self, clusters: list[ClusterInfo], timeout: int = 1000
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Link to peers that listen, all in parallel; those that succeed stay. As ``LLMDataDist.link_clusters``.
+
+        Args:
+            clusters: Each with one remote ip and port. A local ip is needed only where neither
+                ``OPTION_LOCAL_COMM_RES`` nor ``OPTION_LISTEN_IP_INFO`` was given.
+            timeout: Milliseconds for all of it, int32 above 0.
+
+        Returns:
+            ``(status, statuses)``: the status of the last cluster that failed, and one each.
+            ``(LLM_PARAM_INVALID, [])`` when an argument is wrong: no cluster, an address that is none, ``timeout`` not
+            above 0; then nothing has happened.
+
+        Source: API §9, §3.4.
+        """
+        with _Call(self, "LinkLlmClusters") as call:
+            dist, options = call.dist, call.engine.options
+            check_timeout(timeout)
+            local_ip = options.local_comm_res is None and options.listen is None
+            infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
+            call.for_each(infos, timeout, partial(dist._linking, infos, timeout))
+        return call.status, call.statuses
+
+    def UnlinkLlmClusters(
+        self, clusters: list[ClusterInfo], timeout: int = 1000, force: bool = False
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Give links up; a cluster that is not linked is a success. As ``LLMDataDist.unlink_clusters``.
+
+        Args:
+            clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
+            timeout: As :meth:`LinkLlmClusters`.
+            force: This side only, without contacting the peer.
+
+        Returns:
+            As :meth:`LinkLlmClusters`; per cluster ``LLM_UNLINK_FAILED`` or ``LLM_TIMEOUT`` where the peer did not
+            agree, and then the link is kept.
+
+        Source: API §9, §3.4.
+        """
+        with _Call(self, "UnlinkLlmClusters") as call:
+            dist = call.dist
+            check_timeout(timeout)
+            check_type("force", force, bool)
+            infos = arguments.cluster_infos(clusters)
+            call.for_each(infos, timeout, partial(dist._unlinking, infos, timeout, force))
+        return call.status, call.statuses
+
+    def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
+        """Take another role, and begin, move or cease to listen. As ``LLMDataDist.switch_role``.
+
+        ``OPTION_ENABLE_SET_ROLE`` is not needed: that is the older generation's rule.
+
+        Args:
+            role: The role from now on; the same one is allowed.
+            options: With ``OPTION_LISTEN_IP_INFO`` this end listens there from now on, without it no more. Other keys
+                are ignored.
+
+        Returns:
+            ``LLM_EXIST_LINK``: there is a link, no matter which end made it. ``LLM_PARAM_INVALID``: ``kEnd``, or no
+            ip:port. ``LLM_FAILED``: the address cannot be bound. ``LLM_FEATURE_NOT_ENABLED``: another address with
+            ``OPTION_TRANSFER_BACKEND``.
+
+        Source: API §9, §3.6.
+        """
+        with _Call(self, "SetRole") as call:
+            dist, taken = call.dist, arguments.role("role", role)
+            given = check_dict("options", options, str, str)
+            listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
+            dist.switch_role(taken, {} if listen is None else {LISTEN: listen})
+        return call.status
+
+    # --- caches ----------------------------------------------------------------------------------------------------
+
+    def RegisterKvCache(
+        self, cache_desc: CacheDesc, addrs: list[int], cfg: RegisterCfg = _NO_CFG
+    ) -> tuple[LLMStatusCode, int | None]:
+        """Register memory of yours as a cache that peers may read and write, by batch row and by block.
+
+        The memory is not touched. It must stay as it is until UnregisterKvCache or Finalize has returned.
+
+        Args:
+            cache_desc: ``num_tensors`` tensors of ``shape``.
+            addrs: The address of each, uint64, not zero.
+            cfg: Reserved.
+
+        Returns:
+            ``(LLM_SUCCESS, cache_id)``, ids count from 1; ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no
+            address, another number of them than tensors, a zero address.
+
+        Source: API §9, §6.6.
+        """
+        cache_id: int | None = None
+        with _Call(self, "RegisterKvCache") as call:
+            engine = call.engine
+            geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
+            check_addresses(addresses, geometry)
+            with engine.meters.span("RegisterKvCache", "%r", cache_desc):
+                cache_id = engine.store.register(geometry, addresses, [], remote_accessible=True).cache_id
+        return call.status, cache_id
+
+    def UnregisterKvCache(self, cache_id: int) -> LLMStatusCode:
+        """Drop a registered cache; an unknown id is a success. As ``CacheManager.unregister_cache``.
+
+        Returns:
+            ``LLM_SUCCESS``: no call and no peer uses the memory any more. ``LLM_PARAM_INVALID``: an id outside int64.
+            ``LLM_TIMEOUT``: the memory is still in use; the cache stays registered.
+
+        Source: API §9, §6.7.
+        """
+        with _Call(self, "UnregisterKvCache") as call:
+            engine = call.engine
+            check(ARGUMENTS, cache_id=cache_id)
+            with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
+                engine.store.unregister(cache_id, _deadline(engine))
+        return call.status
+
+    def AllocateCache(self, cache_desc: CacheDesc) -> tuple[LLMStatusCode, Cache | None]:
+        """Allocate a cache from the pool of its placement (``llm.MemPoolConfig``, ``llm.HostMemPoolConfig``).
+
+        It serves as a registered one does. Pool memory is what peers on the same host reach fastest.
+
+        Returns:
+            ``(LLM_SUCCESS, cache)`` with id and addresses, which stay mapped for as long as the struct lives;
+            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, or no pool for that placement (R12);
+            ``(LLM_OUT_OF_MEMORY, None)``: the pool is exhausted; nothing was allocated.
+
+        Source: API §9, §6.1.
+        """
+        cache: Cache | None = None
+        with _Call(self, "AllocateCache") as call:
+            engine = call.engine
+            (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
+            with engine.meters.span("AllocateCache", "%r", cache_desc):
+                entry = engine.store.allocate(geometry, [], _deadline(engine))
+            desc = replace(cache_desc, shape=list(cache_desc.shape))
+            cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
+            # C++ would let the addresses dangle after Finalize; Python should not crash.
+            cache._memory = Mapped(tuple(segment.view() for segment in entry.storage.segments))
+        return call.status, cache
+
+    def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
+        """Give an allocated cache back; unknown, freed and registered ids are a success, and nothing happens.
+
+        Peers that read it fail. The memory is used again only when no peer writes it any more.
+
+        Returns:
+            ``LLM_PARAM_INVALID``: an id outside int64.
+
+        Source: API §9, §6.2.
+        """
+        with _Call(self, "DeallocateCache") as call:
+            engine = call.engine
+            check(ARGUMENTS, cache_id=cache_id)
+            with engine.meters.span("DeallocateCache", "id=%d", cache_id):
+                engine.store.deallocate(cache_id)
+        return call.status
+
+    # --- transfers -------------------------------------------------------------------------------------------------
+
+    def PullKvCache(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = _ALL_LAYERS,
+    ) -> LLMStatusCode:
+        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``. As ``CacheManager.pull_cache``.
+
+        Source: API §9, §6.10.
+        """
+        with _Call(self, "PullKvCache") as call:
+            engine = call.engine
+            name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
+            cache_id, row, nbytes, layers = check(
+                ARGUMENTS, dst_cache=dst_cache, batch_index=batch_index, size=size, ext_param=ext_param
+            )
+            pull = TransferCall(engine, "PullKvCache", "dst_cache", cache_id, name, layers)
+            calls.pull_row(pull, row, nbytes, _deadline(engine))
+        return call.status
+
+    def PullKvBlocks(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        ext_param: KvCacheExtParam = _ALL_LAYERS,
+    ) -> LLMStatusCode:
+        """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+
+        As ``CacheManager.pull_blocks``; ``src_cache_index.batch_index`` is 0. Different block sizes are
+        ``LLM_PARAM_INVALID`` (R17).
+
+        Source: API §9, §6.11.
+        """
+        with _Call(self, "PullKvBlocks") as call:
+            engine = call.engine
+            name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
+            cache_id = arguments.cache_id("dst_cache", dst_cache)
+            sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
+            check_pairs(sources, targets)
+            layers = arguments.layers("ext_param", ext_param)
+            pull = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers)
+            calls.pull_blocks(pull, sources, targets, None, _deadline(engine))
+        return call.status
+
+    def PushKvCache(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = _ALL_LAYERS,
+    ) -> LLMStatusCode:
+        """Push a whole row of ``src_cache``, which is on kDevice (R16), into a row of a peer's cache.
+
+        As ``CacheManager.push_cache``.
+
+        Source: API §9, §6.12.
+        """
+        with _Call(self, "PushKvCache") as call:
+            engine = call.engine
+            cache_id = arguments.cache_id("src_cache", src_cache)
+            name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
+            row, nbytes = check(ARGUMENTS, src_batch_index=src_batch_index, size=size)
+            check_rule(nbytes == -1, f"size={nbytes}: only -1 (the whole row) can be pushed")
+            layers = arguments.layers("ext_param", ext_param)
+            _require_device(engine, cache_id, "PushKvCache: src_cache", "pushed")
+            push = TransferCall(engine, "PushKvCache", "src_cache", cache_id, name, layers)
+            calls.push_row(push, row, _deadline(engine))
+        return call.status
+
+    def PushKvBlocks(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        ext_param: KvCacheExtParam = _ALL_LAYERS,
+    ) -> LLMStatusCode:
+        """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in the order given (R26).
+
+        As ``CacheManager.push_blocks`` by cache id (R31); ``dst_cache_index.batch_index`` is 0. Different block sizes
+        are ``LLM_PARAM_INVALID`` (R17).
+
+        Source: [seed:PushKvBlocks], API §9, §6.13.
+        """
+        with _Call(self, "PushKvBlocks") as call:
+            engine = call.engine
+            cache_id = arguments.cache_id("src_cache", src_cache)
+            name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
+            sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
+            check_pairs(sources, targets)
+            layers = arguments.layers("ext_param", ext_param)
+            push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
+            calls.push_blocks(push, sources, targets, _deadline(engine))
+        return call.status
+
+    # --- copies inside the process ---------------------------------------------------------------------------------
+
+    def CopyKvCache(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_batch_index: int = 0,
+        dst_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+    ) -> LLMStatusCode:
+        """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
+
+        As ``CacheManager.copy_cache``, but the source comes first, and is on kDevice. Only ``cache_id`` is read.
+
+        Returns:
+            ``LLM_PARAM_INVALID``: a source on kHost, an index or range outside a row, descriptors that do not match.
+            ``LLM_KV_CACHE_NOT_EXIST``: no such cache. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``;
+            the addressed bytes are undefined.
+
+        Source: API §9, §6.5.
+        """
+        with _Call(self, "CopyKvCache") as call:
+            engine = call.engine
+            src, dst, src_row, dst_row, start, nbytes = check(
+                ARGUMENTS,
+                src_cache=src_cache,
+                dst_cache=dst_cache,
+                src_batch_index=src_batch_index,
+                dst_batch_index=dst_batch_index,
+                offset=offset,
+                size=size,
+            )
+            _require_device(engine, src, "CopyKvCache: src", "copied")
+            detail = "%d[%d] -> %d[%d] offset=%d size=%d"
+            with engine.meters.span("CopyKvCache", detail, src, src_row, dst, dst_row, start, nbytes) as span:
+                span.nbytes = engine.local.copy_cache(
+                    CacheRow(dst, dst_row), CacheRow(src, src_row), start, nbytes, _deadline(engine), "CopyKvCache"
+                )
+        return call.status
+
+    def CopyKvBlocks(
+        self, src_cache: Cache, dst_cache: Cache, src_blocks: list[int], dst_blocks_list: list[list[int]]
+    ) -> LLMStatusCode:
+        """Copy blocks to several places: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every k, in every tensor.
+
+        Device to device (a shared, partly filled block that is about to be written), device to host and host to
+        device (swap). The pairs take effect list by list, in the order given (R26). A cache with ``cache_id`` 1 or
+        above is looked up; -1 with placement kHost is host memory of yours, described by ``cache_desc`` and
+        ``tensor_addrs``.
+
+        Args:
+            src_cache: Source.
+            dst_cache: Destination; may be the source.
+            src_blocks: Block numbers, not empty. A 1-D integer NumPy array does as well (extension).
+            dst_blocks_list: At least one list, each as long as ``src_blocks``.
+
+        Returns:
+            ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, different block sizes or
+            ``num_tensors``, an index outside its cache; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no cache with
+            that id. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (R10). ``LLM_TIMEOUT``: a copy on the
+            device took longer than ``OPTION_SYNC_CACHE_WAIT_TIME``, and the addressed blocks are undefined; between
+            host and device there is no limit, as for ``swap_blocks`` (R6).
+
+        Source: [seed:CopyKvBlocks], API §9.
+        """
+        with _Call(self, "CopyKvBlocks") as call:
+            engine = call.engine
+            src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
+            sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
+            detail = "%s -> %s, %d blocks to %d lists"
+            ids = (src_cache.cache_id, dst_cache.cache_id, sources.size, len(lists))
+            with engine.meters.span("CopyKvBlocks", detail, *ids) as span:
+                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, _deadline(engine), "CopyKvBlocks")
+        return call.status
+
+
+class _Call:
+    """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
+
+    __slots__ = ("_owner", "_what", "status", "statuses")
+
+    def __init__(self, owner: LlmDataDist, what: str) -> None:
+        self._owner = owner
+        self._what = what
+        self.status = LLMStatusCode.LLM_SUCCESS
+        self.statuses: list[LLMStatusCode] = []  # of each cluster
+
+    @property
+    def dist(self) -> LLMDataDist:
+        """The LLMDataDist underneath; raises NotInitialized unless it is initialised."""
+        dist = self._owner._dist
+        if dist is None or dist._engine is None:
+            raise _not_initialized(self._what)
+        return dist
+
+    @property
+    def engine(self) -> Engine:
+        """Its engine; raises NotInitialized if there is none."""
+        dist = self._owner._dist
+        engine = None if dist is None else dist._engine
+        if engine is None:
+            raise _not_initialized(self._what)
+        return engine
+
+    def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
+        """Link or unlink the clusters ``infos``, and keep the status of each.
+
+        Raises:
+            LinkError: Some failed; it has every reason, for ``last_error``, since statuses alone do not say.
+        """
+        errors: dict[int, LLMException] = {}  # by the identity of the cluster info
+
+        def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+            log_failure(verb, cluster, error)
+            errors[id(cluster)] = error
+
+        overall, self.statuses = begin(report)(Deadline(timeout))
+        if overall is LLMStatusCode.LLM_SUCCESS:
+            return
+        failed = [
+            f"clusters[{i}] {status.name}: {errors[id(info)]}"
+            for i, (info, status) in enumerate(zip(infos, self.statuses, strict=True))
+            if status is not LLMStatusCode.LLM_SUCCESS
+        ]
+        text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
+        raise LinkError(text, status_code=overall)
+
+    def __enter__(self) -> _Call:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # None where it is not allowed is an LLMException and a TypeError (R1); here it is the latter.
+        if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
+            return False
+        status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
+        self.status = status or LLMStatusCode.LLM_FAILED
+        text = " ".join(str(error).splitlines())
+        logger.warning("%s returns %s: %s", self._what, self.status, text, stacklevel=3)
+        # last_error may be kept for long: without the frames, which hold caches and links.
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = None
+            each = each.__cause__ or each.__context__
+        self._owner._errors.last = error
+        return True
+
+
+def _not_initialized(what: str) -> NotInitialized:
+    return NotInitialized(f"{what}: this LlmDataDist is not initialised; call Initialize first")
+
+
+def _deadline(engine: Engine) -> Deadline:
+    return Deadline(engine.options.sync_kv_timeout_ms)
+
+
+def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
+    """Check that a source is on kDevice; ids are never reused, so it is the cache that the call uses."""
+    placement = engine.store.registry.lookup(cache_id, what).geometry.placement
+    check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")

@@ -109,11 +109,10 @@ class CacheDesc:
     shape: list[int] = field(default_factory=list)
 
 
-class _Mapped:
-    """What a cache's addresses point into; held only so that it outlives them.
+class Mapped:
+    """Keeps the memory that a cache's addresses point into mapped for as long as the struct lives.
 
-    The struct is a plain value, so copies of it hold the same memory, never one of its own; in another process, where
-    the addresses mean nothing, a pickled one holds none.
+    A copy of the struct holds the same memory; in another process, where the addresses mean nothing, it holds none.
     """
 
     __slots__ = ("_views",)
@@ -121,11 +120,11 @@ class _Mapped:
     def __init__(self, views: tuple[object, ...] = ()) -> None:
         self._views = views
 
-    def __deepcopy__(self, memo: object) -> _Mapped:
+    def __deepcopy__(self, memo: object) -> Mapped:
         return self
 
-    def __reduce__(self) -> tuple[type[_Mapped], tuple[()]]:
-        return _Mapped, ()
+    def __reduce__(self) -> tuple[type[Mapped], tuple[()]]:
+        return Mapped, ()
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ class Cache:
     cache_id: int = -1
     tensor_addrs: list[int] = field(default_factory=list)
     cache_desc: CacheDesc = field(default_factory=CacheDesc)
-    _memory: _Mapped | None = field(default=None, init=False, repr=False, compare=False)
+    _memory: Mapped | None = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist.datadist import LLMDataDist, stand_ins
+from llm_datadist._transfer.engine import Engine
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ _JOIN_MS: Final = 10_000
 
 @contextmanager
 def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
-    """Let every ``link()`` of this process meet members that are made for it; they are finalized at the end.
+    """Make the other members of every ``link()`` of this process; finalize them at the end.
 
-    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and then
-    nobody waits for it.
+    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and
+    ``link()`` does not wait for it.
 
     Args:
         options: Options of the members that are made, besides those that have to agree with the caller's; for example
@@ -45,12 +46,32 @@ def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopbac
         The members, by cluster id.
     """
     members = Loopback(options or {})
-    stand_ins.append(members)
+    _in_force.append(members)
+    Engine.open_communicator = _open_looped  # type: ignore[method-assign]  # for as long as a loopback is in force
     try:
         yield members
     finally:
-        stand_ins.remove(members)
+        _in_force.remove(members)
+        if not _in_force:
+            Engine.open_communicator = _open  # type: ignore[method-assign]
         members.close()
+
+
+#: The newest one stands for all.
+_in_force: Final[list[Loopback]] = []
+_open: Final = Engine.open_communicator
+
+
+def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
+    """Stand in for ``Engine.open_communicator``: make the other members, and have them join."""
+    members = _in_force[-1]
+    caller = next(each for each in list(LLMDataDist._live) if each._engine is self)
+    if caller in members.members.values():
+        return _open(self, name, ranks, rank_table)
+    members._add(caller, ranks)
+    comm_id = _open(self, name, ranks, _table(ranks))
+    members._join(caller, name, ranks, comm_id)
+    return comm_id
 
 
 class Loopback:
@@ -68,17 +89,14 @@ class Loopback:
         """Return one member. Raises KeyError where no ``link()`` has named it yet."""
         return self.members[cluster_id]
 
-    def table(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int]) -> str | None:
-        """See ``datadist.py:StandIns``."""
-        if caller in self.members.values():
-            return None
+    def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
+        """Make the members that no LLMDataDist of this process is."""
         for cluster_id in ranks:
             if cluster_id not in self.members and not _lives(cluster_id):
                 self.members[cluster_id] = self._make(cluster_id, caller)
-        return _table(ranks)
 
-    def linked(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """See ``datadist.py:StandIns``."""
+    def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
+        """Let the members that were made join the caller's communicator, and wait for it."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
         if len(made) + 1 < len(ranks):
@@ -118,7 +136,7 @@ def _lives(cluster_id: int) -> bool:
 
 
 def _table(ranks: dict[int, int]) -> str:
-    """Return a table of this process: it has a loopback address of its own, so that no other test run is met there."""
+    """Return a rank table with a loopback address of this process's own, which no other test run uses."""
     address = ".".join(str(byte) for byte in (127, *os.getpid().to_bytes(3, "big")))
     devices = [{"device_id": "0", "rank_id": str(rank)} for rank in ranks.values()]
     return json.dumps(

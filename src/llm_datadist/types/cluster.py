@@ -1,4 +1,4 @@
-"""Whom to link to: LLMClusterInfo, and IPv4 addresses as the interface packs them (API §2.1)."""
+"""LLMClusterInfo, which names a peer to link to, and IPv4 addresses as the interface packs them (API §2.1)."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ dtype_to_np_dtype: Final[dict[DataType, type[np.generic]]] = {
 
 
 def canonical_type(dtype: np.dtype[Any]) -> type[np.generic]:
-    """Return the one scalar type of all dtypes with these bits: NumPy has two for int64, as C has two names for it."""
+    """Return the one scalar type of all dtypes with these bits: NumPy has two for int64."""
     scalar: type[np.generic] = np.dtype(dtype.str).type
     return scalar
 

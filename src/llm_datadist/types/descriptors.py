@@ -1,4 +1,4 @@
-"""What a cache looks like (CacheDesc) and the handle of one (Cache) (API §4, §5)."""
+"""CacheDesc, the geometry of a cache, and Cache, the handle of one (API §4, §5)."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Cache:
         self._desc = check_type("cache_desc", cache_desc, CacheDesc)
         self._addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
-        # Whatever the addresses point into; held only so that it outlives them.
+        # Keeps mapped what the addresses point into.
         self._memory = memory
         self._granter = granter
 
@@ -240,7 +240,7 @@ class Cache:
         return self._is_blocks
 
     def grant(self, blocks: list[int] | tuple[int, ...], ttl: float) -> Grant:
-        """Let peers pull these blocks for ``ttl`` seconds, and no longer than they hold what they hold now.
+        """Let peers pull these blocks for ``ttl`` seconds, while they keep their present content.
 
         An extension. For caches whose blocks are given to one request after the other: revoke the grant before the
         blocks are used again, and a pull that was late fails instead of returning the bytes of another request.

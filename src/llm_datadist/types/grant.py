@@ -30,7 +30,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Granter(Protocol):
-    """Who gives grants, at the owner of the cache."""
+    """What gives and ends grants at the owner of the cache."""
 
     def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
         """Give one."""

@@ -11,12 +11,17 @@ from llm_datadist.errors import ParamError
 __all__ = ["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
 
 _ALIASES = {"prompt_cluster_id": "cluster_id"}
+_DEFAULTS = {"model_id": 0, "prefix_id": INVALID_ID}
 
 
-def _bind(
-    kind: str, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
-) -> dict[str, object]:
-    """Match arguments to ``fields``; a key called wrongly is a ParamError, as documented, not Python's TypeError."""
+def _assign(
+    key: object, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Match arguments to ``fields`` and set them.
+
+    A wrong call is a ParamError, as documented, not Python's TypeError.
+    """
+    kind = type(key).__name__
     if len(args) > len(fields):
         raise ParamError(f"{kind}: {len(args)} arguments given, at most {len(fields)} ({', '.join(fields)})")
     bound = dict(zip(fields, args, strict=False))
@@ -30,7 +35,8 @@ def _bind(
     for name in fields[:required]:
         if name not in bound:
             raise ParamError(f"{kind}: {name} is required, got {bound!r}")
-    return bound
+    for name in fields:
+        object.__setattr__(key, name, check_uint64(name, bound[name] if name in bound else _DEFAULTS[name]))
 
 
 @dataclass(init=False, frozen=True, slots=True)
@@ -60,11 +66,7 @@ class CacheKey:
         self, *, prompt_cluster_id: int, req_id: int, model_id: int = 0, prefix_id: int = INVALID_ID
     ) -> None: ...
     def __init__(self, *args: object, **kwargs: object) -> None:
-        values = _bind("CacheKey", ("cluster_id", "req_id", "model_id", "prefix_id"), 2, args, kwargs)
-        object.__setattr__(self, "cluster_id", check_uint64("cluster_id", values["cluster_id"]))
-        object.__setattr__(self, "req_id", check_uint64("req_id", values["req_id"]))
-        object.__setattr__(self, "model_id", check_uint64("model_id", values.get("model_id", 0)))
-        object.__setattr__(self, "prefix_id", check_uint64("prefix_id", values.get("prefix_id", INVALID_ID)))
+        _assign(self, ("cluster_id", "req_id", "model_id", "prefix_id"), 2, args, kwargs)
 
     @property
     def prompt_cluster_id(self) -> int:
@@ -100,9 +102,7 @@ class BlocksCacheKey:
     @overload
     def __init__(self, *, prompt_cluster_id: int, model_id: int = 0) -> None: ...
     def __init__(self, *args: object, **kwargs: object) -> None:
-        values = _bind("BlocksCacheKey", ("cluster_id", "model_id"), 1, args, kwargs)
-        object.__setattr__(self, "cluster_id", check_uint64("cluster_id", values["cluster_id"]))
-        object.__setattr__(self, "model_id", check_uint64("model_id", values.get("model_id", 0)))
+        _assign(self, ("cluster_id", "model_id"), 1, args, kwargs)
 
     @property
     def prompt_cluster_id(self) -> int:

@@ -1,0 +1,33 @@
+"""The two forms of a call that one checking function makes, and the table of arguments."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from llm_datadist._transfer.arguments import ARGUMENTS, check
+from llm_datadist.cache_manager import CacheManager
+from llm_datadist.errors import NoneArgument, ParamError
+
+CALLS = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_forms_show_the_same_parameters_and_their_own_result(name: str) -> None:
+    call, awaited = getattr(CacheManager, name), getattr(CacheManager, f"{name}_async")
+    now, later = inspect.signature(call), inspect.signature(awaited)
+    assert list(now.parameters.values()) == list(later.parameters.values())
+    assert now.return_annotation == call.__annotations__["return"] == "None"
+    assert later.return_annotation == awaited.__annotations__["return"] == "Coroutine[Any, Any, None]"
+    assert (call.__name__, awaited.__name__) == (name, f"{name}_async")
+    assert (awaited.__doc__ or "").startswith(f"Await :meth:`{name}`")
+    assert (awaited.__doc__ or "").endswith("; extension.")
+
+
+def test_arguments_are_checked_by_name_in_the_order_given() -> None:
+    assert check(ARGUMENTS, offset=3, batch_index=0, req_id=None, src_cache_offset=None) == [3, 0, None, 0]
+    with pytest.raises(ParamError, match=r"^batch_index: -1 is outside"):
+        check(ARGUMENTS, offset=3, batch_index=-1, size="not reached")
+    with pytest.raises(NoneArgument, match=r"^cache only support \[Cache\] but got None"):
+        check(ARGUMENTS, cache=None, batch_index=-1)
