@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.messages import Failed, Message, Ping
 from llm_datadist._log import logger
-from llm_datadist._native import UseGate
+from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import (
     AlreadyLinked,
     CacheMismatch,
@@ -221,10 +221,14 @@ class Link:
         """
         if (channel := self.channel) is None:
             raise NotLinked(f"the link to {self.peer} is not ready", peer=self.peer.cluster_id)
+        if steps.watch is not None:
+            steps.watch("send", self, message)
         try:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(what or type(message).__name__, phase) from error
+        if steps.watch is not None:
+            steps.watch("sent", self, message)
         return channel
 
     def tell(self, message: Message) -> None:

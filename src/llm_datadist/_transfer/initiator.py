@@ -19,7 +19,7 @@ from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Guarded, Release, Resolve, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import GuardSet, Plan
+from llm_datadist._native import GuardSet, Plan, steps
 from llm_datadist._transfer.checksum import CompletedTransfer
 from llm_datadist._transfer.target import encode_handle
 from llm_datadist._transport.connection import MemoryChanged
@@ -219,6 +219,8 @@ class Initiator:
         consumes: bool = False,
         destination_pin: DestinationPin | None = None,
     ) -> int:
+        if steps.watch is not None:
+            steps.watch("link", self)
         link = self._links.get(name.cluster_id)
         tensors: Tensors = local.storage.tensors
         announces = push or link.connection.capabilities.announces_reads
@@ -240,6 +242,8 @@ class Initiator:
                             ends = remote.ends
                             if ends is None or ends.cache_id != local.cache_id:
                                 ends = remote.ends = self._compare(link, local, remote)
+                            if steps.watch is not None:
+                                steps.watch("plan", link)
                             same, plan = ends.same_memory, make_plan(ends)
                             copied = self._copy(link, plan, tensors, remote, deadline, what, push=push)
                             current = copied is _Copied.WHOLE
@@ -285,6 +289,8 @@ class Initiator:
         def build(number: int) -> Resolve:
             return Resolve(number, push, name.key, name.cache_id, name.row, deadline.remaining_ms())
 
+        if steps.watch is not None:
+            steps.watch("ask", link)
         try:
             answer = link.request(build, deadline, _Resolving(what, name), "resolve")
         except RemoteFailure as failure:
@@ -304,10 +310,14 @@ class Initiator:
                 raise _misfit(link, answer, geometry)
             if not answer.guards:
                 raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
+            if steps.watch is not None:
+                steps.watch("answer", link)
             known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
             tensors = link.mapped.get(known) or _map(link, answer, geometry, what, push=push)
             if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
                 _keep(link.mapped, known, tensors, _MAX_MAPPED)
+            if steps.watch is not None:
+                steps.watch("resolved", link)
             if tensors.remote_guards:
                 tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
         except (LLMException, ValueError) as error:
@@ -337,7 +347,11 @@ class Initiator:
         """Move the bytes and judge them; unless they are whole it is worth asking again where the cache is."""
         move = link.connection.write if push else link.connection.read
         try:
+            if steps.watch is not None:
+                steps.watch("copy", link, push, deadline)
             move(plan, local, remote.tensors, self._pool, deadline).wait(deadline)
+            if steps.watch is not None:
+                steps.watch("copied", link, push)
         except MemoryChanged:
             # The owner has refused before the first byte. Even an answer of just now is worth one more look: a cache
             # that is not there any more should be named so.
@@ -362,6 +376,8 @@ class Initiator:
         """Return True while every guard of the answer shows the generation it came with, as far as we can see."""
         if remote.tensors.remote_guards:
             return True
+        if steps.watch is not None:
+            steps.watch("guards", link)
         try:
             return link.connection.guards_unchanged(remote.guard_set)
         except LinkError as error:
