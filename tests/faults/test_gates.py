@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
-from tests.faults.gates import STEPS, Gate, shut
+from tests.faults.gates import STEPS, Gate, count_arrivals, shut
 from tests.support.gates import stopped
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, cache_id, call, make, moved, picture, same_bytes, show, wait_until
@@ -105,6 +105,24 @@ def test_there_is_a_gate_at_every_step_of_walk_1() -> None:
     assert {step.number for step in STEPS.values()} == numbers
     targets = {step.number for step in STEPS.values() if step.end == "target"}
     assert targets == {n for n in numbers if f"| {n} | P " in walk}
+
+
+def test_every_step_of_the_library_has_a_gate_and_every_gate_a_step() -> None:
+    sources = (ROOT / "src" / "llm_datadist").rglob("*.py")
+    named = {name for path in sources for name in re.findall(r"\bsteps\.watch\(\s*\"(\w+)\"", path.read_text())}
+    assert named | {"call"} == {step.name for step in STEPS.values()}
+
+
+def test_arrivals_are_counted_by_step_and_transport(local_pair: Pair) -> None:
+    local_pair.start()
+    _, _, arguments, source, target = move(local_pair, push=False)
+    with count_arrivals() as arrivals:
+        local_pair.decoder.do(call, "pull_cache", *arguments)
+        wait_until(lambda: "target released, inproc" in arrivals)
+    steps = {name for name, step in STEPS.items() if step.name != "call"} - PUSH_ONLY - LATE
+    before_the_link = {"hold", "link"}
+    assert set(arrivals) == before_the_link | {f"{step}, inproc" for step in steps - before_the_link}
+    check(local_pair, source, target, push=False)
 
 
 def test_a_gate_stops_one_call_and_no_other(local_pair: Pair, tmp_path: Path) -> None:
