@@ -21,7 +21,6 @@ from tests.faults.harness import Outcome, Threads, differing, outcome_of, words_
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-
     from numpy.typing import NDArray
 
     from llm_datadist._memory.pool import Allocation
