@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.datadist import LLMDataDist
 
-__all__ = ["STEPS", "Gate", "Step", "count_arrivals", "shut"]
+__all__ = ["STEPS", "Gate", "Step", "count_arrivals", "shut", "watched"]
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
@@ -165,7 +165,7 @@ def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = N
     chosen, gate = STEPS[step], Gate(folder)
     stop = _Stop(chosen, gate, _subject(datadist, chosen, peer))
     with ExitStack() as undo:
-        undo.enter_context(_watched(stop))
+        undo.enter_context(watched(stop))
         if chosen.name == "call":
             for method in _CALLS:
                 undo.callback(_announce_call(datadist.cache_manager, method))
@@ -187,7 +187,7 @@ def count_arrivals() -> Iterator[Counter[str]]:
         with _lock:
             counts.update(f"{key}{transport}" for key in _STEPS_OF.get(name, ()) if STEPS[key].meets(details))
 
-    with _watched(count):
+    with watched(count):
         yield counts
 
 
@@ -240,8 +240,8 @@ _lock: Final = threading.Lock()
 
 
 @contextmanager
-def _watched(watcher: Watcher) -> Iterator[None]:
-    """Have every step of this process passed to ``watcher`` meanwhile."""
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Have every step of this process passed to ``watcher`` meanwhile: its name, its subject, its details."""
     global _watchers  # noqa: PLW0603 (there is one hook in the library)
     with _lock:
         _watchers = (*_watchers, watcher)
