@@ -19,6 +19,7 @@ import numpy as np
 
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
+from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 
@@ -41,6 +42,7 @@ __all__ = [
     "command",
     "differing",
     "holds_within",
+    "numbered",
     "outcome_of",
     "say",
     "words_of",
@@ -104,28 +106,19 @@ class Threads:
 
     def __init__(self) -> None:
         self.stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._errors: list[Exception] = []
+        self._calls: list[Call] = []
 
     def start(self, function: Callable[..., object], *args: Any) -> None:
         """Start one."""
-        self._threads.append(threading.Thread(target=self._run, args=(function, args), name=function.__name__))
-        self._threads[-1].start()
+        self._calls.append(Call(function, *args))
 
-    def join(self, *, stop: bool = True) -> None:
-        """Wait until all have ended, told to or by themselves; raise what the first of them raised."""
-        if stop:
-            self.stop.set()
-        for thread in self._threads:
-            thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def _run(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
-        try:
-            function(*args)
-        except Exception as error:  # noqa: BLE001 (raised by join)
-            self._errors.append(error)
+    def join(self) -> None:
+        """Wait until all have ended; raise what the first of them raised."""
+        self.stop.set()
+        for call in self._calls:
+            call.thread.join()
+        while self._calls:
+            self._calls.pop(0).result()
 
 
 @dataclass(frozen=True)
@@ -160,6 +153,11 @@ def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
 def words_of(cache: Cache) -> list[Words]:
     """Return every tensor of a cache as 64-bit words."""
     return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
+
+
+def numbered(base: int, count: int) -> Words:
+    """Return words that say where they come from: ``base``, and the place of each behind it."""
+    return np.arange(count, dtype=np.uint64) + np.uint64(base)
 
 
 def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:

@@ -17,12 +17,10 @@ import numpy as np
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist._cache.registry import key_of
 from llm_datadist._memory.segment import AddressRange
-from tests.faults.harness import Outcome, Threads, differing, outcome_of, words_of
+from tests.faults.harness import Outcome, Threads, differing, numbered, outcome_of, words_of
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
@@ -76,12 +74,8 @@ class Pull:
     wrong: int = 0
 
 
-def _places(tensor: int) -> NDArray[np.uint64]:
-    count = ROWS * STRIDE // 8
-    return np.arange(tensor * count, (tensor + 1) * count, dtype=np.uint64)
-
-
-_PLACES: Final = [_places(tensor) for tensor in range(TENSORS)]
+_COUNT: Final = ROWS * STRIDE // 8
+_PLACES: Final = [numbered(tensor * _COUNT, _COUNT) for tensor in range(TENSORS)]
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
@@ -156,14 +150,13 @@ def prepare_owner(world: World, transport: str) -> None:
 
     Otherwise a key would be bound to a cache before anybody could have filled it.
     """
-    words = ROWS * STRIDE // 8
     world.memory["numbers"] = iter(range(1, 1 << 31))
     if transport == "shm":
         desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
         caches = [world.cm.allocate_blocks_cache(desc) for _ in range(2)]
         world.memory["arenas"] = [words_of(each) for each in caches]
     else:
-        world.memory["arenas"] = [[np.zeros(words, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
+        world.memory["arenas"] = [[np.zeros(_COUNT, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
     assert world.dd._engine is not None
     (pool,) = world.dd._engine.store.pools()
     really = pool.allocate_many

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-from tests.faults.harness import Threads, words_of
+from tests.faults.harness import Threads, numbered, words_of
 from tests.support.linking import SUCCESS, info
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from tests.faults.harness import Words
     from tests.support.world import World
 
 __all__ = ["Crowd", "clogged", "crowd", "disperse", "flags", "offer", "pull_healthy", "start_pulling", "stop_pulling"]
@@ -30,8 +29,8 @@ ASKED, HEALTHY = 256, 4
 DESC: Final = CacheDesc(1, [ASKED, BLOCK], DataType.DT_UINT8)
 
 
-def _words(first: int, blocks: int) -> NDArray[np.uint64]:
-    return np.arange(first * BLOCK // 8, (first + blocks) * BLOCK // 8, dtype=np.uint64) + np.uint64(1 << 48)
+def _words(first: int, blocks: int) -> Words:
+    return numbered((1 << 48) + first * BLOCK // 8, blocks * BLOCK // 8)
 
 
 def offer(world: World, private: bool) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
 from llm_datadist.errors import DeadlineExceeded, OutOfMemory
-from tests.faults.harness import Outcome, differing, outcome_of, words_of
+from tests.faults.harness import Outcome, differing, numbered, outcome_of, words_of
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -113,13 +113,9 @@ def word(number: int, kind: int, tensor: int, index: int = 0) -> int:
     return (number * VERSIONS + kind) << _VERSION_BIT | tensor << _TENSOR_BIT | index
 
 
-def _words(number: int, kind: int, tensor: int, count: int) -> Words:
-    return np.arange(count, dtype=np.uint64) + np.uint64(word(number, kind, tensor))
-
-
 def _fill(tensors: list[Words], number: int, kind: int) -> None:
     for tensor, words in enumerate(tensors):
-        words[:] = _words(number, kind, tensor, words.size)
+        words[:] = numbered(word(number, kind, tensor), words.size)
 
 
 def _wrong(tensors: list[Words], number: int, kind: int, within: int | None = None) -> int:
@@ -128,10 +124,10 @@ def _wrong(tensors: list[Words], number: int, kind: int, within: int | None = No
     ``within``: ANYTHING where they may hold what they like.
     """
     inside = slice(BLOCK // 8, -BLOCK // 8)
-    expected = [_words(number, kind, tensor, words.size) for tensor, words in enumerate(tensors)]
+    expected = [numbered(word(number, kind, tensor), words.size) for tensor, words in enumerate(tensors)]
     if within is not None:
         for tensor, words in enumerate(expected):
-            other = tensors[tensor] if within == ANYTHING else _words(number, within, tensor, words.size)
+            other = tensors[tensor] if within == ANYTHING else numbered(word(number, within, tensor), words.size)
             words[inside] = other[inside]
     return differing(tensors, expected)
 

@@ -107,7 +107,7 @@ class Scene:
 
 
 def still_runs(world: World, name: str) -> bool:
-    alive: bool = world.memory[name][0].is_alive()
+    alive: bool = world.memory[name].thread.is_alive()
     return alive
 
 

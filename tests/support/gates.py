@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._links.messages import Release, Resolve
 from tests.faults.gates import STEPS, Gate, shut, watched
+from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.moves import call
 
@@ -82,26 +82,7 @@ def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], An
         end.begin(function, *args)
         return end.finish
     assert isinstance(end, LocalEnd)
-    outcome: list[tuple[bool, Any]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((True, end.do(function, *args)))
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=run, name="begun call")
-    thread.start()
-
-    def finish() -> Any:
-        thread.join(60)
-        assert not thread.is_alive()
-        ((ok, value),) = outcome
-        if ok:
-            return value
-        raise value
-
-    return finish
+    return Call(end.do, function, *args).result
 
 
 def shut_there(world: World, step: str, folder: Path, peer: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheKeyByIdAndIndex, Placement
@@ -148,13 +149,8 @@ class Mover:
         sources = self._rng.sample(range(found.shape.rows), count)
         targets = self._rng.sample(range(found.shape.rows), count)
         from_, to, ranges = self._layers(found.shape.tensors)
-
-        def call() -> Any:
-            return self._scene.cm.pull_blocks(blocks_key(found), own.blocks.cache, sources, targets, **ranges)
-
-        def wanted(stamp: Stamp) -> Words:
-            return pattern(stamp, from_, sources, found.shape.words)
-
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, sources, targets, **ranges)
+        wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
         self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
 
     def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
@@ -180,24 +176,19 @@ class Mover:
     def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
         """Pull a row into a row, or into blocks; return what came of it."""
         tensors = range(found.shape.tensors)
-        cm = self._scene.cm
+        wanted = partial(pattern, tensors=tensors, rows=(row,), words=found.shape.words)
         if self._rng.random() < 0.5:
             target = self._rng.randrange(found.shape.rows)
-
-            def wanted_row(stamp: Stamp) -> Words:
-                return pattern(stamp, tensors, (row,), found.shape.words)
-
-            call = lambda: cm.pull_cache(key, own.rows.cache, target)  # noqa: E731
-            return self._pull("pull_cache", call, found, _Into(own.rows, tensors, (target,)), wanted_row)
+            call = partial(self._scene.cm.pull_cache, key, own.rows.cache, target)
+            return self._pull("pull_cache", call, found, _Into(own.rows, tensors, (target,)), wanted)
         pieces = found.shape.words // own.blocks.shape.words
         targets = self._rng.sample(range(own.blocks.shape.rows), pieces)
+        call = partial(self._scene.cm.pull_blocks, key, own.blocks.cache, [], targets)
 
-        def wanted_pieces(stamp: Stamp) -> Words:
-            line = pattern(stamp, tensors, (row,), found.shape.words)
-            return line.reshape(len(tensors), pieces, -1)
+        def in_pieces(stamp: Stamp) -> Words:
+            return wanted(stamp).reshape(len(tensors), pieces, -1)
 
-        call = lambda: cm.pull_blocks(key, own.blocks.cache, [], targets)  # noqa: E731
-        return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), wanted_pieces)
+        return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), in_pieces)
 
     def _pull(
         self, what: str, call: Callable[[], Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]
@@ -300,17 +291,11 @@ class Mover:
         key: Any = blocks_key(found)
         if self._rng.random() < 0.3:
             key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
-
-        def call() -> Any:
-            return self._scene.cm.push_blocks(key, letters.cache, sources, rows, **ranges)
-
+        call = partial(self._scene.cm.push_blocks, key, letters.cache, sources, rows, **ranges)
         if self._push("push_blocks", call, found, letters):
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
-            index = {there: here for here, there in zip(from_, to, strict=True)}
-            tensors = [index.get(tensor) for tensor in range(found.shape.tensors)]
-            pushed = [tensor for tensor, source in enumerate(tensors) if source is not None]
             wanted = pattern(stamp, from_, sources, found.shape.words)
-            self._look_at_letters(found, _Into(own.blocks, pushed, back), rows, wanted)
+            self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
 
     def _look_at_letters(self, found: Found, into: _Into, rows: list[int], wanted: Words) -> None:
         """Pull back what was pushed, and layers that were not: these may hold anything."""
@@ -340,16 +325,13 @@ class Mover:
         letters, stamp = own.long_letters, self._letter(own.long_letters)
         row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
         key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
-        call = lambda: self._scene.cm.push_cache(key, letters.cache, source)  # noqa: E731
+        call = partial(self._scene.cm.push_cache, key, letters.cache, source)
         if self._push("push_cache", call, found, letters):
             back = self._rng.randrange(own.rows.shape.rows)
             tensors = range(found.shape.tensors)
-            pull = lambda: self._scene.cm.pull_cache(key, own.rows.cache, back)  # noqa: E731
-
-            def wanted(_: Stamp) -> Words:
-                return pattern(stamp, tensors, (source,), found.shape.words)
-
-            self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), wanted)
+            pull = partial(self._scene.cm.pull_cache, key, own.rows.cache, back)
+            wanted = pattern(stamp, tensors, (source,), found.shape.words)
+            self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), lambda _: wanted)
 
     def _letter(self, letters: Destination) -> Stamp:
         """Write something new into what is to be pushed."""
