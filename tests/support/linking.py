@@ -27,6 +27,7 @@ __all__ = [
     "link_when",
     "links",
     "result_there",
+    "runs_there",
     "start_both",
     "unlink",
 ]
@@ -109,6 +110,12 @@ def bytes_move_both_ways(first: End, second: End) -> None:
 def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
     """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
     world.memory[name] = Call(function, world, *args)
+
+
+def runs_there(world: World, name: str) -> bool:
+    """Return True while the call has not ended."""
+    call: Call = world.memory[name]
+    return call.thread.is_alive()
 
 
 def result_there(world: World, name: str) -> Any:
