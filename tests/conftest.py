@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,13 @@ TRANSPORTS = ("inproc", "shm", "tcp")
 # No test is about time: by default an example that takes 200 ms fails.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A shell starts a background job ("make test &") with these signals ignored, and nohup adds SIGHUP. Programs inherit
+# that, so a child would not end by the signal that a test sends. Handlers of ours become the default in each program
+# that is started from here on, also in the workers of pytest-xdist.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 
 
 def pytest_collection_finish() -> None:

@@ -3,13 +3,13 @@ that is reused, never make a transfer whole that is not."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, TransferConfig
-from tests.faults.gates import Gate, shut
+from tests.faults.gates import Gate
+from tests.support.gates import open_there, shut_there
 from tests.support.layers import FAILED, OK, addresses, begin, finish, keyed, raw, ready, received, send, wait_asked
 from tests.support.linking import alone
 from tests.support.memory import pool
@@ -168,7 +168,7 @@ def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
     shm_pair.prompt.do(make, "kv", Spec(6, 4, 48, blocks=blocks), 1)
     shm_pair.decoder.do(make, "kv", SOURCE, 2)
     where = shm_pair.prompt.do(addresses, "kv")
-    shm_pair.decoder.do(shut_there, tmp_path)
+    shm_pair.decoder.do(shut_there, "before write", tmp_path, 1)
     shm_pair.decoder.do(begin, "kv", [raw(shm_pair.prompt, "kv")])
     shm_pair.decoder.do(ready, 0, 1, 2)
     Gate(tmp_path).wait()
@@ -183,12 +183,3 @@ def test_r07_by_address_what_the_sender_may_still_write_is_not_given_to_anybody(
     same_bytes(received(shm_pair.prompt), before)
     wait_until(lambda: shm_pair.prompt.do(picture).quarantined_bytes == 0)
     wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
-
-
-def shut_there(world: World, folder: Path) -> None:
-    world.memory["gate"] = stack = ExitStack()
-    stack.enter_context(shut(world.dd, "before write", folder, peer=1))
-
-
-def open_there(world: World) -> None:
-    world.memory.pop("gate").close()

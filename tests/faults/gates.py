@@ -1,9 +1,9 @@
-"""Gates: stop an end at a step of a transfer until somebody says go, from this process or from another one.
+"""Gates: stop an end at a step of a transfer until a test lets it go on, from this process or from another one.
 
-The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`. A gate is two files in a folder:
-``reached`` appears when the end is there, and it goes on when ``go`` appears. Whoever stands at the gate may as well be
-killed or stopped by a signal there. Methods of single objects are wrapped for as long as the gate is shut: the library
-itself knows nothing of gates.
+The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`. The library names its steps in its code
+(`llm_datadist._native.steps`) and calls this module at each of them while a gate is shut or arrivals are counted; a
+pull_cache or another public method is wrapped instead. A gate is two files in a folder: ``reached`` appears when the
+end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal.
 
 In the process to be stopped::
 
@@ -16,33 +16,38 @@ and in the one that decides::
     gate.wait()  # it stands there now
     gate.open()
 
-Each gate stops once, whoever comes first. A target's step stops its control thread: such an end neither beats nor
-answers meanwhile.
+Each gate stops one call, the first that comes. At a step of the target its control thread stops: such an end sends no
+heartbeat and answers nothing meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Consumed, Release, Resolve
+from llm_datadist._native import steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.messages import Message
-    from llm_datadist._transfer.initiator import TransferOp
+    from llm_datadist.cache_manager import CacheManager
     from llm_datadist.datadist import LLMDataDist
 
-__all__ = ["STEPS", "Gate", "Step", "shut"]
+__all__ = ["STEPS", "Gate", "Step", "count_arrivals", "shut", "watched"]
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
-_PLANNING: Final = "run"
+_CALLS: Final = ("pull_cache", "pull_blocks", "push_cache", "push_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,58 +57,59 @@ class Step:
     Attributes:
         number: Of the row of walk 1.
         end: "initiator" or "target".
-        owner: What has the method: the manager, a part of the engine, the link or its connection; for a target the
-            handlers of messages.
-        method: The method, or several, or the message whose handler is meant.
-        after: Stop after the call rather than before it.
-        messages: Stop only where the first argument is one of these.
-        expire: Wait there until the call's own time has passed as well.
+        name: What the library calls it, see ``steps.watch``; "call": a public method is about to be called.
         text: What is true there.
+        detail: The first detail of the step: a class of which it is an instance, or True for a push, False for a pull.
+        expire: Wait there until the call's own time has passed as well.
     """
 
     number: int
     end: str
-    owner: str
-    method: str
+    name: str
     text: str
-    after: bool = False
-    messages: tuple[type[Message], ...] = ()
+    detail: type[Message] | bool | None = None
     expire: bool = False
 
-
-def _initiator(number: int, owner: str, method: str, text: str, **more: Any) -> Step:
-    return Step(number, "initiator", owner, method, text, **more)
-
-
-def _target(number: int, message: type[Message], text: str, **more: Any) -> Step:
-    return Step(number, "target", "handlers", message.__name__, text, **more)
+    def meets(self, details: tuple[Any, ...]) -> bool:
+        """Return True if an arrival with these details is one at this step."""
+        if self.detail is None:
+            return True
+        return details[0] is self.detail if isinstance(self.detail, bool) else isinstance(details[0], self.detail)
 
 
-#: Every gate there is. "read" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
+def _initiator(number: int, name: str, text: str, detail: type[Message] | bool | None = None, **more: bool) -> Step:
+    return Step(number, "initiator", name, text, detail, **more)
+
+
+def _target(number: int, name: str, text: str, detail: type[Message]) -> Step:
+    return Step(number, "target", name, text, detail)
+
+
+#: Every gate there is. "copy" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
 STEPS: Final[dict[str, Step]] = {
-    "call": _initiator(1, "manager", "pull_cache pull_blocks push_cache push_blocks", "nothing has been looked at"),
-    "hold": _initiator(2, "store", "using", "the arguments were fine, nothing is held"),
-    "link": _initiator(3, "links", "get", "the destination is held, no link has been looked for"),
-    "ask": _initiator(4, "link", "request", "the question has not been sent"),
-    "asked": _initiator(4, "link", "send", "the question is on its way", after=True, messages=(Resolve,)),
-    "target asked": _target(5, Resolve, "the question has come, nothing has been looked up"),
-    "target answered": _target(5, Resolve, "what had to be pinned is, and the answer is on its way", after=True),
-    "answer": _initiator(6, "connection", "map", "the answer has come, nothing of it has been believed"),
-    "resolved": _initiator(6, "connection", "map", "the answer is mapped, nothing has been compared", after=True),
-    "plan": _initiator(7, "initiator", _PLANNING, "the guards were fine, there is no plan yet"),
-    "guards": _initiator(8, "connection", "guards_unchanged", "the guards have not been compared"),
-    "before copy": _initiator(9, "connection", "read", "there is a plan, no byte has moved"),
-    "before write": _initiator(9, "connection", "write", "as before copy"),
-    "deadline": _initiator(9, "connection", "read", "as before copy, and the call's time passes there", expire=True),
-    "write deadline": _initiator(9, "connection", "write", "as deadline", expire=True),
-    "after copy": _initiator(10, "connection", "read", "every byte has moved, the guards are not compared", after=True),
-    "after write": _initiator(10, "connection", "write", "as after copy", after=True),
-    "release": _initiator(11, "link", "send", "all is done, no release has been sent", messages=(Release,)),
-    "consumed": _initiator(11, "link", "send", "a push is done, the target does not know it", messages=(Consumed,)),
-    "released": _initiator(11, "link", "send", "the release is on its way", after=True, messages=(Release,)),
-    "target release": _target(12, Release, "the release has come, the pin is there"),
-    "target released": _target(12, Release, "the pin is gone, and whatever waited for it", after=True),
-    "target consumed": _target(12, Consumed, "a push is known to be done, its row is not consumed yet"),
+    "call": _initiator(1, "call", "nothing has been looked at"),
+    "hold": _initiator(2, "use", "the arguments were fine, nothing is held"),
+    "link": _initiator(3, "link", "the destination is held, no link has been looked for"),
+    "ask": _initiator(4, "ask", "the question has not been sent"),
+    "asked": _initiator(4, "sent", "the question is on its way", Resolve),
+    "target asked": _target(5, "handle", "the question has come, nothing has been looked up", Resolve),
+    "target answered": _target(5, "handled", "what had to be pinned is, and the answer is on its way", Resolve),
+    "answer": _initiator(6, "answer", "the answer has come, nothing of it has been mapped"),
+    "resolved": _initiator(6, "resolved", "the answer is mapped, nothing has been compared"),
+    "plan": _initiator(7, "plan", "the guards were fine, there is no plan yet"),
+    "guards": _initiator(8, "guards", "the guards have not been compared"),
+    "before copy": _initiator(9, "copy", "there is a plan, no byte has moved", False),
+    "before write": _initiator(9, "copy", "as before copy", True),
+    "deadline": _initiator(9, "copy", "as before copy, and the call's time passes there", False, expire=True),
+    "write deadline": _initiator(9, "copy", "as deadline", True, expire=True),
+    "after copy": _initiator(10, "copied", "every byte has moved, the guards are not compared", False),
+    "after write": _initiator(10, "copied", "as after copy", True),
+    "release": _initiator(11, "send", "all is done, no release has been sent", Release),
+    "consumed": _initiator(11, "send", "a push is done, the target does not know it", Consumed),
+    "released": _initiator(11, "sent", "the release is on its way", Release),
+    "target release": _target(12, "handle", "the release has come, the pin is there", Release),
+    "target released": _target(12, "handled", "the pin is gone, and whatever waited for it", Release),
+    "target consumed": _target(12, "handle", "a push is known to be done, its row is not consumed yet", Consumed),
 }
 
 
@@ -116,14 +122,14 @@ class Gate:
 
     @property
     def reached(self) -> bool:
-        """True once somebody stands there, or has."""
+        """True once an end stands there, or has."""
         return self._reached.exists()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Return when somebody stands there.
+        """Return when an end stands there.
 
         Raises:
-            TimeoutError: Nobody came.
+            TimeoutError: None came.
         """
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
@@ -135,7 +141,7 @@ class Gate:
         """Stand at the gate: called in the process that is stopped.
 
         Raises:
-            TimeoutError: Nobody opened it.
+            TimeoutError: The gate was not opened.
         """
         self._reached.touch()
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
@@ -143,13 +149,13 @@ class Gate:
 
 @contextmanager
 def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = None) -> Iterator[Gate]:
-    """Stop whoever comes to ``step`` first, for the length of the block.
+    """Stop the first call that comes to ``step``, for the length of the block.
 
     Args:
         datadist: The end to be stopped, initialised, in this process.
         step: A key of :data:`STEPS`.
         folder: Where the two files of the gate are.
-        peer: Cluster id of the linked peer whose link is meant; steps of link and connection need it.
+        peer: Cluster id of the linked peer whose link is meant; the initiator's steps after "link" need it.
 
     Raises:
         KeyError: There is no such step.
@@ -157,92 +163,119 @@ def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = N
         NotLinked: There is no link to ``peer``.
     """
     chosen, gate = STEPS[step], Gate(folder)
-    restore = _wrap(datadist, chosen, peer, _Stop(chosen, gate))
-    try:
+    stop = _Stop(chosen, gate, _subject(datadist, chosen, peer))
+    with ExitStack() as undo:
+        undo.enter_context(watched(stop))
+        if chosen.name == "call":
+            for method in _CALLS:
+                undo.callback(_announce_call(datadist.cache_manager, method))
         yield gate
-    finally:
-        restore()
+
+
+@contextmanager
+def count_arrivals() -> Iterator[Counter[str]]:
+    """Count for the length of the block how often a call of this process comes to each step.
+
+    Yields:
+        The counts, by "step, transport of the link"; a step that comes before there is a link has no transport.
+    """
+    counts: Counter[str] = Counter()
+
+    def count(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        link = next((each for each in (subject, *details) if isinstance(each, Link)), None)
+        transport = "" if link is None else f", {link.connection.capabilities.name}"
+        with _lock:
+            counts.update(f"{key}{transport}" for key in _STEPS_OF.get(name, ()) if STEPS[key].meets(details))
+
+    with watched(count):
+        yield counts
+
+
+#: The steps to count, by the library's name for them: a gate that waits for the call's time is no step of its own.
+_STEPS_OF: Final = {
+    name: [key for key, step in STEPS.items() if step.name == name and not step.expire]
+    for name in {step.name for step in STEPS.values()}
+}
 
 
 class _Stop:
-    """Makes functions that stop at one gate; the first call of any of them does."""
+    """Stops the first arrival at one step. The subject says at which end, and on which link."""
 
-    def __init__(self, step: Step, gate: Gate) -> None:
+    def __init__(self, step: Step, gate: Gate, subject: object) -> None:
         self._step = step
         self._gate = gate
+        self._subject = subject
         self._taken = threading.Lock()
 
-    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what takes the place of ``original``."""
-        if self._step.method == _PLANNING:
-            return self._planning(original)
-        step, gate = self._step, self._gate
-
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            if (step.messages and not isinstance(args[0], step.messages)) or not self._taken.acquire(blocking=False):
-                return original(*args, **kwargs)
-            if not step.after:
-                gate.pass_through()
-            if step.expire:
-                _poll(args[-1].expired, _PATIENCE_SECONDS, "the time of the call at the gate did not pass")
-            result = original(*args, **kwargs)
-            if step.after:
-                gate.pass_through()
-            return result
-
-        return stepped
-
-    def _planning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The planner is no method but travels with the operation: stop where it is called."""
-
-        def running(op: TransferOp) -> Any:
-            make_plan = op.make_plan
-
-            def planning(*args: Any) -> Any:
-                if self._taken.acquire(blocking=False):
-                    self._gate.pass_through()
-                return make_plan(*args)
-
-            op.make_plan = planning
-            return run(op)
-
-        return running
+    def __call__(self, name: str, subject: object, details: tuple[Any, ...]) -> None:
+        here = name == self._step.name and subject is self._subject and self._step.meets(details)
+        if here and self._taken.acquire(blocking=False):
+            self._gate.pass_through()
+            if self._step.expire:
+                deadline: Deadline = details[1]
+                _poll(deadline.expired, _PATIENCE_SECONDS, "the time of the call at the gate did not pass")
 
 
-def _wrap(datadist: LLMDataDist, step: Step, peer: int | None, stop: _Stop) -> Callable[[], None]:
-    """Put ``stop`` around what the step is about; return what takes it away again."""
+def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
+    """Return the object that the library passes along with a step of this end."""
     engine = datadist._engine
     if engine is None:
         raise ValueError("gates need an LLMDataDist that is initialised")
     if step.end == "target":
-        return _wrap_handler(engine.links._handlers, step.method, stop)
-    owners: list[object]
-    if step.owner in ("link", "connection"):
-        if peer is None:
-            raise ValueError(f"a gate at a step of the {step.owner} needs the peer's cluster id")
-        link = engine.links.get(peer)
-        owners = [link] if step.owner == "link" else list(link.connection.connections)
-    else:
-        owners = [datadist.cache_manager if step.owner == "manager" else getattr(engine, step.owner)]
-    before = [(owner, name, vars(owner).get(name)) for owner in owners for name in step.method.split()]
-    for owner, name, _ in before:
-        setattr(owner, name, stop.around(getattr(owner, name)))
+        return engine.links
+    if step.name == "call":
+        return datadist.cache_manager
+    if step.name in ("use", "link"):
+        return engine.store if step.name == "use" else engine.initiator
+    if peer is None:
+        raise ValueError("a gate at a step of a link needs the peer's cluster id")
+    return engine.links.get(peer)
+
+
+Watcher = Callable[[str, object, tuple[Any, ...]], None]
+
+#: Replaced, never changed: threads of the library go through it without the lock.
+_watchers: tuple[Watcher, ...] = ()
+_lock: Final = threading.Lock()
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Have every step of this process passed to ``watcher`` meanwhile: its name, its subject, its details."""
+    global _watchers  # noqa: PLW0603 (there is one hook in the library)
+    with _lock:
+        _watchers = (*_watchers, watcher)
+        steps.watch = _arrive
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers = tuple(each for each in _watchers if each is not watcher)
+            if not _watchers:
+                steps.watch = None
+
+
+def _arrive(name: str, subject: object, *details: Any) -> None:
+    for watcher in _watchers:
+        watcher(name, subject, details)
+
+
+def _announce_call(manager: CacheManager, method: str) -> Callable[[], None]:
+    """Have calls of a public method announced before they begin; return what ends that."""
+    before, original = vars(manager).get(method), getattr(manager, method)
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        _arrive("call", manager)
+        return original(*args, **kwargs)
 
     def restore() -> None:
-        for owner, name, wrapped in before:
-            if wrapped is None:
-                delattr(owner, name)  # the method of its class is visible again
-            else:
-                setattr(owner, name, wrapped)
+        if before is None:
+            delattr(manager, method)  # the method of its class is visible again
+        else:
+            setattr(manager, method, before)
 
+    setattr(manager, method, announced)
     return restore
-
-
-def _wrap_handler(handlers: dict[Any, Callable[..., Any]], message: str, stop: _Stop) -> Callable[[], None]:
-    kind = next(kind for kind in handlers if kind.__name__ == message)
-    original = handlers[kind]
-    handlers[kind] = stop.around(original)
-    return lambda: handlers.update({kind: original})
 
 
 def _poll(condition: Callable[[], bool], seconds: float, failure: str) -> None:

@@ -7,9 +7,8 @@ threads all the while. Every word of a cache says of which binding it is, so tha
 from __future__ import annotations
 
 import random
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Final
 
@@ -18,15 +17,10 @@ import numpy as np
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist._cache.registry import key_of
 from llm_datadist._memory.segment import AddressRange
-from llm_datadist.errors import LLMException
-from llm_datadist.views import tensor_views
+from tests.faults.harness import Outcome, Threads, differing, numbered, outcome_of, words_of
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
     from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
@@ -68,60 +62,34 @@ class Pull:
     """One pull, as its caller knows it.
 
     Attributes:
-        outcome: "success", or the name of the error's class.
-        typed: It succeeded, or failed with an error of the library.
-        number: Whose bytes came, where it succeeded.
+        number: By its first word, whose bytes came; 0 where it failed.
         wrong: Bytes that are not that binding's.
     """
 
     kind: str
     began: int
     ended: int
-    outcome: str
-    typed: bool = True
+    outcome: Outcome
     number: int = 0
     wrong: int = 0
 
 
-def _places(tensor: int) -> NDArray[np.uint64]:
-    count = ROWS * STRIDE // 8
-    return np.arange(tensor * count, (tensor + 1) * count, dtype=np.uint64)
-
-
-_PLACES: Final = [_places(tensor) for tensor in range(TENSORS)]
+_COUNT: Final = ROWS * STRIDE // 8
+_PLACES: Final = [numbered(tensor * _COUNT, _COUNT) for tensor in range(TENSORS)]
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Binder:
+class _Binder(Threads):
     """Binds keys anew until it is told to stop. One thread for each kind of key."""
 
-    world: World
-    stop: threading.Event = field(default_factory=threading.Event)
-    bindings: list[Binding] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)
-
-    def start(self, seed: int) -> None:
-        for kind, run in (("row", self._rows), ("blocks", self._blocks)):
-            self.threads.append(threading.Thread(target=self._run, args=(run, random.Random(seed)), name=kind))
-            self.threads[-1].start()
-
-    def _run(self, run: Callable[[random.Random], None], chance: random.Random) -> None:
-        try:
-            run(chance)
-        except BaseException as error:  # noqa: BLE001 (raised by join)
-            self.errors.append(error)
-
-    def join(self) -> list[Binding]:
-        self.stop.set()
-        for thread in self.threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-        return self.bindings
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__()
+        self.world = world
+        self.bindings: list[Binding] = []
+        self.start(self._rows, random.Random(seed))
+        self.start(self._blocks, random.Random(seed))
 
     def _next(self, kind: str) -> Binding:
         binding = Binding(kind, next(self.world.memory["numbers"]))
@@ -182,14 +150,13 @@ def prepare_owner(world: World, transport: str) -> None:
 
     Otherwise a key would be bound to a cache before anybody could have filled it.
     """
-    words = ROWS * STRIDE // 8
     world.memory["numbers"] = iter(range(1, 1 << 31))
     if transport == "shm":
         desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
         caches = [world.cm.allocate_blocks_cache(desc) for _ in range(2)]
-        world.memory["arenas"] = [[view.reshape(-1).view(np.uint64) for view in tensor_views(each)] for each in caches]
+        world.memory["arenas"] = [words_of(each) for each in caches]
     else:
-        world.memory["arenas"] = [[np.zeros(words, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
+        world.memory["arenas"] = [[np.zeros(_COUNT, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
     assert world.dd._engine is not None
     (pool,) = world.dd._engine.store.pools
     really = pool.allocate_many
@@ -207,13 +174,13 @@ def prepare_owner(world: World, transport: str) -> None:
 
 def begin_binding(world: World, seed: int) -> None:
     """Bind both keys anew all the time, until :func:`end_binding`."""
-    world.memory["binder"] = binder = _Binder(world)
-    binder.start(seed)
+    world.memory["binder"] = _Binder(world, seed)
 
 
 def end_binding(world: World) -> list[Binding]:
     """Stop; everything is given back, and nothing may be left. Return all bindings since the beginning."""
-    bindings: list[Binding] = world.memory.pop("binder").join()
+    binder: _Binder = world.memory.pop("binder")
+    binder.join()
 
     def nothing_left() -> bool:
         statistics = world.dd.statistics()
@@ -222,7 +189,7 @@ def end_binding(world: World) -> list[Binding]:
 
     wait_until(nothing_left)
     world.dd.check_integrity()
-    return bindings
+    return binder.bindings
 
 
 # --- the other end ----------------------------------------------------------------------------------------------------
@@ -245,36 +212,25 @@ def pull_many(world: World, count: int, threads: int) -> list[Pull]:
         for _ in range(share):
             pulls.append(_pull(world, kind, f"{kind} {thread}"))  # noqa: PERF401 (others append meanwhile)
 
-    runners = [threading.Thread(target=run, args=(kind, thread)) for thread in range(threads) for kind in KINDS]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
+    runners = Threads()
+    for thread in range(threads):
+        for kind in KINDS:
+            runners.start(run, kind, thread)
+    runners.join()
     return pulls
 
 
 def _pull(world: World, kind: str, name: str) -> Pull:
     mine, blocks = world.caches[name], list(range(ROWS))
     began = time.monotonic_ns()
-    try:
-        if kind == "row":
-            world.cm.pull_blocks(ROW_KEY, mine, [], blocks)
-        else:
-            world.cm.pull_blocks(BLOCKS_KEY, mine, blocks, blocks)
-    except Exception as error:  # noqa: BLE001 (judged by whoever counts)
-        return Pull(kind, began, time.monotonic_ns(), type(error).__name__, isinstance(error, LLMException))
+    if kind == "row":
+        outcome = outcome_of(world.cm.pull_blocks, ROW_KEY, mine, [], blocks)
+    else:
+        outcome = outcome_of(world.cm.pull_blocks, BLOCKS_KEY, mine, blocks, blocks)
     ended = time.monotonic_ns()
-    number, wrong = _whose([view.reshape(-1).view(np.uint64) for view in tensor_views(mine)])
-    return Pull(kind, began, ended, "success", True, number, wrong)
-
-
-def _whose(found: list[NDArray[np.uint64]]) -> tuple[int, int]:
-    """Return which binding's bytes these are, by the first word, and how many are not its."""
+    if not outcome.good:
+        return Pull(kind, began, ended, outcome)
+    found = words_of(mine)
     number = int(found[0][0]) // _NUMBER
-    expected: Iterator[NDArray[np.uint64]] = (places + np.uint64(number * _NUMBER) for places in _PLACES)
-    wrong = sum(
-        int((words.view(np.uint8) != right.view(np.uint8)).sum())
-        for words, right in zip(found, expected, strict=True)
-        if not np.array_equal(words, right)
-    )
-    return number, wrong
+    expected = (places + np.uint64(number * _NUMBER) for places in _PLACES)
+    return Pull(kind, began, ended, outcome, number, differing(found, expected))

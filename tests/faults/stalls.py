@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.errors import LLMException
+from tests.faults.gates import watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,10 +86,12 @@ def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 
 def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     end = threading.Event()
-    for link in links:
-        for connection in link.connection.connections:
-            for name in ("read", "write"):
-                _replace(connection, name, partial(_after, end), undo)
+
+    def wait(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        if name == "copy" and subject in links:
+            end.wait()
+
+    undo.enter_context(watched(wait))
     undo.callback(end.set)
 
 

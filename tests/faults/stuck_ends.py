@@ -6,20 +6,18 @@ import fcntl
 import os
 import struct
 import termios
-import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-from llm_datadist.views import tensor_views
+from tests.faults.harness import Threads, numbered, words_of
 from tests.support.linking import SUCCESS, info
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from tests.faults.harness import Words
     from tests.support.world import World
 
 __all__ = ["Crowd", "clogged", "crowd", "disperse", "flags", "offer", "pull_healthy", "start_pulling", "stop_pulling"]
@@ -31,8 +29,8 @@ ASKED, HEALTHY = 256, 4
 DESC: Final = CacheDesc(1, [ASKED, BLOCK], DataType.DT_UINT8)
 
 
-def _words(first: int, blocks: int) -> NDArray[np.uint64]:
-    return np.arange(first * BLOCK // 8, (first + blocks) * BLOCK // 8, dtype=np.uint64) + np.uint64(1 << 48)
+def _words(first: int, blocks: int) -> Words:
+    return numbered((1 << 48) + first * BLOCK // 8, blocks * BLOCK // 8)
 
 
 def offer(world: World, private: bool) -> None:
@@ -42,7 +40,7 @@ def offer(world: World, private: bool) -> None:
         world.caches["kv"] = world.cm.register_blocks_cache(DESC, [memory.ctypes.data], KEY)
     else:
         world.caches["kv"] = world.cm.allocate_blocks_cache(DESC, KEY)
-        memory = tensor_views(world.caches["kv"])[0].reshape(-1).view(np.uint64)
+        (memory,) = words_of(world.caches["kv"])
     memory[:] = _words(0, ASKED)
 
 
@@ -60,16 +58,14 @@ def _unsent(fd: int) -> int:
         return 0
 
 
-class Crowd:
+class Crowd(Threads):
     """Readers of one process, each with a link of its own. All pull into one memory: the bytes are the same."""
 
     def __init__(self, count: int, port: int, transport: str) -> None:
+        super().__init__()
         self._into = np.zeros(ASKED * BLOCK // 8, np.uint64)
         #: Odd while a reader is inside a pull.
         self.counts = np.zeros(count, np.uint64)
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self.errors: list[str] = []
         self._readers: list[LLMDataDist] = []
         extra = {"llm.Transport": transport, "llm.PeerTimeout": "600", "llm.CopyThreads": "1"}
         for number in range(count):
@@ -78,35 +74,28 @@ class Crowd:
             self._readers.append(reader)
             assert reader.link_clusters([info(1, port)], 10_000) == SUCCESS
 
-    def start(self) -> None:
+    def start_pulling(self) -> None:
         """Have all of them pull, again and again."""
+        self.stop.clear()
+        self.counts[:] = 0
         for number, reader in enumerate(self._readers):
-            self._threads.append(threading.Thread(target=self._pull, args=(number, reader), name=f"reader {number}"))
-            self._threads[-1].start()
+            self.start(self._pull, number, reader)
 
     def _pull(self, number: int, reader: LLMDataDist) -> None:
         cm, everything = reader.cache_manager, list(range(ASKED))
         mine = cm.register_blocks_cache(DESC, [self._into.ctypes.data])
         try:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 self.counts[number] += 1
                 cm.pull_blocks(KEY, mine, everything, everything)
                 self.counts[number] += 1
-        except Exception as error:  # noqa: BLE001 (told to the test)
-            self.errors.append(f"reader {number}: {error}")
         finally:
             cm.unregister_cache(mine.cache_id)
 
-    def stop(self) -> list[str]:
-        """Let them end their pulls; return what failed, or came wrong."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-        self._stop.clear()
-        self.counts[:] = 0
-        wrong = [] if np.array_equal(self._into, _words(0, ASKED)) else ["the stuck readers have wrong bytes"]
-        return self.errors + wrong
+    def stop_pulling(self) -> None:
+        """Let them end their pulls, all of which are right."""
+        self.join()
+        np.testing.assert_array_equal(self._into, _words(0, ASKED))
 
     def finalize(self) -> None:
         """End all links."""
@@ -126,12 +115,11 @@ def flags(raw: bytes) -> list[bool]:
 
 
 def start_pulling(world: World) -> None:
-    world.memory["crowd"].start()
+    world.memory["crowd"].start_pulling()
 
 
-def stop_pulling(world: World) -> list[str]:
-    problems: list[str] = world.memory["crowd"].stop()
-    return problems
+def stop_pulling(world: World) -> None:
+    world.memory["crowd"].stop_pulling()
 
 
 def disperse(world: World) -> None:
@@ -143,7 +131,7 @@ def pull_healthy(world: World, count: int) -> list[float]:
     if "mine" not in world.caches:
         world.caches["mine"] = world.cm.allocate_blocks_cache(CacheDesc(1, [HEALTHY, BLOCK], DataType.DT_UINT8))
     mine = world.caches["mine"]
-    words = tensor_views(mine)[0].reshape(-1).view(np.uint64)
+    (words,) = words_of(mine)
     times = []
     for turn in range(count):
         first = turn % (ASKED - HEALTHY)

@@ -13,66 +13,42 @@ import argparse
 import signal
 import statistics
 import sys
-import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 from tests.faults import stuck_ends as ends
+from tests.faults.harness import Processes, holds_within, say
 from tests.faults.midcopy import frozen, peek
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link
-from tests.support.moves import wait_until
+from tests.support.frozen import freeze
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Scene", "main"]
+    from tests.support.ends import ChildEnd
+
+__all__ = ["Scene", "main", "scene_of"]
 
 TRIES: Final = 200
+_POOL_BYTES: Final = 80 << 20
 
 
-@dataclass
 class Scene:
-    """An owner, a crowd of readers, and a healthy one: three processes. A context manager."""
+    """An owner, a crowd of readers, and a healthy one: three processes."""
 
-    transport: str
-    readers: int
-    _undo: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> Scene:
-        extra = {"llm.Transport": self.transport, "llm.PeerTimeout": "600"}
-        settings: dict[str, Any] = {
-            "extra": extra,
-            "mem_pool_cfg": f'{{"memory_size": {80 << 20}, "page_shift": 12}}',
-            "host_mem_pool_cfg": None,
-        }
-        with ExitStack() as undo:
-            self.owner, self.healthy, self.crowd = [self._child(undo, each) for each in ("owner", "healthy", "crowd")]
-            self.owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
-            self.owner.do(ends.offer, self.transport == "cma")
-            self.healthy.start("DECODER", 2, **settings)
-            assert self.healthy.do(link, [info(1, self.owner.port)]) == SUCCESS
-            self._flags = self.crowd.do(ends.crowd, self.readers, self.owner.port, self.transport)
-            undo.callback(self.crowd.do, ends.disperse)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._undo.close()
-
-    @staticmethod
-    def _child(undo: ExitStack, name: str) -> ChildEnd:
-        child = ChildEnd(name)
-        undo.callback(child.close)
-        return child
+    def __init__(self, processes: Processes, transport: str, readers: int) -> None:
+        self.transport, self.readers = transport, readers
+        self.owner: ChildEnd = processes.owner()
+        self.owner.do(ends.offer, transport == "cma")
+        self.healthy: ChildEnd = processes.reader(self.owner, "healthy")
+        self.crowd: ChildEnd = processes.process("crowd")
+        self._flags = self.crowd.do(ends.crowd, readers, self.owner.port, transport)
+        processes.callback(self.crowd.do, ends.disperse)
 
     def stick(self) -> None:
         """Stop the crowd while all of them are inside a pull, over tcp with full sockets between them and the owner."""
         self.crowd.do(ends.start_pulling)
         for _ in range(TRIES):
-            self.crowd.signal(signal.SIGSTOP)
-            wait_until(lambda: frozen(self.crowd.pid))
+            freeze(self.crowd)
             if self.stuck() == self.readers and self._filled():
                 return
             self.crowd.signal(signal.SIGCONT)
@@ -80,12 +56,7 @@ class Scene:
 
     def _filled(self) -> bool:
         """Return True when most lanes are full: the owner has sent what they take. Large pulls use three of four."""
-        if self.transport != "tcp":
-            return True
-        limit = time.monotonic() + 2.0
-        while self.full() < 2 * self.readers and time.monotonic() < limit:
-            time.sleep(0.01)
-        return self.full() >= 2 * self.readers
+        return self.transport != "tcp" or holds_within(lambda: self.full() >= 2 * self.readers, 2.0)
 
     def stuck(self) -> int:
         """Return how many of the crowd are inside a pull, while their process is stopped."""
@@ -100,12 +71,18 @@ class Scene:
     def free(self) -> None:
         """Let the crowd go on and end; all that they pulled is right."""
         self.crowd.signal(signal.SIGCONT)
-        problems = self.crowd.do(ends.stop_pulling)
-        assert not problems, problems
+        self.crowd.do(ends.stop_pulling)
 
     def pull(self, count: int) -> float:
         """Have the healthy reader pull; return the median in milliseconds."""
         return statistics.median(self.healthy.do(ends.pull_healthy, count))
+
+
+@contextmanager
+def scene_of(transport: str, readers: int) -> Iterator[Scene]:
+    """Make the three processes; end them afterwards."""
+    with Processes(transport, _POOL_BYTES, extra={"llm.PeerTimeout": "600"}) as processes:
+        yield Scene(processes, transport, readers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     without: list[float] = []
     beside: list[float] = []
-    with Scene(options.transport, options.readers) as scene:
+    with scene_of(options.transport, options.readers) as scene:
         scene.pull(20)
         for turn in range(options.rounds):
             before = scene.pull(options.pulls)
@@ -129,18 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             after = scene.pull(options.pulls)
             without += [before, after]
             beside.append(median)
-            _say(
+            say(
                 f"round {turn}: median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers "
                 f"({full} full sockets), {after:.3f} ms after"
             )
     ratio = statistics.median(beside) / statistics.median(without)
-    _say(f"{options.transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long")
+    say(f"{options.transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long")
     return 0 if ratio <= 2 else 1
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

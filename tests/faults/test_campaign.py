@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from tests.faults.campaign.__main__ import main
+from tests.faults.campaign.arrivals import EXPECTED, Arrivals
 from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of, whole
 from tests.faults.campaign.epochs import TRANSPORTS, plan_epoch
 from tests.faults.campaign.report import VIOLATIONS
@@ -52,6 +53,18 @@ def test_every_transport_has_its_turn_with_and_without_remote_cache_access() -> 
         assert {(epoch.transport, epoch.rca) for epoch in epochs} == {
             (t, rca) for t in transports for rca in (False, True)
         }
+
+
+def test_a_step_that_no_call_comes_to_any_more_is_named() -> None:
+    epoch = plan_epoch(1, 0, ("shm",))
+    expected = EXPECTED["shm", epoch.rca]
+    arrivals = Arrivals()
+    arrivals.add({f"{step}, shm": 1 for step in expected})
+    assert arrivals.end_epoch(epoch, finished=True) == []
+    arrivals.add({f"{step}, shm": 1 for step in expected - {"plan"}})
+    assert arrivals.end_epoch(epoch, finished=True) == ["plan"]
+    assert arrivals.end_epoch(epoch, finished=False) == []
+    assert arrivals.as_dict()["shm"]["plan"] == 1
 
 
 def test_each_word_says_where_it_comes_from() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
-from tests.faults.gates import STEPS, Gate, shut
-from tests.support.gates import stopped
+from tests.faults.gates import STEPS, Gate, count_arrivals, shut
+from tests.support.gates import open_there, shut_there, stopped
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, cache_id, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -25,16 +24,6 @@ INITIATOR = [name for name, step in STEPS.items() if step.end == "initiator"]
 TARGET = [name for name, step in STEPS.items() if step.end == "target"]
 LATE = {"deadline", "write deadline"}  # the call's own time passes there: tests/api/test_deadlines_api.py
 ROOT = Path(__file__).parent.parent.parent
-
-
-def shut_there(world: World, step: str, folder: Path) -> None:
-    """Shut a gate in the way of an end; :func:`take_away` ends it."""
-    world.memory["gate"] = stack = ExitStack()
-    stack.enter_context(shut(world.dd, step, folder, peer=2))
-
-
-def take_away(world: World) -> None:
-    world.memory.pop("gate").close()
 
 
 def move(pair: Pair, *, push: bool) -> tuple[str, str, tuple[Any, ...], list[Any], list[Any]]:
@@ -85,7 +74,7 @@ def test_a_target_stops_at_the_gate_and_goes_on(shm_pair: Pair, step: str, tmp_p
     push = step in PUSH_ONLY
     shm_pair.start(rca=push, extra={"llm.PeerTimeout": "600"})
     method, _, arguments, source, target = move(shm_pair, push=push)
-    shm_pair.prompt.do(shut_there, step, tmp_path)
+    shm_pair.prompt.do(shut_there, step, tmp_path, 2)
     shm_pair.decoder.do(begin_there, "call", call, method, *arguments)
     gate = Gate(tmp_path)
     gate.wait()
@@ -94,7 +83,7 @@ def test_a_target_stops_at_the_gate_and_goes_on(shm_pair: Pair, step: str, tmp_p
         assert shm_pair.prompt.do(picture).pins == pinned
     gate.open()
     assert shm_pair.decoder.do(result_there, "call") is None
-    shm_pair.prompt.do(take_away)
+    shm_pair.prompt.do(open_there)
     check(shm_pair, source, target, push=push)
 
 
@@ -105,6 +94,24 @@ def test_there_is_a_gate_at_every_step_of_walk_1() -> None:
     assert {step.number for step in STEPS.values()} == numbers
     targets = {step.number for step in STEPS.values() if step.end == "target"}
     assert targets == {n for n in numbers if f"| {n} | P " in walk}
+
+
+def test_every_step_of_the_library_has_a_gate_and_every_gate_a_step() -> None:
+    sources = (ROOT / "src" / "llm_datadist").rglob("*.py")
+    named = {name for path in sources for name in re.findall(r"\bsteps\.watch\(\s*\"(\w+)\"", path.read_text())}
+    assert named | {"call"} == {step.name for step in STEPS.values()}
+
+
+def test_arrivals_are_counted_by_step_and_transport(local_pair: Pair) -> None:
+    local_pair.start()
+    _, _, arguments, source, target = move(local_pair, push=False)
+    with count_arrivals() as arrivals:
+        local_pair.decoder.do(call, "pull_cache", *arguments)
+        wait_until(lambda: "target released, inproc" in arrivals)
+    steps = {name for name, step in STEPS.items() if step.name != "call"} - PUSH_ONLY - LATE
+    before_the_link = {"hold", "link"}
+    assert set(arrivals) == before_the_link | {f"{step}, inproc" for step in steps - before_the_link}
+    check(local_pair, source, target, push=False)
 
 
 def test_a_gate_stops_one_call_and_no_other(local_pair: Pair, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ its other link moves data, nothing of the dead is left, and it links to the rest
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,9 +10,9 @@ import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.errors import LLMException
-from tests.faults.gates import STEPS, Gate, shut
+from tests.faults.gates import STEPS, Gate
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.gates import gated_call
+from tests.support.gates import gated_call, open_there, shut_there
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, info, link, links, result_there
 from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import residue, settled
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.moves import Bytes
-    from tests.support.world import World
 
 KEY: Final = CacheKey(1, 10)
 PUSH_ONLY: Final = {"before write", "after write", "consumed", "target consumed"}
@@ -96,15 +94,6 @@ def ends(request: pytest.FixtureRequest) -> Iterator[CachePair]:
 def held() -> dict[str, Any]:
     """Return descriptors and mappings; the thread that brings lost lanes back stays once it was needed."""
     return {name: value for name, value in residue().items() if "threads" not in name}
-
-
-def shut_there(world: World, step: str, folder: Path, peer: int) -> None:
-    world.memory["gate"] = stack = ExitStack()
-    stack.enter_context(shut(world.dd, step, folder, peer=peer))
-
-
-def open_there(world: World) -> None:
-    world.memory.pop("gate").close()
 
 
 def same(one: Bytes, other: Bytes) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from llm_datadist import CacheKey
 from llm_datadist.errors import DeadlineExceeded
 from tests.faults.stalls import STALLS, stall
-from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
+from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
     else:
         shm_pair.decoder.do(begin_there, "call", allocate)
         shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)  # needs no pool
-    assert shm_pair.decoder.do(waiting), "the call is still there"
+    assert shm_pair.decoder.do(runs_there, "call"), "the call is still there"
     shm_pair.decoder.do(go_on)
     result = shm_pair.decoder.do(result_there, "call")
     assert not isinstance(result, BaseException), result
@@ -74,11 +74,6 @@ def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
 
 def allocate(world: World) -> None:
     world.caches["more"] = world.cm.allocate_cache(Spec().desc, [])
-
-
-def waiting(world: World) -> bool:
-    thread, _ = world.memory["call"]
-    return bool(thread.is_alive())
 
 
 def test_frames_that_were_kept_come_in_their_order(shm_pair: Pair) -> None:

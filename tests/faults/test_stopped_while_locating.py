@@ -10,12 +10,13 @@ from llm_datadist import LLMStatusCode
 from llm_datadist._links.messages import Locate
 from tests.faults.gates import Gate
 from tests.support.ends import ChildEnd
+from tests.support.gates import watch_there
 from tests.support.layers import OK, addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, forget, make, picture, same_bytes, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.support.ends import End, LocalEnd
@@ -27,20 +28,14 @@ LOST: Final = {LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, LLMStatusCode.LLM_NOT_YET
 
 def stop_answering(world: World, folder: Path, after: bool) -> None:
     """Stop the control thread at a Locate, before it is looked at or when the answer is on its way."""
-    engine, gate = world.dd._engine, Gate(folder)
-    assert engine is not None
-    handlers: dict[Any, Callable[..., Any]] = engine.links._handlers
-    original = handlers[Locate]
+    assert world.dd._engine is not None
+    manager, gate, step = world.dd._engine.links, Gate(folder), "handled" if after else "handle"
 
-    def stopped(link: Any, message: Any) -> None:
-        if after:
-            original(link, message)
-        if not gate.reached:
+    def stop(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        if name == step and subject is manager and isinstance(details[0], Locate) and not gate.reached:
             gate.pass_through()
-        if not after:
-            original(link, message)
 
-    handlers[Locate] = stopped
+    watch_there(world, stop)
 
 
 def stop_asking(world: World, folder: Path, after: bool) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.stuck_readers import Scene
+from tests.faults.stuck_readers import scene_of
 
 
 @pytest.mark.timeout(300)  # a hundred threads that pull: a minute of one core
 @pytest.mark.parametrize(("transport", "readers"), [("tcp", 100), ("shm", 10), ("cma", 10)])
 def test_a_healthy_reader_beside_stuck_ones(transport: str, readers: int) -> None:
-    with Scene(transport, readers) as scene:
+    with scene_of(transport, readers) as scene:
         scene.stick()
         scene.pull(20)  # which compares every byte
         assert scene.stuck() == readers, "they are stuck still"

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
-from llm_datadist.errors import DeadlineExceeded, LLMException, OutOfMemory
-from llm_datadist.views import tensor_views
+from llm_datadist.errors import DeadlineExceeded, OutOfMemory
+from tests.faults.harness import Outcome, differing, numbered, outcome_of, words_of
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from tests.faults.harness import Words
     from tests.support.world import World
 
 __all__ = [
@@ -51,6 +50,7 @@ ROW: Final = CacheKey(1, 7)
 #: Versions of one trial, by what their words are.
 VERSIONS: Final = 4
 SOURCE, REUSED, UNTOUCHED, WRITTEN = range(VERSIONS)
+ANYTHING: Final = -1
 _VERSION_BIT, _TENSOR_BIT = 40, 32
 
 
@@ -99,19 +99,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class Ended:
-    """What the call at the other end came to.
+    """What the call at the other end came to, and how many bytes there are not what they should be, by that."""
 
-    Attributes:
-        outcome: "success", or the name of the error's class.
-        typed: It succeeded, or failed with an error of the library.
-        wrong: Bytes that are not what they should be, by that outcome.
-        text: The error's.
-    """
-
-    outcome: str
-    typed: bool
-    wrong: int
-    text: str = ""
+    outcome: Outcome
+    wrong: int = 0
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------
@@ -122,36 +113,23 @@ def word(number: int, kind: int, tensor: int, index: int = 0) -> int:
     return (number * VERSIONS + kind) << _VERSION_BIT | tensor << _TENSOR_BIT | index
 
 
-def _words(number: int, kind: int, tensor: int, count: int) -> NDArray[np.uint64]:
-    return np.arange(count, dtype=np.uint64) + np.uint64(word(number, kind, tensor))
-
-
-def _tensors(cache: Cache) -> list[NDArray[np.uint64]]:
-    return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
-
-
-def _fill(tensors: list[NDArray[np.uint64]], number: int, kind: int) -> None:
+def _fill(tensors: list[Words], number: int, kind: int) -> None:
     for tensor, words in enumerate(tensors):
-        words[:] = _words(number, kind, tensor, words.size)
+        words[:] = numbered(word(number, kind, tensor), words.size)
 
 
-def _strange(found: NDArray[np.uint64], expected: NDArray[np.uint64]) -> int:
-    """Return how many bytes differ."""
-    if np.array_equal(found, expected):
-        return 0
-    return int((found.view(np.uint8) != expected.view(np.uint8)).sum())
+def _wrong(tensors: list[Words], number: int, kind: int, within: int | None = None) -> int:
+    """Return how many bytes are not of a kind; those of the addressed blocks are to be of the kind ``within``.
 
-
-def _filled_wrongly(tensors: list[NDArray[np.uint64]], number: int, kind: int, within: int | None = None) -> int:
-    """Return how many bytes are not of a kind; those of the addressed blocks are to be of the kind ``within``."""
-    edge = BLOCK // 8
-    wrong = 0
-    for tensor, words in enumerate(tensors):
-        expected = _words(number, kind, tensor, words.size)
-        if within is not None:
-            expected[edge:-edge] = _words(number, within, tensor, words.size)[edge:-edge]
-        wrong += _strange(words, expected)
-    return wrong
+    ``within``: ANYTHING where they may hold what they like.
+    """
+    inside = slice(BLOCK // 8, -BLOCK // 8)
+    expected = [numbered(word(number, kind, tensor), words.size) for tensor, words in enumerate(tensors)]
+    if within is not None:
+        for tensor, words in enumerate(expected):
+            other = tensors[tensor] if within == ANYTHING else numbered(word(number, within, tensor), words.size)
+            words[inside] = other[inside]
+    return differing(tensors, expected)
 
 
 # --- the other end ----------------------------------------------------------------------------------------------------
@@ -166,50 +144,23 @@ def poison(world: World, shape: Shape, number: int, kind: int) -> list[int]:
     """Fill the cache of this end; return the addresses of its tensors."""
     if "mine" not in world.caches:
         world.caches["mine"] = world.cm.allocate_blocks_cache(shape.desc)
-    _fill(_tensors(world.caches["mine"]), number, kind)
+    _fill(words_of(world.caches["mine"]), number, kind)
     return list(world.caches["mine"].tensor_addrs)
 
 
 def pull(world: World, shape: Shape, number: int, way: str) -> Ended:
     """Pull the blocks of the owner; judge every byte that is here afterwards."""
-    mine = world.caches["mine"]
-    try:
-        if way == "remove":
-            world.cm.pull_blocks(ROW, mine, [], shape.blocks)
-        else:
-            world.cm.pull_blocks(KEY, mine, shape.blocks, shape.blocks)
-    except Exception as error:  # noqa: BLE001 (judged by whoever counts)
-        return Ended(type(error).__name__, isinstance(error, LLMException), _harmed(mine, number), str(error))
-    return Ended("success", True, _harmed(mine, number) + _not_arrived(mine, number))
-
-
-def _harmed(mine: Cache, number: int) -> int:
-    """Return how many bytes outside the addressed blocks have changed."""
-    edge = BLOCK // 8
-    wrong = 0
-    for tensor, words in enumerate(_tensors(mine)):
-        expected = _words(number, UNTOUCHED, tensor, words.size)
-        wrong += _strange(words[:edge], expected[:edge]) + _strange(words[-edge:], expected[-edge:])
-    return wrong
-
-
-def _not_arrived(mine: Cache, number: int) -> int:
-    """Return how many bytes inside them are not the source's."""
-    edge = BLOCK // 8
-    wrong = 0
-    for tensor, words in enumerate(_tensors(mine)):
-        expected = _words(number, SOURCE, tensor, words.size)
-        wrong += _strange(words[edge:-edge], expected[edge:-edge])
-    return wrong
+    mine, blocks = world.caches["mine"], shape.blocks
+    if way == "remove":
+        outcome = outcome_of(world.cm.pull_blocks, ROW, mine, [], blocks)
+    else:
+        outcome = outcome_of(world.cm.pull_blocks, KEY, mine, blocks, blocks)
+    return Ended(outcome, _wrong(words_of(mine), number, UNTOUCHED, SOURCE if outcome.good else ANYTHING))
 
 
 def push(world: World, shape: Shape, number: int) -> Ended:
     """Push the blocks of this end to the owner, who judges."""
-    try:
-        world.cm.push_blocks(KEY, world.caches["mine"], shape.blocks, shape.blocks)
-    except Exception as error:  # noqa: BLE001 (judged by whoever counts)
-        return Ended(type(error).__name__, isinstance(error, LLMException), 0, str(error))
-    return Ended("success", True, 0)
+    return Ended(outcome_of(world.cm.push_blocks, KEY, world.caches["mine"], shape.blocks, shape.blocks))
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
@@ -223,7 +174,7 @@ def arena(world: World, shape: Shape, inside: bool) -> None:
     for name in ("arena", "second arena"):
         if inside:
             world.caches[name] = world.cm.allocate_blocks_cache(shape.desc)
-            world.memory[name] = _tensors(world.caches[name])
+            world.memory[name] = words_of(world.caches[name])
         else:
             world.memory[name] = [np.zeros((shape.moved + 2) * BLOCK // 8, np.uint64) for _ in range(TENSORS)]
     world.memory["used"] = _used(world)
@@ -246,10 +197,10 @@ def offer(world: World, shape: Shape, number: int, way: str, kind: int) -> list[
     else:
         theirs = world.cm.allocate_blocks_cache(shape.desc, KEY)
     world.caches["theirs"] = theirs
-    _fill(_tensors(theirs), number, kind)
+    _fill(words_of(theirs), number, kind)
     if way == "remove":
         # What arrives lies one block further in at the other end, and is counted from there.
-        for words in _tensors(theirs):
+        for words in words_of(theirs):
             np.add(words, np.uint64(BLOCK // 8), out=words)
     return [address + edge for address in theirs.tensor_addrs]
 
@@ -268,7 +219,7 @@ def take_back(world: World, shape: Shape, number: int, way: str, pid: int, readi
     """Take the memory back and use it again, as far as the library lets us, while the other end is stopped."""
     if way == "keep":
         return Taken(reused=False)
-    words = _tensors(world.caches["theirs"])
+    words = words_of(world.caches["theirs"])
     take = {"rebind": _rebind, "unregister": _unregister, "remove": _remove}.get(way, _deallocate)
     return take(world, shape, number, _Stopped(pid, reading, words))
 
@@ -279,7 +230,7 @@ class _Stopped:
 
     pid: int
     reading: bool
-    words: list[NDArray[np.uint64]]
+    words: list[Words]
 
     def in_the_way(self, error: Exception) -> bool:
         return f"pid {self.pid} " in str(error)
@@ -325,7 +276,7 @@ def _remove(world: World, shape: Shape, number: int, stopped: _Stopped) -> Taken
     world.cm.remove_cache_key(ROW)
     world.cm.deallocate_cache(theirs)
     world.caches["again"] = again = world.cm.allocate_cache(theirs.cache_desc)
-    _fill(_tensors(again), number, REUSED)
+    _fill(words_of(again), number, REUSED)
     return Taken(reused=again.tensor_addrs == before)
 
 
@@ -339,7 +290,7 @@ def _deallocate(world: World, shape: Shape, number: int, stopped: _Stopped) -> T
         world.caches["again"] = again = world.cm.allocate_blocks_cache(shape.desc)
     except OutOfMemory as error:
         return Taken(False, "OutOfMemory", stopped.in_the_way(error), kept, incomplete)
-    _fill(_tensors(again), number, REUSED)
+    _fill(words_of(again), number, REUSED)
     return Taken(again.tensor_addrs == before, quarantined=kept, incomplete=incomplete)
 
 
@@ -353,7 +304,7 @@ def use_again(world: World, shape: Shape, number: int, way: str) -> float:
     wait_until(lambda: world.dd.statistics().quarantined_bytes == 0)
     if way == "full" and "again" not in world.caches:
         world.caches["again"] = world.cm.allocate_blocks_cache(shape.desc)
-        _fill(_tensors(world.caches["again"]), number, REUSED)
+        _fill(words_of(world.caches["again"]), number, REUSED)
     if way == "unregister" and "theirs" in world.caches:
         world.cm.unregister_cache(world.caches.pop("theirs").cache_id)
         _fill(world.memory["arena"], number, REUSED)
@@ -367,13 +318,13 @@ def look_back(world: World, number: int, way: str, pushed: bool) -> int:
     """
     strange = 0
     if "again" in world.caches:
-        strange += _filled_wrongly(_tensors(world.caches["again"]), number, REUSED)
+        strange += _wrong(words_of(world.caches["again"]), number, REUSED)
     if way == "unregister":
-        strange += _filled_wrongly(world.memory["arena"], number, REUSED)
+        strange += _wrong(world.memory["arena"], number, REUSED)
     if way == "rebind":
         arena = world.memory["second arena"]
-        untouched = _filled_wrongly(arena, number, REUSED)
-        strange += min(untouched, _filled_wrongly(arena, number, REUSED, WRITTEN)) if pushed else untouched
+        untouched = _wrong(arena, number, REUSED)
+        strange += min(untouched, _wrong(arena, number, REUSED, WRITTEN)) if pushed else untouched
     _give_back(world)
     wait_until(lambda: world.dd.statistics().pins == 0 and _used(world) == world.memory["used"])
     world.dd.check_integrity()

@@ -18,22 +18,23 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tests.faults import trial_ends as ends
+from tests.faults.harness import Outcome, Processes, Report, command
 from tests.faults.midcopy import stop_inside_copy
 from tests.faults.trial_ends import BLOCK, SOURCE, UNTOUCHED, WRITTEN, Ended, Shape, Taken, word
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link, links
+from tests.support.linking import links
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Report", "Trials", "main", "run"]
+    from tests.support.ends import ChildEnd
+
+__all__ = ["TrialReport", "Trials", "main", "run"]
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
 #: MiB a copy: so long that a signal finds it in the middle, also where all share one CPU. Of cma the kernel moves 4 MiB
@@ -47,29 +48,23 @@ TRIES: Final = 40
 
 
 @dataclass
-class Report:
+class TrialReport(Report):
     """What came of the trials of one kind."""
 
-    transport: str
-    what: str
-    asked: int
+    what: str = ""
     tried: int = 0
     caught: int = 0
     reused: int = 0
     quarantines: int = 0
     killed: int = 0
-    wrong_bytes: int = 0
     foreign_bytes: int = 0
-    seconds: float = 0.0
     slowest_return: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
         """True when every trial asked for was caught and nothing went wrong in any, caught or not."""
-        return self.caught >= self.asked and not (self.wrong_bytes or self.foreign_bytes or self.faults)
+        return super().good and self.caught >= self.asked and not self.foreign_bytes
 
     def line(self) -> str:
         """Return one row of the table."""
@@ -77,8 +72,7 @@ class Report:
         cells = "".join(f"{number:>8}" for number in numbers)
         return (
             f"{self.transport:<5}{self.what:<8}{cells}{self.wrong_bytes:>8}{self.foreign_bytes:>9}"
-            f"{self.slowest_return * 1e3:>9.0f}{self.seconds:>8.0f}  "
-            + ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+            f"{self.slowest_return * 1e3:>9.0f}{self.seconds:>8.0f}  {super().line()}"
             + "".join(f"; {count} times {name} to the owner" for name, count in sorted(self.refused.items()))
         )
 
@@ -89,36 +83,17 @@ HEAD: Final = (
 
 
 class Trials:
-    """The two ends of all trials of one kind. A context manager: ends both processes."""
+    """The two ends of all trials of one kind."""
 
-    def __init__(self, transport: str, what: str, mib: int | None = None) -> None:
+    def __init__(self, processes: Processes, transport: str, what: str, shape: Shape) -> None:
         self.transport, self.what = transport, what
         self.reading = what == "reader"
-        self.shape = Shape(mib or SIZES[transport])
+        self.shape = shape
         self.number = 0
-        pool = 4 * self.shape.nbytes + 16 * BLOCK
-        self._settings: dict[str, Any] = {
-            # One thread, so that the last byte is the last one.
-            "extra": {"llm.Transport": transport, "llm.PeerTimeout": "600", "llm.CopyThreads": "1"},
-            "mem_pool_cfg": f'{{"memory_size": {pool}, "page_shift": 16}}',
-            "host_mem_pool_cfg": None,
-            "enable_remote_cache_accessible": not self.reading,
-        }
-        with ExitStack() as undo:
-            self.owner = ChildEnd("owner")
-            undo.callback(self.owner.close)
-            settings = self._settings | {"sync_kv_timeout": SHORT_MS}
-            self.owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
-            self.owner.do(ends.arena, self.shape, transport == "shm")
-            self.other = self._born()
-            undo.callback(self._end_other)
-            self._undo = undo.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._undo.close()
+        self._processes = processes
+        self.owner: ChildEnd = processes.owner(sync_kv_timeout=SHORT_MS)
+        self.owner.do(ends.arena, shape, transport == "shm")
+        self.other = self._born()
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -127,9 +102,9 @@ class Trials:
             return ends.WRITER_WAYS
         return ends.READER_WAYS if self.transport == "tcp" else ends.READER_WAYS[:-1]
 
-    def run(self, count: int) -> Report:
+    def run(self, count: int) -> TrialReport:
         """Make trials until so many were caught."""
-        report = Report(self.transport, self.what, count)
+        report = TrialReport(self.transport, count, what=self.what)
         since = time.monotonic()
         ways = cycle(self.ways)
         while report.caught < count and report.tried < count * TRIES:
@@ -138,7 +113,7 @@ class Trials:
         report.seconds = time.monotonic() - since
         return report
 
-    def trial(self, report: Report, way: str, *, kill: bool) -> None:
+    def trial(self, report: TrialReport, way: str, *, kill: bool) -> None:
         """Make one trial and judge it."""
         self.number += 1
         report.tried += 1
@@ -146,7 +121,7 @@ class Trials:
         taken = self.owner.do(ends.take_back, self.shape, self.number, way, self.other.pid, self.reading)
         ended = self._go_on(kill=kill)
         returned = self.owner.do(ends.use_again, self.shape, self.number, way)
-        pushed = not self.reading and ended.outcome == "success" and self.transport == "tcp"
+        pushed = not self.reading and ended.outcome.good and self.transport == "tcp"
         foreign = self.owner.do(ends.look_back, self.number, way, pushed)
         if kill:
             wait_until(lambda: self.owner.do(links) == {})
@@ -162,7 +137,7 @@ class Trials:
             report.reused += taken.reused
             report.quarantines += taken.quarantined > 0
             report.killed += kill
-            report.outcomes[ended.outcome] += 1
+            report.outcomes[ended.outcome.name] += 1
             if taken.refused:
                 report.refused[taken.refused] += 1
 
@@ -188,7 +163,7 @@ class Trials:
         """Let the other end go on, or kill it as it stands there."""
         if kill:
             self.other.kill()
-            return Ended("killed", typed=True, wrong=0)
+            return Ended(Outcome("killed"))
         self.other.signal(signal.SIGCONT)
         ended: Ended = self.other.finish()
         return ended
@@ -198,11 +173,11 @@ class Trials:
         yield from _untyped(ended)
         by_lanes = self.transport == "tcp"
         if way == "keep":
-            if ended.outcome != "success":
-                yield f"nothing happened to its source, and it ended with {ended.outcome}: {ended.text}"
+            if not ended.outcome.good:
+                yield f"nothing happened to its source, and it ended with {ended.outcome}"
             return
         # Over lanes a reader may have got all that it still lacked from its own socket.
-        if ended.outcome == "success" and not (by_lanes and self.reading):
+        if ended.outcome.good and not (by_lanes and self.reading):
             yield "it was inside the copy when its memory was taken back, and succeeded"
         if self.reading:
             if taken.reused != (way != "remove"):
@@ -214,16 +189,8 @@ class Trials:
             yield f"the owner got {taken}"
 
     def _born(self) -> ChildEnd:
-        other = ChildEnd("other end")
-        other.do(ends.give_way)
-        other.start("DECODER", 2, **self._settings)
-        assert other.do(link, [info(1, self.owner.port)]) == SUCCESS
+        other: ChildEnd = self._processes.reader(self.owner, first=ends.give_way)
         return other
-
-    def _end_other(self) -> None:
-        with suppress(ProcessLookupError):
-            self.other.signal(signal.SIGCONT)
-        self.other.close()
 
 
 #: What the owner gets while a writer that is not its own lanes is stopped.
@@ -236,8 +203,8 @@ EXPECTED: Final[dict[str, Callable[[int], Taken]]] = {
 
 
 def _untyped(ended: Ended) -> Iterator[str]:
-    if not ended.typed:
-        yield f"ended with {ended.outcome}, which is no error of the library: {ended.text}"
+    if not ended.outcome.typed:
+        yield f"ended with what is no error of the library: {ended.outcome}"
 
 
 class Watch:
@@ -272,37 +239,32 @@ class Watch:
         os.close(self._fd)
 
 
-def run(transport: str, what: str, count: int, mib: int | None = None) -> Report:
+def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialReport:
     """Make ``count`` trials that count."""
-    with Trials(transport, what, mib) as trials:
-        return trials.run(count)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    shape = Shape(mib or SIZES[transport])
+    with Processes(
+        transport,
+        4 * shape.nbytes + 16 * BLOCK,
+        page_shift=16,
+        # One copying thread, so that the last byte is the last one.
+        extra={"llm.PeerTimeout": "600", "llm.CopyThreads": "1"},
+        enable_remote_cache_accessible=what == "writer",
+    ) as processes:
+        return Trials(processes, transport, what, shape).run(count)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials asked for and print the table; 1 when anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000, metavar="N", help="that count, of each kind (1000)")
-    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all")
     parser.add_argument("--what", choices=("reader", "writer", "all"), default="all")
     parser.add_argument("--mib", type=int, help="MiB a copy")
-    options = parser.parse_args(arguments)
-    transports = TRANSPORTS if options.transport == "all" else (options.transport,)
-    kinds = ("reader", "writer") if options.what == "all" else (options.what,)
-    reports = []
-    _say(HEAD)
-    for transport in transports:
-        for what in kinds:
-            reports.append(run(transport, what, options.trials, options.mib))
-            _say(reports[-1].line())
-    for report in reports:
-        for fault in report.faults[:20]:
-            _say(f"{report.transport} {report.what}: {fault}")
-    return 0 if all(report.good for report in reports) else 1
+
+    def of_transport(transport: str, options: argparse.Namespace) -> Iterator[Report]:
+        for what in ("reader", "writer") if options.what == "all" else (options.what,):
+            yield run(transport, what, options.trials, options.mib)
+
+    return command(parser, TRANSPORTS, HEAD, of_transport, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, LLMException, NotLinked, PeerLost
-from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
+from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Scene:
 
     def error(self, name: str, seconds: float = 10.0) -> LLMException:
         """Return how a pull that was begun has failed; it must have, before long."""
-        wait_until(lambda: not self.decoder.do(still_runs, name), seconds)
+        wait_until(lambda: not self.decoder.do(runs_there, name), seconds)
         error = self.decoder.do(result_there, name)
         assert isinstance(error, LLMException), error
         return error
@@ -104,11 +104,6 @@ class Scene:
         with pytest.raises(CacheNotFound):
             self.decoder.do(call, *PULL_BULK)
         bytes_move_both_ways(self.decoder, self.prompt)
-
-
-def still_runs(world: World, name: str) -> bool:
-    alive: bool = world.memory[name][0].is_alive()
-    return alive
 
 
 def succeeds(world: World, pull: tuple[Any, ...]) -> bool:

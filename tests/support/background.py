@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["ended", "in_background"]
+__all__ = ["Call", "ended", "in_background"]
 
 _SECONDS = 60.0
 
 
-class _Run:
-    """One function in one thread, with what came of it."""
+class Call:
+    """One call in a thread of its own, and what came of it."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._error: BaseException | None = None
@@ -35,9 +35,15 @@ class _Run:
         self.thread = threading.Thread(target=run, name="in background")
         self.thread.start()
 
-    def result(self) -> Any:
+    def outcome(self) -> Any:
+        """Return what the call returns, or its exception; it must end in time."""
         self.thread.join(_SECONDS)
         assert not self.thread.is_alive()
+        return self._result if self._error is None else self._error
+
+    def result(self) -> Any:
+        """Return what the call returns, or raise what it raises; it must end in time."""
+        self.outcome()
         if self._error is not None:
             raise self._error
         return self._result
@@ -46,7 +52,7 @@ class _Run:
 def _start(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Start the call; return how often guards have been advanced before."""
     before = _advances(world)
-    world.memory["background"] = _Run(function, world, *args)
+    world.memory["background"] = Call(function, world, *args)
     return before
 
 

@@ -114,6 +114,15 @@ class ChildEnd(_Started):
             return value
         raise value
 
+    def answered(self) -> bool:
+        """Return True when there is an answer, or will never be one."""
+        return self._pipe.poll(0) or self.code is not None
+
+    @property
+    def code(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
     def do(self, function: Callable[..., R], *args: Any) -> R:
         """Call in the child and wait for the result."""
         self.begin(function, *args)

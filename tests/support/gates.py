@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._links.messages import Release, Resolve
-from tests.faults.gates import STEPS, Gate, shut
+from tests.faults.gates import STEPS, Gate, shut, watched
+from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.moves import call
 
@@ -16,10 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.faults.gates import Watcher
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["STEPS", "Stopped", "begin", "count_messages", "gated_call", "releases", "resolves", "stopped"]
+__all__ = [
+    "STEPS",
+    "Stopped",
+    "begin",
+    "count_messages",
+    "gated_call",
+    "open_there",
+    "releases",
+    "resolves",
+    "shut_there",
+    "stopped",
+    "watch_there",
+]
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,44 +82,38 @@ def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], An
         end.begin(function, *args)
         return end.finish
     assert isinstance(end, LocalEnd)
-    outcome: list[tuple[bool, Any]] = []
+    return Call(end.do, function, *args).result
 
-    def run() -> None:
-        try:
-            outcome.append((True, end.do(function, *args)))
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            outcome.append((False, error))
 
-    thread = threading.Thread(target=run, name="begun call")
-    thread.start()
+def shut_there(world: World, step: str, folder: Path, peer: int) -> None:
+    """Shut a gate in the way of an end; :func:`open_there` takes it away."""
+    world.memory["gate"] = stack = ExitStack()
+    stack.enter_context(shut(world.dd, step, folder, peer=peer))
 
-    def finish() -> Any:
-        thread.join(60)
-        assert not thread.is_alive()
-        ((ok, value),) = outcome
-        if ok:
-            return value
-        raise value
 
-    return finish
+def open_there(world: World) -> None:
+    world.memory.pop("gate").close()
+
+
+def watch_there(world: World, watcher: Watcher) -> None:
+    """Have every step of an end's process passed to ``watcher`` until the end stops."""
+    stack = ExitStack()
+    stack.enter_context(watched(watcher))
+    world.memory[f"watch {id(stack)}"] = stack
 
 
 def count_messages(world: World) -> None:
     """Count from now on how often a peer asks this end where a cache is, and how often it gives a pin back."""
     assert world.dd._engine is not None
-    handlers: Any = world.dd._engine.links._handlers
-    resolve, release = handlers[Resolve], handlers[Release]
+    links = world.dd._engine.links
     world.memory["resolves"] = world.memory["releases"] = 0
 
-    def on_resolve(link: Any, message: Any) -> None:
-        world.memory["resolves"] += 1  # before the answer leaves
-        resolve(link, message)
+    def count(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        # A question before the answer leaves, a release after its effects.
+        if subject is links and (name, type(details[0])) in (("handle", Resolve), ("handled", Release)):
+            world.memory["resolves" if name == "handle" else "releases"] += 1
 
-    def on_release(link: Any, message: Any) -> None:
-        release(link, message)
-        world.memory["releases"] += 1  # after its effects
-
-    handlers[Resolve], handlers[Release] = on_resolve, on_release
+    watch_there(world, count)
 
 
 def resolves(world: World) -> int:

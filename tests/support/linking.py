@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
+from tests.support.background import Call
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "link_when",
     "links",
     "result_there",
+    "runs_there",
     "start_both",
     "unlink",
 ]
@@ -107,22 +109,15 @@ def bytes_move_both_ways(first: End, second: End) -> None:
 
 def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
     """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
-    outcome: list[Any] = []
+    world.memory[name] = Call(function, world, *args)
 
-    def run() -> None:
-        try:
-            outcome.append(function(world, *args))
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            outcome.append(error)
 
-    thread = threading.Thread(target=run, name=name)
-    world.memory[name] = (thread, outcome)
-    thread.start()
+def runs_there(world: World, name: str) -> bool:
+    """Return True while the call has not ended."""
+    call: Call = world.memory[name]
+    return call.thread.is_alive()
 
 
 def result_there(world: World, name: str) -> Any:
     """Return the result, or the exception."""
-    thread, outcome = world.memory.pop(name)
-    thread.join(60)
-    assert not thread.is_alive()
-    return outcome[0]
+    return world.memory.pop(name).outcome()

@@ -26,7 +26,7 @@ from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import ExternalSegment
 from llm_datadist._memory.write_intents import WriteIntents
-from llm_datadist._native import Tensors
+from llm_datadist._native import Tensors, steps
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
@@ -279,6 +279,8 @@ class CacheStore:
         Raises:
             CacheNotFound: No such cache.
         """
+        if steps.watch is not None:
+            steps.watch("use", self)
         return _Use(self, cache_id, what)
 
     # --- giving them back ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.messages import Failed, Message, Ping, remote_failure
 from llm_datadist._log import logger
-from llm_datadist._native import UseGate
+from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
 from llm_datadist.metrics import LinkStatistics
 
@@ -349,12 +349,16 @@ class Link:
             PeerLost: The link broke.
             NotLinked: It is not ready yet, or this end gave it up.
         """
+        if steps.watch is not None:
+            steps.watch("send", self, message)
         if (channel := self.channel) is None:
             raise NotLinked(f"the link to {self.peer} is not ready", peer=self.peer.cluster_id)
         try:
             channel.send(message)
         except NotLinked as error:
             raise self.lost_error(what or type(message).__name__, phase) from error
+        if steps.watch is not None:
+            steps.watch("sent", self, message)
         return channel
 
     def tell(self, message: Message) -> None:

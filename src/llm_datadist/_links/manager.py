@@ -32,6 +32,7 @@ from llm_datadist._links.messages import (
 from llm_datadist._links.retry import Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
+from llm_datadist._native import steps
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
@@ -426,7 +427,11 @@ class LinkManager:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(f"{type(message).__name__} has no place on a link that is up")
+        if steps.watch is not None:
+            steps.watch("handle", self, message, link)
         handler(link, message)
+        if steps.watch is not None:
+            steps.watch("handled", self, message, link)
 
     def _on_pong(self, link: Link, message: Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)

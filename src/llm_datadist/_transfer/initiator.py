@@ -14,7 +14,7 @@ import msgspec
 from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
-from llm_datadist._native import Plan
+from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import CompletedTransfer
 from llm_datadist._transfer.resolution import RemoteName, Resolution, Resolving, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
@@ -129,6 +129,8 @@ class Initiator:
             ChecksumMismatch: Both ends differ after the copy.
             PeerLost: The link broke.
         """
+        if steps.watch is not None:
+            steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
         key = op.name, op.push
         if op.push and op.destination_pin is None:
@@ -164,6 +166,8 @@ class Initiator:
         def build(number: int) -> Resolve:
             return Resolve(number, op.push, name.key, name.cache_id, name.row, deadline.remaining_ms())
 
+        if steps.watch is not None:
+            steps.watch("ask", link)
         try:
             answer = link.request(build, deadline, Resolving(op.what, name), "resolve")
         except RemoteFailure as failure:
@@ -190,6 +194,8 @@ class Initiator:
             pair = remote.pair
             if pair is None or pair.cache_id != op.local.cache_id:
                 pair = remote.pair = _compare(link, op.local, remote)
+            if steps.watch is not None:
+                steps.watch("plan", link)
             plan = op.make_plan(pair)
             if not self._copy(link, op, remote, plan):
                 return None
@@ -206,7 +212,11 @@ class Initiator:
         connection = remote.tensors.connection
         move = connection.write if op.push else connection.read
         try:
+            if steps.watch is not None:
+                steps.watch("copy", link, op.push, op.deadline)
             move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
+            if steps.watch is not None:
+                steps.watch("copied", link, op.push)
         except MemoryChanged:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
             return False
@@ -243,6 +253,8 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
     """Return True while every guard shows its generation; the target checks remote guards by itself."""
     if remote.tensors.remote_guards:
         return True
+    if steps.watch is not None:
+        steps.watch("guards", link)
     try:
         return remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LinkError as error:

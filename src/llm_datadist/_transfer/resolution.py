@@ -15,7 +15,7 @@ from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
 from llm_datadist._links.messages import Guarded, Release
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import GuardSet
+from llm_datadist._native import GuardSet, steps
 from llm_datadist._transfer.target import encode_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
@@ -90,7 +90,11 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if not answer.guards:
             raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
         known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
+        if steps.watch is not None:
+            steps.watch("answer", link)
         tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+        if steps.watch is not None:
+            steps.watch("resolved", link)
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if tensors.remote_guards:

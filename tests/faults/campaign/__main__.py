@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tests.faults.campaign.epochs import TRANSPORTS
 from tests.faults.campaign.supervisor import Supervisor
+from tests.faults.harness import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(arguments)
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    _say(f"seed {seed}")
+    say(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), _say)
+        supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), say)
         supervisor.run(options.seconds, options.epoch)
     report = supervisor.report
-    _say(f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}")
+    say(f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}")
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_dict() | {"seed": seed}, indent=1) + "\n")
     return int(report.failed)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.faults.campaign import worker as work
+from tests.faults.harness import holds_within
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
@@ -25,16 +25,6 @@ class Lost(Exception):
     """A worker that should be there is not, or does not answer."""
 
 
-class _Child(ChildEnd):
-    def answered(self) -> bool:
-        """Return True when there is an answer, or will never be one."""
-        return self._pipe.poll(0) or self.code is not None
-
-    @property
-    def code(self) -> int | None:
-        return self._process.poll()
-
-
 class Hand:
     """One worker, through all its lives. The supervisor's thread only.
 
@@ -48,7 +38,7 @@ class Hand:
         self.state = "dead"
         self._folder = folder
         self._directory = directory
-        self._child: _Child | None = None
+        self._child: ChildEnd | None = None
 
     @property
     def pid(self) -> int:
@@ -57,17 +47,13 @@ class Hand:
 
     def bear(self) -> None:
         """Start the process, without an end yet."""
-        self._child = _Child(f"campaign {self.number}")
+        self._child = ChildEnd(f"campaign {self.number}")
         self.do(work.prepare, str(self._folder), self.number)
         self.state = "up"
 
-    def begin(self, epoch: Epoch) -> None:
-        """Begin to initialise it; :meth:`collect` waits for that."""
-        self.send(work.begin, epoch, self.port)
-
     def rise(self, epoch: Epoch, ports: dict[int, int]) -> None:
         """Be born again in the middle of an epoch. Returns at once, see :meth:`risen`."""
-        self._child = _Child(f"campaign {self.number}")
+        self._child = ChildEnd(f"campaign {self.number}")
         self.state = "rising"
         self.send(_rise, str(self._folder), self.number, epoch, self.port, ports)
 
@@ -132,10 +118,9 @@ class Hand:
 
     def _exit(self) -> int | None:
         assert self._child is not None
-        until = time.monotonic() + 5.0
-        while self._child.code is None and time.monotonic() < until:
-            time.sleep(0.01)
-        return self._child.code
+        child = self._child
+        holds_within(lambda: child.code is not None, 5.0)
+        return child.code
 
 
 def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What one worker has seen: calls by kind and result, verified bytes, and everything that must not be.
+"""What one worker has seen: calls by kind and result, verified bytes, arrivals at steps, and what must not be.
 
 The counts are written to a file every second and each violation at once, so that a kill loses little.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
+from tests.faults.gates import count_arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,8 @@ class Journal:
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        self._counting = count_arrivals()
+        self._arrivals: Counter[str] = Counter()
         self._worst = 0.0
         self._lost = 0.0
         self._running: dict[int, _Running] = {}
@@ -66,12 +69,14 @@ class Journal:
         logging.getLogger("LLM_DATADIST").addHandler(self._handler)
         threading.excepthook = lambda args: self._forgotten("thread", args.exc_value)
         sys.unraisablehook = lambda args: self._forgotten("unraisable", args.exc_value)
+        self._arrivals = self._counting.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._counting.__exit__(None, None, None)
         logging.getLogger("LLM_DATADIST").removeHandler(self._handler)
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
@@ -114,7 +119,8 @@ class Journal:
     def flush(self) -> None:
         """Write the counts."""
         with self._lock:
-            text = json.dumps({"calls": self.calls, "counts": self.counts, "worst": self._worst})
+            seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
+            text = json.dumps(seen)
         draft = self._path.with_suffix(".draft")
         draft.write_text(text)
         draft.replace(self._path.with_suffix(".json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,11 +142,9 @@ class Destination:
         return gone is None
 
 
-def close_all(destinations: Sequence[Destination | None]) -> bool:
+def close_all(destinations: Sequence[Destination]) -> bool:
     """Give all back."""
-    done = [each.close() for each in destinations if each is not None]
-    with suppress(AttributeError):
-        for each in destinations:
-            if each is not None:
-                each.views.clear()
+    done = [each.close() for each in destinations]
+    for each in destinations:
+        each.views.clear()
     return all(done)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheKeyByIdAndIndex, Placement
@@ -32,6 +34,26 @@ _OLD = 0.25
 _REMEMBERED = 24
 
 
+@dataclass(frozen=True)
+class _Own:
+    """The caches of one mover: what it pulls into, and what it pushes (letters)."""
+
+    blocks: Destination
+    rows: Destination
+    host: Destination
+    letters: Destination
+    long_letters: Destination
+
+
+@dataclass(frozen=True)
+class _Into:
+    """What a pull addresses."""
+
+    dst: Destination
+    tensors: Sequence[int]
+    rows: Sequence[int]
+
+
 class Mover:
     """One thread, with destinations of its own. ``number`` counts the movers of its worker."""
 
@@ -46,16 +68,12 @@ class Mover:
         self._consumed: dict[tuple[int, ...], Any] = {}
         #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
         self._inherited = scene.directory.generations()
-        self._blocks: Destination | None = None
-        self._rows: Destination | None = None
-        self._host: Destination | None = None
-        self._letters: Destination | None = None  # what is pushed: blocks
-        self._long_letters: Destination | None = None  # and rows
+        self._own: _Own | None = None
 
     def run(self) -> None:
         """The thread."""
         rng, scene = self._rng, self._scene
-        jobs: list[tuple[int, Callable[[], object]]] = [
+        jobs: list[tuple[int, Callable[[_Own], object]]] = [
             (8, self._pull_blocks),
             (4, self._pull_row),
             (3, self._copy_inside),
@@ -64,35 +82,34 @@ class Mover:
         jobs += [(6, self._push_blocks), (4, self._push_row)] if scene.epoch.rca else [(8, self._pull_keyed)]
         weights, work = zip(*jobs, strict=True)
         while not scene.stop.is_set():
-            if not self._ready():
+            if self._own is None:
+                self._own = self._made()
+            if self._own is None:
                 scene.stop.wait(0.05)
                 continue
-            rng.choices(work, weights)[0]()
+            rng.choices(work, weights)[0](self._own)
             if rng.random() < 0.3:
                 scene.stop.wait(rng.choice((0.0, 0.001, 0.01)))
 
     def free(self) -> bool:
         """Give all memory back; False: something is still in use."""
-        kept = [self._blocks, self._rows, self._host, self._letters, self._long_letters]
-        self._blocks = self._rows = self._host = self._letters = self._long_letters = None
-        return close_all(kept)
+        own, self._own = self._own, None
+        return own is None or close_all([own.blocks, own.rows, own.host, own.letters, own.long_letters])
 
     # --- destinations ----------------------------------------------------------------------------------------------
 
-    def _ready(self) -> bool:
-        if self._blocks is not None:
-            return True
+    def _made(self) -> _Own | None:
+        """Return new caches, or None: the pool is full, or is not given back in time."""
         shape = self._scene.epoch.shape
         self._turn += 1
         made: list[Destination] = []
         try:
             for each, long in ((shape, False), (shape.long, True), (shape, False), (shape, False), (shape.long, True)):
                 made.append(self._destination(each, len(made), long=long))
-        except LLMException:  # the pool is full, or is not given back in time
+        except LLMException:
             close_all(made)
-            return False
-        self._blocks, self._rows, self._host, self._letters, self._long_letters = made
-        return True
+            return None
+        return _Own(*made)
 
     def _destination(self, shape: Shape, index: int, *, long: bool) -> Destination:
         scene = self._scene
@@ -100,14 +117,11 @@ class Mover:
         kinds = ("allocated", "inside", "private") if not host else ("allocated",)
         placement = Placement.HOST if host else Placement.DEVICE
         kind = self._rng.choice(kinds)
-        stamp = self._own(index)
+        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + 4 * self._number, 8 * self._turn + index)
         settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
         return Destination(scene.journal, scene.cm, shape, stamp, **settings)
 
-    def _own(self, index: int) -> Stamp:
-        return Stamp(self._scene.worker, self._scene.life, _OWN_SLOT + 4 * self._number, 8 * self._turn + index)
-
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, own: _Own) -> None:
         """Others get the memory, at once."""
         if self._rng.random() < 0.3 and not self.free():
             self._scene.journal.note("destinations kept by others")
@@ -122,35 +136,22 @@ class Mover:
             self._remembered.append(found)
         return found
 
-    def _copy_inside(self) -> None:
-        assert self._blocks is not None
-        assert self._rows is not None
-        assert self._host is not None
-        copy_inside(self._scene, self._rng, self._blocks, self._rows, self._host)
+    def _copy_inside(self, own: _Own) -> None:
+        copy_inside(self._scene, self._rng, own.blocks, own.rows, own.host)
 
     # --- pulls -----------------------------------------------------------------------------------------------------
 
-    def _pull_blocks(self) -> None:
+    def _pull_blocks(self, own: _Own) -> None:
         found = self._pick(Kind.BLOCKS, Kind.REBOUND)
-        if found is None or self._blocks is None:
+        if found is None:
             return
         count = self._rng.choice((1, 2, 5, found.shape.rows))
         sources = self._rng.sample(range(found.shape.rows), count)
         targets = self._rng.sample(range(found.shape.rows), count)
         from_, to, ranges = self._layers(found.shape.tensors)
-
-        def call() -> Any:
-            return self._scene.cm.pull_blocks(blocks_key(found), self._dst, sources, targets, **ranges)
-
-        def wanted(stamp: Stamp) -> Words:
-            return pattern(stamp, from_, sources, found.shape.words)
-
-        self._pull("pull_blocks", call, found, self._blocks, to, targets, wanted)
-
-    @property
-    def _dst(self) -> Any:
-        assert self._blocks is not None
-        return self._blocks.cache
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, sources, targets, **ranges)
+        wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
+        self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
 
     def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
         """Return tensors there, tensors here, and the layer ranges that say so."""
@@ -165,48 +166,35 @@ class Mover:
         }
         return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
 
-    def _pull_row(self) -> None:
+    def _pull_row(self, own: _Own) -> None:
         found = self._pick(Kind.ROWS)
         if found is None:
             return
         row = self._rng.randrange(found.shape.rows)
-        self._row(found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
+        self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
 
-    def _row(self, found: Found, key: Any, row: int) -> Any:
+    def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
         """Pull a row into a row, or into blocks; return what came of it."""
-        assert self._rows is not None
-        assert self._blocks is not None
         tensors = range(found.shape.tensors)
-        cm = self._scene.cm
+        wanted = partial(pattern, tensors=tensors, rows=(row,), words=found.shape.words)
         if self._rng.random() < 0.5:
-            rows, target = self._rows, self._rng.randrange(found.shape.rows)
+            target = self._rng.randrange(found.shape.rows)
+            call = partial(self._scene.cm.pull_cache, key, own.rows.cache, target)
+            return self._pull("pull_cache", call, found, _Into(own.rows, tensors, (target,)), wanted)
+        pieces = found.shape.words // own.blocks.shape.words
+        targets = self._rng.sample(range(own.blocks.shape.rows), pieces)
+        call = partial(self._scene.cm.pull_blocks, key, own.blocks.cache, [], targets)
 
-            def wanted_row(stamp: Stamp) -> Words:
-                return pattern(stamp, tensors, (row,), found.shape.words)
+        def in_pieces(stamp: Stamp) -> Words:
+            return wanted(stamp).reshape(len(tensors), pieces, -1)
 
-            call = lambda: cm.pull_cache(key, rows.cache, target)  # noqa: E731
-            return self._pull("pull_cache", call, found, rows, tensors, (target,), wanted_row)
-        pieces = found.shape.words // self._blocks.shape.words
-        targets = self._rng.sample(range(self._blocks.shape.rows), pieces)
-
-        def wanted_pieces(stamp: Stamp) -> Words:
-            line = pattern(stamp, tensors, (row,), found.shape.words)
-            return line.reshape(len(tensors), pieces, -1)
-
-        call = lambda: cm.pull_blocks(key, self._dst, [], targets)  # noqa: E731
-        return self._pull("pull_blocks of a row", call, found, self._blocks, tensors, targets, wanted_pieces)
+        return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), in_pieces)
 
     def _pull(
-        self,
-        what: str,
-        call: Callable[[], Any],
-        found: Found,
-        dst: Destination,
-        tensors: Sequence[int],
-        rows: Sequence[int],
-        wanted: Callable[[Stamp], Words],
+        self, what: str, call: Callable[[], Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]
     ) -> Any:
-        scene = self._scene
+        """Pull and judge every byte; return what came of it. ``wanted``: what a cache of that stamp brings."""
+        scene, dst, tensors, rows = self._scene, into.dst, into.tensors, into.rows
         started = time.monotonic_ns()
         outcome = scene.call(what, scene.budget, call)
         self._judge_error(what, outcome)
@@ -246,7 +234,7 @@ class Mover:
 
     # --- keys, each consumed once ----------------------------------------------------------------------------------
 
-    def _pull_keyed(self) -> None:
+    def _pull_keyed(self, own: _Own) -> None:
         """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
         found = self._pick(Kind.KEYED)
         if found is None:
@@ -261,7 +249,7 @@ class Mover:
         link = self._link(found)
         by_id = self._rng.random() < 0.2
         key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
-        outcome = self._row(found, key, row)
+        outcome = self._row(own, found, key, row)
         self._judge_key(found, identity, link, outcome, by_id=by_id)
 
     def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
@@ -292,69 +280,58 @@ class Mover:
 
     # --- pushes ----------------------------------------------------------------------------------------------------
 
-    def _push_blocks(self) -> None:
+    def _push_blocks(self, own: _Own) -> None:
         found = self._pick(Kind.INBOX)
-        if found is None or self._letters is None or self._blocks is None:
+        if found is None:
             return
-        stamp, letters, target = self._letter(self._letters), self._letters, self._blocks
+        stamp, letters = self._letter(own.letters), own.letters
         rows = self._own_rows(found)
         sources = self._rng.sample(range(letters.shape.rows), len(rows))
         from_, to, ranges = self._layers(found.shape.tensors)
         key: Any = blocks_key(found)
         if self._rng.random() < 0.3:
             key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
-
-        def call() -> Any:
-            return self._scene.cm.push_blocks(key, letters.cache, sources, rows, **ranges)
-
+        call = partial(self._scene.cm.push_blocks, key, letters.cache, sources, rows, **ranges)
         if self._push("push_blocks", call, found, letters):
-            back = self._rng.sample(range(target.shape.rows), len(rows))
-            index = {there: here for here, there in zip(from_, to, strict=True)}
-            tensors = [index.get(tensor) for tensor in range(found.shape.tensors)]
-            pushed = [tensor for tensor, source in enumerate(tensors) if source is not None]
-            self._look_at_letters(found, target, pushed, rows, back, pattern(stamp, from_, sources, found.shape.words))
+            back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
+            wanted = pattern(stamp, from_, sources, found.shape.words)
+            self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
 
-    def _look_at_letters(
-        self, found: Found, dst: Destination, tensors: list[int], rows: list[int], back: list[int], wanted: Words
-    ) -> None:
+    def _look_at_letters(self, found: Found, into: _Into, rows: list[int], wanted: Words) -> None:
         """Pull back what was pushed, and layers that were not: these may hold anything."""
-        scene = self._scene
+        scene, dst, back = self._scene, into.dst, into.rows
         started = time.monotonic_ns()
         outcome = scene.call(
             "pull_blocks back", scene.budget, scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, back
         )
         self._judge_error("pull_blocks back", outcome)
         everything = range(found.shape.tensors)
-        found_now = [view[back].copy() for view in dst.views]
+        found_now = [view[list(back)].copy() for view in dst.views]
         dst.settle(f"pull back of {found} into rows {back}", everything, back, None)
         if outcome is not None or scene.directory.life(found.worker) != found.incarnation:
             return
         self._judge_time("pull back", found, found.generation, started)
-        for place, tensor in enumerate(tensors):
+        for place, tensor in enumerate(into.tensors):
             if not (found_now[tensor] == wanted[place]).all():
                 text = difference(found_now[tensor][None], wanted[place][None])
                 scene.journal.violation("wrong bytes", f"pushed into {found} tensor {tensor} rows {rows}: {text}")
                 return
         scene.journal.verified(wanted.nbytes)
 
-    def _push_row(self) -> None:
+    def _push_row(self, own: _Own) -> None:
         found = self._pick(Kind.INROWS)
-        if found is None or self._long_letters is None or self._rows is None:
+        if found is None:
             return
-        letters, target = self._long_letters, self._rows
-        stamp = self._letter(letters)
+        letters, stamp = own.long_letters, self._letter(own.long_letters)
         row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
         key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
-        call = lambda: self._scene.cm.push_cache(key, letters.cache, source)  # noqa: E731
+        call = partial(self._scene.cm.push_cache, key, letters.cache, source)
         if self._push("push_cache", call, found, letters):
-            back = self._rng.randrange(target.shape.rows)
+            back = self._rng.randrange(own.rows.shape.rows)
             tensors = range(found.shape.tensors)
-            pull = lambda: self._scene.cm.pull_cache(key, target.cache, back)  # noqa: E731
-
-            def wanted(_: Stamp) -> Words:
-                return pattern(stamp, tensors, (source,), found.shape.words)
-
-            self._pull("pull_cache back", pull, found, target, tensors, (back,), wanted)
+            pull = partial(self._scene.cm.pull_cache, key, own.rows.cache, back)
+            wanted = pattern(stamp, tensors, (source,), found.shape.words)
+            self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), lambda _: wanted)
 
     def _letter(self, letters: Destination) -> Stamp:
         """Write something new into what is to be pushed."""

@@ -119,6 +119,12 @@ class Slot:
             rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]  # type: ignore[assignment]
         same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
 
+    def unregistered(self, cache: Cache | None) -> bool:
+        """Unregister a cache; False: it stays."""
+        assert cache is not None
+        scene = self.scene
+        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, cache.cache_id) is None
+
     def filled(self, cache: Any) -> Any:
         if not isinstance(cache, Exception):
             self.views = tensor_views(cache)
@@ -137,10 +143,10 @@ class Allocated(Slot):
         return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc, key))
 
     def take_back(self) -> bool:
-        cm, assert_cache = self.scene.cm, self.cache
-        assert assert_cache is not None
-        give = cm.deallocate_blocks_cache if assert_cache.is_blocks_cache else cm.deallocate_cache
-        return self.scene.call("deallocate", 0.0, give, assert_cache) is None
+        cm, cache = self.scene.cm, self.cache
+        assert cache is not None
+        give = cm.deallocate_blocks_cache if cache.is_blocks_cache else cm.deallocate_cache
+        return self.scene.call("deallocate", 0.0, give, cache) is None
 
 
 class Keyed(Slot):
@@ -173,9 +179,7 @@ class Reused(Slot):
         return self.memory.register(self.scene.budget, key=blocks_key(self.found))
 
     def take_back(self) -> bool:
-        scene = self.scene
-        assert self.cache is not None
-        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, self.cache.cache_id) is None
+        return self.unregistered(self.cache)
 
     def free(self) -> bool:
         gone = super().free()
@@ -216,19 +220,14 @@ class Rebound(Slot):
         if self._older is None:
             return True
         cache, generation = self._older
-        scene = self.scene
-        if scene.call("unregister", scene.budget, scene.cm.unregister_cache, cache.cache_id) is not None:
+        if not self.unregistered(cache):
             return False
         self._older = None
-        self.memories[generation % 2].fill(Stamp(scene.worker, scene.life, 63, generation))
+        self.memories[generation % 2].fill(Stamp(self.scene.worker, self.scene.life, 63, generation))
         return True
 
     def take_back(self) -> bool:
-        if not self._drop_older():
-            return False
-        scene = self.scene
-        assert self.cache is not None
-        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, self.cache.cache_id) is None
+        return self._drop_older() and self.unregistered(self.cache)
 
 
 class Producer:
@@ -256,13 +255,11 @@ class Producer:
 
     def free(self) -> bool:
         """Take everything back; False: something stays."""
-        done = [slot.free() for slot in self._slots]
-        if all(done):
-            for memory in self._memories:
-                memory.close()
-            self._memories.clear()
+        freed = [slot.free() for slot in self._slots]
+        if all(freed):
+            self._give_memories_back()
             self._slots.clear()
-        return all(done)
+        return all(freed)
 
     def _begin(self) -> None:
         scene, shape = self._scene, self._scene.epoch.shape
@@ -273,7 +270,7 @@ class Producer:
             memories = [self._memory(shape) for _ in range(3)]
             letters = self._memory(inbox) if rca else None
         except LLMException:
-            self._forget_memories()
+            self._give_memories_back()
             return
         slots: list[Slot] = [Allocated(scene, 0, Kind.BLOCKS, shape), Allocated(scene, 1, Kind.BLOCKS, shape)]
         slots += [Reused(scene, 2, Kind.BLOCKS, shape, memories[0]), Rebound(scene, 3, shape, tuple(memories[1:]))]  # type: ignore[arg-type]
@@ -295,7 +292,7 @@ class Producer:
         self._memories.append(memory)
         return memory
 
-    def _forget_memories(self) -> None:
+    def _give_memories_back(self) -> None:
         for memory in self._memories:
             memory.close()
         self._memories.clear()

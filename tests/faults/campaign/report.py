@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.faults.campaign.arrivals import Arrivals
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -26,6 +28,7 @@ VIOLATIONS: Final = (
     "keys",
     "not healed",
     "crashes",
+    "steps not reached",
 )
 _SHOWN: Final = 8
 _SHOWN_EVENTS: Final = 25
@@ -42,6 +45,7 @@ class Report:
         self.calls: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self.arrivals = Arrivals()
         self.violations: list[dict[str, Any]] = []
         self.worst = 0.0
         self._epoch: Epoch | None = None
@@ -70,8 +74,8 @@ class Report:
         """The supervisor has seen something that must not be."""
         self.violations.append(self._placed({"what": what, "who": "supervisor", "at": time.monotonic(), "text": text}))
 
-    def collect(self) -> None:
-        """Take in what the workers of this epoch wrote."""
+    def collect(self, *, finished: bool) -> None:
+        """Take in what the workers of this epoch wrote. ``finished``: no worker was lost."""
         for path in sorted(self._folder.glob("journal-*.json")):
             self._add(json.loads(path.read_text()))
             path.unlink()
@@ -80,6 +84,9 @@ class Report:
             path.unlink()
         for path in sorted(self._folder.glob("stderr-*")):
             self._listen(path)
+        assert self._epoch is not None
+        if missing := self.arrivals.end_epoch(self._epoch, finished=finished):
+            self.violation("steps not reached", f"no call came to: {', '.join(missing)}")
 
     def line(self) -> str:
         """Return where it stands, in one line."""
@@ -104,6 +111,7 @@ class Report:
             "calls": dict(self.calls),
             "counts": dict(self.counts),
             "faults": dict(self.faults),
+            "arrivals": self.arrivals.as_dict(),
             "worst_lateness_seconds": self.worst,
             "violations": self.violations,
         }
@@ -124,7 +132,7 @@ class Report:
         lines += [f"{'all':<26}{total:>10,}{good:>10,}{total - good:>10,}", "", f"{'errors by type':<66}{'calls':>10}"]
         lines += [f"{error:<66}{count:>10,}" for error, count in errors.most_common()]
         lines += ["", f"{'faults':<26}{'number':>10}", *(f"{k:<26}{v:>10,}" for k, v in self.faults.most_common())]
-        lines += ["", *self._judgement()]
+        lines += ["", *self.arrivals.lines(), "", *self._judgement()]
         return "\n".join(lines)
 
     def _judgement(self) -> list[str]:
@@ -145,6 +153,7 @@ class Report:
     def _add(self, journal: dict[str, Any]) -> None:
         self.calls.update(journal["calls"])
         self.counts.update(journal["counts"])
+        self.arrivals.add(journal["arrivals"])
         self.worst = max(self.worst, journal["worst"])
 
     def _placed(self, violation: dict[str, Any]) -> dict[str, Any]:

@@ -71,12 +71,14 @@ class Supervisor:
                 epoch = plan_epoch(self._seed, number, self._transports)
                 self._say(str(epoch))
                 self.report.begin(epoch)
+                finished = False
                 try:
                     self._epoch(epoch, min(epoch_seconds, left))
+                    finished = True
                 except Lost as error:
                     self.report.violation("hangs" if "answered" in str(error) else "crashes", str(error))
                     self._start_over()
-                self.report.collect()
+                self.report.collect(finished=finished)
         finally:
             for hand in self._hands:
                 hand.close()

@@ -26,6 +26,7 @@ from tests.faults.campaign.mover import Mover
 from tests.faults.campaign.producer import Allocated, Producer, blocks_key
 from tests.faults.campaign.scene import Scene
 from tests.faults.gates import shut
+from tests.faults.harness import holds_within
 from tests.faults.stalls import stall
 from tests.support.linking import info
 from tests.support.world import make_config, residue, settled
@@ -75,6 +76,11 @@ class _Life:
     stalls: threading.Lock = field(default_factory=threading.Lock)
     proof: Allocated | None = None
 
+    def start(self, name: str, function: Callable[[], object]) -> None:
+        """Start a thread that :func:`halt` waits for."""
+        self.threads.append(threading.Thread(target=function, name=f"campaign-{name}", daemon=True))
+        self.threads[-1].start()
+
 
 def prepare(world: World, folder: str, worker: int) -> None:
     """Once in the life of a process: what it complains about goes to a file; its directory is mapped."""
@@ -115,12 +121,8 @@ def go(world: World, ports: dict[int, int]) -> None:
     life: _Life = world.memory["life"]
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
-    work: list[Callable[[], object]] = [life.producer.run, life.linker.run, *(mover.run for mover in life.movers)]
-    life.threads = [
-        threading.Thread(target=target, name=f"campaign-{number}", daemon=True) for number, target in enumerate(work)
-    ]
-    for thread in life.threads:
-        thread.start()
+    for number, run in enumerate([life.producer.run, life.linker.run, *(mover.run for mover in life.movers)]):
+        life.start(str(number), run)
 
 
 # --- faults of its own ------------------------------------------------------------------------------------------------
@@ -144,9 +146,7 @@ def stop_for(world: World, what: str, seconds: float) -> None:
         with life.stalls, suppress(LLMException, TimeoutError, AssertionError), stall(world.dd, what):
             time.sleep(seconds)
 
-    thread = threading.Thread(target=run, name="campaign-stall", daemon=True)
-    life.threads.append(thread)
-    thread.start()
+    life.start("stall", run)
 
 
 def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
@@ -167,9 +167,7 @@ def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
             finally:
                 gate.open()  # for whoever comes only now, too
 
-    thread = threading.Thread(target=run, name="campaign-gate", daemon=True)
-    life.threads.append(thread)
-    thread.start()
+    life.start("gate", run)
 
 
 # --- after the faults -------------------------------------------------------------------------------------------------
@@ -274,12 +272,12 @@ def finish(world: World, unlink: bool) -> None:
 
 def _freed(life: _Life) -> bool:
     """Give back what the threads had; a peer may still be at it for a while."""
-    until = time.monotonic() + _TIDY_SECONDS
-    while time.monotonic() < until:
-        if all([life.producer.free(), *(mover.free() for mover in life.movers)]):
-            return True
-    life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
-    return False
+    freed = holds_within(
+        lambda: all([life.producer.free(), *(mover.free() for mover in life.movers)]), _TIDY_SECONDS, 0
+    )
+    if not freed:
+        life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
+    return freed
 
 
 def _remains(world: World) -> dict[str, Any]:
@@ -305,11 +303,8 @@ def _unlink_all(world: World, scene: Scene) -> None:
 
 
 def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: Callable[[], str] = str) -> None:
-    until = time.monotonic() + _TIDY_SECONDS
-    while (left := remains()) and time.monotonic() < until:
-        time.sleep(0.02)
-    if left:
-        journal.violation("leaks", f"{what}: {left} {more()}")
+    if not holds_within(lambda: not remains(), _TIDY_SECONDS):
+        journal.violation("leaks", f"{what}: {remains()} {more()}")
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

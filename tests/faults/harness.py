@@ -1,0 +1,225 @@
+"""What all runs of harm share: the campaign, the trials, the rebind race and the stuck readers.
+
+Processes at both ends that end with the run, threads whose errors come out, calls whose outcome is judged, words that
+differ, waiting in bounds, and a command that prints one line for each report.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from llm_datadist.errors import LLMException
+from llm_datadist.views import tensor_views
+from tests.support.background import Call
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.linking import SUCCESS, info, link
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from llm_datadist import Cache
+    from tests.support.world import World
+
+    Words = NDArray[np.uint64]
+
+__all__ = [
+    "Outcome",
+    "Processes",
+    "Report",
+    "Threads",
+    "command",
+    "differing",
+    "holds_within",
+    "numbered",
+    "outcome_of",
+    "say",
+    "words_of",
+]
+
+_SHOWN_FAULTS: Final = 20
+
+
+class Processes(ExitStack):
+    """An owner and its readers, each a process of its own but over inproc. A context manager: ends all of them.
+
+    Args:
+        transport: As in ``llm.Transport``.
+        pool_bytes: Size of each end's pool.
+        settings: More of every end's, as :func:`tests.support.world.make_config`.
+    """
+
+    def __init__(self, transport: str, pool_bytes: int, *, page_shift: int = 12, **settings: Any) -> None:
+        super().__init__()
+        self._local = transport == "inproc"
+        self._settings: dict[str, Any] = {
+            "mem_pool_cfg": f'{{"memory_size": {pool_bytes}, "page_shift": {page_shift}}}',
+            "host_mem_pool_cfg": None,
+            **settings,
+            "extra": {"llm.Transport": transport} | settings.get("extra", {}),
+        }
+
+    def process(self, name: str) -> Any:
+        """Return an end that is not started yet."""
+        end = LocalEnd(name) if self._local else ChildEnd(name)
+        self.callback(_end, end)
+        return end
+
+    def owner(self, **settings: Any) -> Any:
+        """Return a prompt, cluster 1, that listens. ``settings`` are its own."""
+        owner = self.process("owner")
+        owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **(self._settings | settings))
+        return owner
+
+    def reader(self, owner: Any, name: str = "reader", first: Callable[[World], None] | None = None) -> Any:
+        """Return a decoder, cluster 2, that has linked to the owner; it has called ``first`` before all else."""
+        reader = self.process(name)
+        if first is not None:
+            reader.do(first)
+        reader.start("DECODER", 2, **self._settings)
+        assert reader.do(link, [info(1, owner.port)]) == SUCCESS
+        return reader
+
+
+def _end(end: LocalEnd | ChildEnd) -> None:
+    """End one, whether a signal has stopped it or killed it."""
+    if isinstance(end, LocalEnd):
+        end.stop()
+        return
+    end.signal(signal.SIGCONT)
+    end.close()
+
+
+class Threads:
+    """Threads of one end that go on until ``stop`` is set."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._calls: list[Call] = []
+
+    def start(self, function: Callable[..., object], *args: Any) -> None:
+        """Start one."""
+        self._calls.append(Call(function, *args))
+
+    def join(self) -> None:
+        """Wait until all have ended; raise what the first of them raised."""
+        self.stop.set()
+        for call in self._calls:
+            call.thread.join()
+        while self._calls:
+            self._calls.pop(0).result()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to.
+
+    Attributes:
+        name: "success", or the name of the error's class.
+        typed: It succeeded, or failed with an error of the library.
+        text: The error's.
+    """
+
+    name: str = "success"
+    typed: bool = True
+    text: str = ""
+
+    @property
+    def good(self) -> bool:
+        """True for a success."""
+        return self.name == "success"
+
+
+def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
+    """Call, and return what it came to."""
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001 (all of them are judged)
+        return Outcome(type(error).__name__, isinstance(error, LLMException), str(error))
+    return Outcome()
+
+
+def words_of(cache: Cache) -> list[Words]:
+    """Return every tensor of a cache as 64-bit words."""
+    return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
+
+
+def numbered(base: int, count: int) -> Words:
+    """Return words that say where they come from: ``base``, and the place of each behind it."""
+    return np.arange(count, dtype=np.uint64) + np.uint64(base)
+
+
+def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:
+    """Return how many bytes differ."""
+    return sum(
+        int((words.view(np.uint8) != right.view(np.uint8)).sum())
+        for words, right in zip(found, expected, strict=True)
+        if not np.array_equal(words, right)
+    )
+
+
+def holds_within(condition: Callable[[], object], seconds: float, every: float = 0.01) -> bool:
+    """Return True as soon as the condition holds, False when it does not in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(every)
+    return True
+
+
+@dataclass
+class Report:
+    """What came of one run over one transport. Subclasses count and judge more, and say it in :meth:`line`."""
+
+    transport: str
+    asked: int
+    seconds: float = 0.0
+    wrong_bytes: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """True when nothing went wrong."""
+        return not self.wrong_bytes and not self.faults
+
+    def line(self) -> str:
+        """Return one row of the table."""
+        return ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+
+
+def command(
+    parser: argparse.ArgumentParser,
+    transports: Sequence[str],
+    head: str,
+    run: Callable[[str, argparse.Namespace], Iterator[Report]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Run over the transports asked for, print a row for each report; return 1 when one of them is not good."""
+    parser.add_argument("--transport", choices=(*transports, "all"), default="all")
+    options = parser.parse_args(arguments)
+    good = True
+    say(head)
+    for transport in transports if options.transport == "all" else (options.transport,):
+        for report in run(transport, options):
+            good &= report.good
+            say("\n    ".join([report.line(), *report.faults[:_SHOWN_FAULTS]]))
+    return int(not good)
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,96 @@
+"""Runs the tests of a stage in a copy of the tree, in which one module is a mutant. The working tree stays as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.mutation.mutants import Mutant
+
+__all__ = ["PACKAGE", "ROOT", "Baseline", "Copy"]
+
+ROOT: Final = Path(__file__).parent.parent.parent
+PACKAGE: Final = Path("src/llm_datadist")
+#: A mutant may take this many times as long as the code itself, and this much longer.
+_SLOWER, _MORE_SECONDS = 4.0, 20.0
+_BASELINE_SECONDS: Final = 3600.0
+_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What tests do without a mutant: how long they take, and those that fail all the same, which are left out."""
+
+    tests: Sequence[str]
+    seconds: float
+    failing: Sequence[str] = field(default=())
+
+
+class Copy:
+    """A copy of the tracked and new files of the tree and of the compiled module. One thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        compiled = [str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "_native").glob("*.so")]
+        for name in [*filter(None, listed.split("\0")), *compiled]:
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def baseline(self, tests: Sequence[str]) -> Baseline:
+        """Run tests without a mutant."""
+        since = time.monotonic()
+        code, output = self._pytest(["-rfE", *tests], _BASELINE_SECONDS)
+        if code not in (0, 1):
+            raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}:\n{output[-3000:]}")
+        return Baseline(tests, time.monotonic() - since, tuple(sorted(set(_FAILED.findall(output)))))
+
+    def kills(self, mutant: Mutant, stage: Baseline) -> bool:
+        """Return True if a test fails with the mutant, or does not end."""
+        path = self.folder / PACKAGE / mutant.module
+        original = path.read_text()
+        path.write_text(mutant.code)
+        left_out = [f"--deselect={each}" for each in stage.failing]
+        try:
+            return self._pytest(["-x", *left_out, *stage.tests], _SLOWER * stage.seconds + _MORE_SECONDS)[0] != 0
+        finally:
+            path.write_text(original)
+
+    def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+        """Return the exit status, or None when time was over, and what was printed."""
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments]
+        # A mutant may have the size and the time of the module whose byte code was kept.
+        environment = os.environ | {
+            "PYTHONPATH": str(self.folder / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.folder / ".hypothesis"),
+        }
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return None, ""
+        return process.returncode, output

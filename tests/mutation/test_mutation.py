@@ -1,0 +1,70 @@
+"""The parts of mutation testing that need no mutants to be run: which there are, sessions, comparisons."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.session import KILLED, SURVIVED, Session, compare
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+SOURCE = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import os
+
+def first(x: int | None = None, y: "int" = 3) -> int | str:
+    '''A docstring with 3 and not.'''
+    kept: int | None = x
+    return 7 if x == y else 8
+"""
+
+
+def test_annotations_and_imports_for_type_checkers_are_no_mutants() -> None:
+    mutants = pytest.importorskip("tests.mutation.mutants", reason="cosmic-ray is not installed").mutants
+    plan = tomllib.loads((HERE / "plan.toml").read_text())
+    operators = [*plan["operators"], "core/ReplaceBinaryOperator_BitOr_BitAnd"]
+    keys = [each.key for each in mutants("m.py", SOURCE, operators, None, 1)]
+    assert keys
+    assert not [key for key in keys if "BitOr" in key or "TYPE_CHECKING" in key]
+    assert "m.py: first: ComparisonOperator_Eq_NotEq: return 7 if x == y else 8 #1" in keys
+    moved = [each.key for each in mutants("m.py", "import sys\n\n" + SOURCE, operators, None, 1)]
+    assert moved == keys, "a mutant keeps its name when code is added elsewhere"
+    sample = [each.key for each in mutants("m.py", SOURCE, operators, 3, 1)]
+    assert len(sample) == 3
+    assert sample == [each.key for each in mutants("m.py", SOURCE, operators, 3, 1)]
+
+
+def test_a_session_goes_on_where_it_ended_and_refuses_other_code(tmp_path: Path) -> None:
+    session = Session(tmp_path / "s")
+    session.begin({"seed": 1})
+    session.choose("m.py: a")
+    session.choose("m.py: b")
+    session.add({"mutant": "m.py: a", "stage": "unit", "outcome": SURVIVED})
+    again = Session(tmp_path / "s")
+    again.begin({"seed": 1})
+    assert (again.outcome("m.py: a"), again.outcome("m.py: b")) == (SURVIVED, None)
+    again.add({"mutant": "m.py: a", "stage": "wide", "outcome": KILLED})
+    assert again.table().splitlines()[1].split() == ["m.py", "2", "0", "1", "0", "0", "1"]
+    with pytest.raises(ValueError, match="take another file"):
+        again.begin({"seed": 2})
+
+
+def test_a_mutant_that_no_test_kills_any_more_is_named(tmp_path: Path) -> None:
+    before, after = Session(tmp_path / "before"), Session(tmp_path / "after")
+    for session, outcomes in ((before, (KILLED, SURVIVED, KILLED)), (after, (SURVIVED, KILLED))):
+        for number, outcome in enumerate(outcomes):
+            session.add({"mutant": f"m.py: {number}", "stage": "unit", "outcome": outcome})
+    lost, summary = compare(before, after)
+    assert lost == ["m.py: 0"]
+    assert summary.startswith("2 mutants in both: 1 killed before survive now, 1 the other way; 1 only before, 0 only")
+
+
+def test_what_the_plan_names_exists() -> None:
+    modules = tomllib.loads((HERE / "plan.toml").read_text())["modules"]
+    named = [f"src/llm_datadist/{module}" for module in modules]
+    named += [test for stages in modules.values() for tests in stages.values() for test in tests]
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,0 +1,23 @@
+"""Tests that keep faults away that were found before: each one named in docs/notes/regressions.md exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parent.parent
+
+
+def test_every_test_of_a_regression_exists() -> None:
+    text = (ROOT / "docs" / "notes" / "regressions.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
+    missing = [(path, name) for path, name in named if not _exists(ROOT / path, name)]
+    assert not missing, f"merge or rename them in docs/notes/regressions.md too: {missing}"
+
+
+def _exists(path: Path, name: str) -> bool:
+    return path.is_file() and (
+        not name or re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE) is not None
+    )
