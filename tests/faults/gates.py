@@ -1,9 +1,9 @@
-"""Gates: stop an end at a step of a transfer until somebody says go, from this process or from another one.
+"""Gates: stop an end at a step of a transfer until the gate is opened, by this process or by another one.
 
 The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`. A gate is two files in a folder:
-``reached`` appears when the end is there, and it goes on when ``go`` appears. Whoever stands at the gate may as well be
-killed or stopped by a signal there. Methods of single objects are wrapped for as long as the gate is shut: the library
-itself knows nothing of gates.
+``reached`` appears when the end has arrived, and the end goes on when ``go`` appears. Meanwhile its process may also be
+killed, or stopped by a signal. Methods of single objects are wrapped while the gate is shut: the library itself has no
+hooks for gates.
 
 In the process to be stopped::
 
@@ -13,11 +13,11 @@ In the process to be stopped::
 and in the one that decides::
 
     gate = Gate(folder)
-    gate.wait()  # it stands there now
+    gate.wait()  # the end has arrived
     gate.open()
 
-Each gate stops once, whoever comes first. A target's step stops its control thread: such an end neither beats nor
-answers meanwhile.
+Each gate stops one thread once, the first that arrives. A step of the target stops its control thread: meanwhile that
+end sends no heartbeats and no answers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ STEPS: Final[dict[str, Step]] = {
     "consumed": _initiator(11, "link", "send", "a push is done, the target does not know it", messages=(Consumed,)),
     "released": _initiator(11, "link", "send", "the release is on its way", after=True, messages=(Release,)),
     "target release": _target(12, Release, "the release has come, the pin is there"),
-    "target released": _target(12, Release, "the pin is gone, and whatever waited for it", after=True),
+    "target released": _target(12, Release, "the pin is gone, and what waited for it is done", after=True),
     "target consumed": _target(12, Consumed, "a push is known to be done, its row is not consumed yet"),
 }
 
@@ -115,26 +115,26 @@ class Gate:
 
     @property
     def reached(self) -> bool:
-        """True once somebody stands there, or has."""
+        """True once a thread has arrived."""
         return self._reached.exists()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Return when somebody stands there.
+        """Return when a thread has arrived.
 
         Raises:
-            TimeoutError: Nobody came.
+            TimeoutError: None arrived in time.
         """
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
-        """Let it go on, also when it has not come yet. Idempotent."""
+        """Let the thread go on, also one that has not arrived yet. Idempotent."""
         self._go.touch()
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Stand at the gate: called in the process that is stopped.
+        """Wait at the gate: called in the process that is stopped.
 
         Raises:
-            TimeoutError: Nobody opened it.
+            TimeoutError: The gate was not opened in time.
         """
         self._reached.touch()
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
@@ -142,7 +142,7 @@ class Gate:
 
 @contextmanager
 def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = None) -> Iterator[Gate]:
-    """Stop whoever comes to ``step`` first, for the length of the block.
+    """Stop the first thread that arrives at ``step``, for the length of the block.
 
     Args:
         datadist: The end to be stopped, initialised, in this process.
