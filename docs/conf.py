@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for scripts/
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -31,7 +35,7 @@ napoleon_use_rtype: Final = False
 
 
 def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Give what has no source of its own that of its class: properties, settings, members of enumerations."""
+    """Give what has no source of its own that of its class, and make sources links to docs/interface.md."""
     text = "\n".join(lines)
     if "Source:" not in text and "extension" not in text.lower():
         if what in ("attribute", "property", "method"):
@@ -39,6 +43,7 @@ def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object,
             lines += ["", *[line.strip() for line in owner.splitlines() if "Source:" in line], ""]
         elif what == "exception":
             lines += ["", "An extension: the interface has LLMException and its status codes.", ""]
+    lines[:] = [line.replace("Source: interface ", "Source: :doc:`interface </interface>` ") for line in lines]
     if what in ("attribute", "property"):
         lines[:0] = ["..", ""]  # an empty comment: napoleon takes what is before a colon in the first line for a type
 
@@ -49,6 +54,13 @@ def _owner(name: str) -> object:
     return getattr(import_module(module), cls, None)
 
 
+def _add_coverage(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the tables of scripts/coverage.py below the text of docs/coverage.md."""
+    if page == "coverage":
+        text[0] += f"\n{import_module('scripts.coverage').render()}"
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the hook, before napoleon's."""
+    """Connect the hooks, the first before napoleon's."""
     app.connect("autodoc-process-docstring", _add_source, priority=100)
+    app.connect("source-read", _add_coverage)

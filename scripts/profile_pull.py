@@ -22,6 +22,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
+from llm_datadist._transfer.initiator import TransferOp, _current
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,15 +75,16 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     cm.pull_blocks(_KEY, cache, src, dst)
     engine, deadline = cm._engine, Deadline(3_600_000)
     link_, name = engine.links.get(1), arguments.remote_name(_KEY, 2)
-    remote, local = link_.kept[(name, False)], engine.store.registry.lookup(cache.cache_id)
+    remote, local = link_.caches.kept[(name, False)], engine.store.registry.lookup(cache.cache_id)
     to, of = parse_blocks("dst_blocks", dst), parse_blocks("src_blocks", src)
     layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
-    ends, far, near = remote.ends, remote.geometry, local.geometry
+    ends, far, near = remote.pair, remote.geometry, local.geometry
     plan = ends.block_planner(far, near, layers).plan(to, of)
-    pool, initiator, connection = engine._copy_pool, engine.initiator, link_.connection
+    pool, connection = engine._copy_pool, link_.connection
+    op = TransferOp(name, local, lambda _: plan, deadline, "")
 
     def move() -> None:
-        one = calls.Move(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
+        one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers, deadline)
         calls.pull_blocks(one, of, to)
 
     return {
@@ -94,11 +96,11 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "  deadline": lambda: Deadline(1000),
         "  the move": move,
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
-        "    hold the local cache": _within(lambda: engine.store.holding(cache.cache_id, "dst_cache")),
+        "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
-        "    guards, before and after": lambda: [initiator._current(link_, remote, "") for _ in range(2)],
+        "    guards, before and after": lambda: [_current(link_, op, remote) for _ in range(2)],
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
-        "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline),
+        "    read": lambda: connection.shared.read(plan, ours, remote.tensors, pool, deadline),
         "      the copy itself": lambda: execute(plan, ours, remote.tensors, pool, deadline.expires_ns),
     }
 

@@ -27,6 +27,7 @@ from llm_datadist._links import channel as channels
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Release, Resolve
+from llm_datadist._transfer import initiator as initiators
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transport.connection import Connection
 
@@ -97,11 +98,11 @@ def watch_initiator(world: World) -> None:
     engine: Any = world.dd._engine
     link_: Any = engine.links.get(1)
     link_.channel._poll = _Poll(link_.channel._poll, "initiator")
-    _replace(Initiator, "pull", "initiator: arguments are checked, the cache is held", None)
+    _replace(Initiator, "run", "initiator: arguments are checked, the cache is held", None)
     _replace(Channel, "_write", "initiator: message is encoded", "initiator: message is sent")
     _replace(channels, "decode", "initiator: answer is received", None)
     _replace(Link, "request", None, "initiator: answer is decoded")
-    _replace(Initiator, "_open", None, "initiator: answer is opened and mapped")
+    _replace(initiators, "open_answer", None, "initiator: answer is opened and mapped")
     _replace(Connection, "read", "initiator: guards are compared, the copy is planned", "initiator: bytes are copied")
 
 

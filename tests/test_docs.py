@@ -1,8 +1,10 @@
-"""The documentation is held to the code: what it names exists, what it lists is complete, its example runs."""
+"""What the documentation says is true: names exist, links lead somewhere, examples run, lists are complete."""
 
 from __future__ import annotations
 
+import ast
 import builtins
+import inspect
 import os
 import re
 import socket
@@ -13,10 +15,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from scripts import check_citations, coverage
 
-from llm_datadist import config, errors
+import llm_datadist
+from llm_datadist import config, cpp_api, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
+from llm_datadist.cache_manager import CacheManager
 from tests.support.source import PACKAGE, ROOT, SOURCE, defined_names, modules
 
 if TYPE_CHECKING:
@@ -24,19 +29,17 @@ if TYPE_CHECKING:
     from enum import Enum
     from pathlib import Path
 
-PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCS: Final = ROOT / "docs"
 README: Final = ROOT / "README.md"
-COVERAGE: Final = ROOT / "docs" / "coverage.md"
-ARCHITECTURE: Final = ROOT / "docs" / "architecture.md"
+PAGES: Final = sorted([README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+#: Notes tell what was measured once; only their links are checked.
+LINKING: Final = [*PAGES, *sorted(DOCS.glob("notes/*.md"))]
 
-_PATH: Final = r"\.?[\w-][\w./-]*"
 #: `file.py`, `folder/`, with `:name` or `:Class.name` behind a module.
-_FILE: Final = re.compile(rf"^({_PATH}(?:\.(?:py|pyi|cpp|hpp|md|toml)|/))(?::([\w.]+))?$")
+_FILE: Final = re.compile(r"^(\.?[\w-][\w./-]*(?:\.(?:py|pyi|cpp|hpp|md|toml)|/))(?::([\w.]+))?$")
 _MEMBER: Final = re.compile(r"^([A-Z]\w*)\.(\w+)$")
 _CLASS: Final = re.compile(r"^[A-Z]\w*[a-z]\w*$")
 _SNAKE: Final = re.compile(r"^[a-z][a-z0-9]*(?:_[a-z0-9]+)+$")
-#: What the pages say does not exist yet.
-_NOT_YET: Final = {"KvCacheManager", "transfer_cache_async"}
 
 
 @cache
@@ -65,7 +68,7 @@ def _section(page: Path, title: str) -> str:
 
 
 def _rows(text: str, columns: int) -> Iterator[list[str]]:
-    """Yield the cells of every table row with that many columns, heads and rules left out."""
+    """Yield the cells of every table row with that many columns, rules left out."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
         if len(cells) == columns and not set(cells[0]) <= set("-: "):
@@ -76,94 +79,61 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+# --- names, links, commands ------------------------------------------------------------------------------------------
 
 
 def missing(span: str) -> str | None:
     """Return what is wrong with a code span that names something of ours; None where it exists or is no such name."""
-    file = _FILE.match(span)
-    if file is not None:
-        return _missing_file(file[1], file[2])
+    if (file := _FILE.match(span)) is not None:
+        path, name = file.groups()
+        if not (ROOT / path).exists() and not (SOURCE / path).exists():
+            return "there is no such file"
+        return None if name is None or name in defined_names().get(path, ()) else f"{path} defines no {name}"
     if (member := _MEMBER.match(span)) is not None:
-        return _missing_member(member[1], member[2])
-    known = span in _NOT_YET or span in _known_names() or hasattr(builtins, span)
+        homes = [names for names in defined_names().values() if member[1] in names]
+        return None if any(span in names for names in homes) else f"there is no {span}"
+    known = span in _known_names() or hasattr(builtins, span)
     return "there is no such name" if (_CLASS.match(span) or _SNAKE.match(span)) and not known else None
-
-
-def _missing_file(path: str, name: str | None) -> str | None:
-    if not (ROOT / path).exists() and not (SOURCE / path).exists():
-        return "there is no such file"
-    if name is not None and name not in defined_names().get(path, ()):
-        return f"{path} defines no {name}"
-    return None
-
-
-def _missing_member(owner: str, member: str) -> str | None:
-    homes = [names for names in defined_names().values() if owner in names]
-    if not homes:
-        return f"there is no class {owner}"
-    return None if any(f"{owner}.{member}" in names for names in homes) else f"{owner} has no {member}"
 
 
 @cache
 def _known_names() -> frozenset[str]:
-    """Return every name of the source without the class in front of it, and the package's."""
-    names = {name.rpartition(".")[2] for names in defined_names().values() for name in names}
-    return frozenset(names | {PACKAGE})
+    """Return every name and argument of the source, and the names of the fault kit."""
+    names = {name.rpartition(".")[2] for names in defined_names().values() for name in names} | {PACKAGE}
+    for path in modules().values():
+        names |= {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)}
+    for path in (ROOT / "tests" / "faults").rglob("*.py"):
+        names |= set(re.findall(r"^(?:class |def )?(\w+)", path.read_text(), re.MULTILINE))
+    return frozenset(names)
 
 
-# The names in the coverage table are looked up, and more, by tests/test_coverage_table.py.
-@pytest.mark.parametrize("page", [page for page in PAGES if page != COVERAGE], ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_file_class_and_function_that_a_page_names_exists(page: Path) -> None:
-    wrong = {span: text for span in _code_spans(_prose(page)) if (text := missing(span)) is not None}
-    assert wrong == {}
-
-
-def test_architecture_names_enough_for_the_check_to_mean_something() -> None:
-    spans = set(_code_spans(_prose(ARCHITECTURE)))
-    functions = {span for span in spans if _MEMBER.match(span) or ((file := _FILE.match(span)) and file[2])}
-    walks = {*_code_spans(_section(ARCHITECTURE, "Walk 1: `pull_blocks`, from the public method to bytes and back"))}
-    assert len(functions) > 60
-    assert {"cache_manager.py:RemoteCalls.pull_blocks", "Target.on_resolve", "Registry.release"} <= walks
+    assert {span: text for span in _code_spans(_prose(page)) if (text := missing(span)) is not None} == {}
 
 
 @pytest.mark.parametrize(
     ("span", "text"),
     [
-        ("cache/nowhere.py", "there is no such file"),
+        ("_cache/nowhere.py", "there is no such file"),
         ("nowhere/", "there is no such file"),
-        ("transfer.py:nothing", "transfer.py defines no nothing"),
-        ("transfer.py:Initiator.nothing", "transfer.py defines no Initiator.nothing"),
-        ("Nowhere.nothing", "there is no class Nowhere"),
-        ("Target.nothing", "Target has no nothing"),
-        ("Nowhere", "there is no such name"),
+        ("errors.py:Nothing", "errors.py defines no Nothing"),
+        ("CacheManager.nothing", "there is no CacheManager.nothing"),
+        ("NoSuchThing", "there is no such name"),
         ("no_where", "there is no such name"),
+        ("_cache/", None),
+        ("_cache/registry.py:TRANSITIONS", None),
+        ("CacheManager.pull_blocks", None),
+        ("ResourceWarning", None),
+        ("llm.Transport", None),
+        ("make test", None),
     ],
 )
-def test_a_name_that_does_not_exist_is_seen(span: str, text: str) -> None:
+def test_a_name_that_does_not_exist_is_seen(span: str, text: str | None) -> None:
     assert missing(span) == text
 
 
-@pytest.mark.parametrize(
-    "span",
-    [
-        "transfer.py",
-        "cache/",
-        "target.py:Target.on_resolve",
-        "native/__init__.py:execute",
-        "_cache/registry.py:TRANSITIONS",
-        "CacheManager.pull_blocks",  # inherited
-        "Link.kept",  # an attribute that a method assigns
-        "ResourceWarning",
-        "llm.Transport",
-        "make test",
-    ],
-)
-def test_a_name_that_exists_is_accepted(span: str) -> None:
-    assert missing(span) is None
-
-
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", LINKING, ids=_name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", _text(page))
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -172,29 +142,25 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_make_command_is_a_target(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    in_spans = [word for span in _code_spans(_prose(page)) for word in re.findall(r"^make ([\w-]+)", span)]
-    in_fences = [word for fence in _fences(page) for word in re.findall(r"^make ([\w-]+)", fence, re.MULTILINE)]
-    assert set(in_spans + in_fences) <= targets
+    words = [
+        word
+        for text in [*_code_spans(_prose(page)), *_fences(page)]
+        for word in re.findall(r"(?m)^make ([\w-]+)", text)
+    ]
+    assert set(words) <= targets
 
 
 def test_contributing_has_every_word_and_says_what_continuous_integration_runs() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony
-    page = ROOT / "CONTRIBUTING.md"
-    words = {_code_spans(row[0])[0].removeprefix("make ") for row in list(_rows(_section(page, "The words"), 2))[1:]}
-    assert words == set(phony[1].split()) - {"help"}
-    sentence = re.search(r"Continuous integration .*?\.\s", _section(page, "The words").replace(".ci", ""), re.DOTALL)
+    words = _section(ROOT / "CONTRIBUTING.md", "The words")
+    assert {_code_spans(row[0])[0].removeprefix("make ") for row in list(_rows(words, 2))[1:]} == set(
+        phony[1].split()
+    ) - {"help"}
+    sentence = re.search(r"Continuous integration .*?\.\s", words.replace(".ci", ""), re.DOTALL)
     assert sentence
     runs = re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert re.findall(r"`make ([\w-]+)`", sentence[0]) == runs
-
-
-# --- the README ------------------------------------------------------------------------------------------------------
-
-
-def test_readme_shows_the_two_commands_first() -> None:
-    assert re.findall(r"^make (\w+)", _fences(README)[0], re.MULTILINE) == ["demo", "test"]
 
 
 @pytest.fixture
@@ -212,17 +178,13 @@ def example(tmp_path: Path) -> Path:
 
 
 def _start(script: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-W", "error", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
-    )
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    command = [sys.executable, "-u", "-W", "error", str(script)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(example: Path) -> None:
+    assert re.findall(r"^make (\w+)", _fences(README)[0], re.MULTILINE) == ["demo", "test"]
     prompt = _start(example / "prompt.py")
     processes = [prompt]
     try:
@@ -246,48 +208,44 @@ def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(exampl
 
 
 @pytest.mark.parametrize(
-    ("head", "table"),
+    ("page", "head", "table"),
     [
-        ("cache state", registry.TRANSITIONS),
-        ("link state", {pair: frozenset({target}) for pair, target in link.TRANSITIONS.items()}),
+        ("architecture.md", "cache state", registry.TRANSITIONS),
+        ("protocol.md", "link state", {pair: frozenset({target}) for pair, target in link.TRANSITIONS.items()}),
     ],
 )
-def test_architecture_shows_the_transition_tables_as_they_are(
-    head: str, table: dict[tuple[Enum, Enum], frozenset[Enum]]
+def test_the_transition_tables_are_those_of_the_code(
+    page: str, head: str, table: dict[tuple[Enum, Enum], frozenset[Enum]]
 ) -> None:
-    text = _section(ARCHITECTURE, "States").partition(f"| {head} |")[2].partition("\n\n")[0]
-    shown = {(state, event): set(targets.split(", ")) for state, event, targets in _rows(text, 3) if state != head}
+    text = _text(DOCS / page).partition(f"| {head} |")[2].partition("\n\n")[0]
+    shown = {(state, event): set(targets.split(", ")) for state, event, targets in _rows(text, 3) if event != "event"}
     assert shown == {
         (state.name, event.name): {target.name for target in targets} for (state, event), targets in table.items()
     }
 
 
 def test_architecture_names_the_threads_as_the_code_does() -> None:
-    native = "".join(path.read_text() for path in (SOURCE / "native").glob("*.hpp"))
-    source = native + "".join(path.read_text() for path in modules().values())
-    names = re.findall(r"^\| `((?:llm-datadist|lldd)-[a-z]+)", _section(ARCHITECTURE, "Threads"), flags=re.MULTILINE)
-    assert len(names) >= 4
+    source = "".join(path.read_text() for path in [*SOURCE.rglob("*.hpp"), *modules().values()])
+    threads = _section(DOCS / "architecture.md", "Threads")
+    names = re.findall(r"^\| `((?:llm-datadist|lldd)-[a-z]+)", threads, flags=re.MULTILINE)
     assert [name for name in names if f'"{name}' not in source] == []
 
 
 # --- options, errors, dependencies -----------------------------------------------------------------------------------
 
 
-def _option_strings(text: str) -> set[str]:
-    return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))
-
-
 def test_every_option_is_documented_and_every_documented_option_exists() -> None:
-    known = _option_strings((SOURCE / "config.py").read_text())
-    documented = set().union(*(_option_strings(_text(page)) for page in PAGES))
-    assert documented == known
-    assert {config.TRANSPORT, config.PEER_TIMEOUT} <= known
+    def options(text: str) -> set[str]:
+        return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))
+
+    known = options((SOURCE / "config.py").read_text())
+    assert set().union(*(options(_text(page)) for page in PAGES)) == known != set()
 
 
 def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused() -> None:
-    page = ROOT / "docs" / "extensions.md"
-    ours = {_code_spans(row[0])[0] for row in _rows(_section(page, "Options"), 4) if "`" in row[0]}
-    assert ours == {
+    page = DOCS / "extensions.md"
+    ours = [row for row in _rows(_section(page, "Options"), 4) if "`" in row[0]]
+    assert {_code_spans(row[0])[0] for row in ours} == {
         config.TRANSPORT,
         config.SHM_SOCKET_DIR,
         config.POOL_PREFAULT,
@@ -295,22 +253,17 @@ def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused()
         config.PEER_TIMEOUT,
         config.CHECKSUM,
     }
-    values = next(row[1] for row in _rows(_section(page, "Options"), 4) if config.TRANSPORT in row[0])
+    values = next(row[1] for row in ours if config.TRANSPORT in row[0])
     assert tuple(_code_spans(values)) == config.TRANSPORTS
     ignored = {span for row in _rows(_section(page, "Accepted without effect"), 2) for span in _code_spans(row[0])}
-    for_later = {
-        config.GLOBAL_RESOURCE,
-        config.BUF_POOL,
-        config.SWITCH_ROLE,
-        config.MEM_UTILIZATION,
-    }
-    assert ignored == config.NO_EFFECT | for_later
+    checked = {config.GLOBAL_RESOURCE, config.BUF_POOL, config.SWITCH_ROLE, config.MEM_UTILIZATION}
+    assert ignored == config.NO_EFFECT | checked
     refused = {span for row in _rows(_section(page, "Refused"), 2) for span in _code_spans(row[0])}
     assert refused == set(config._UNBUILT)
 
 
 def test_errors_page_lists_exactly_the_exceptions_with_bases_and_status() -> None:
-    rows = list(_rows(_section(ROOT / "docs" / "errors.md", "The tree"), 6))[1:]
+    rows = list(_rows(_section(DOCS / "errors.md", "The tree"), 6))[1:]
     shown = {_code_spans(row[0])[0]: (_code_spans(row[1]), _code_spans(row[2]), row[3]) for row in rows}
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
     assert shown == {
@@ -329,26 +282,68 @@ def test_errors_page_names_every_status_that_the_code_uses() -> None:
     code = "".join(path.read_text() for module, path in modules().items() if not module.endswith("errors"))
     defaults = {each.default_status.name for each in errors.LLMException.__subclasses__()}
     used = set(re.findall(r"LLMStatusCode\.(LLM_\w+)", code)) | defaults
-    shown = {_code_spans(row[0])[0] for row in list(_rows(_section(ROOT / "docs/errors.md", "Status codes"), 2))[1:]}
+    shown = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
     assert used <= shown
     assert shown <= set(errors.LLMStatusCode.__members__)
 
 
 def test_every_dependency_has_its_reason_and_every_reason_its_dependency() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = {
         "required": project["project"]["dependencies"],
         "build": project["build-system"]["requires"],
         **project["project"]["optional-dependencies"],
     }
-    declared = {(_distribution(entry), group) for group, entries in groups.items() for entry in entries}
-    rows = list(_rows(_text(ROOT / "docs" / "dependencies.md"), 3))[1:]
+    declared = {(re.split(r"[^\w.-]", entry)[0], group) for group, entries in groups.items() for entry in entries}
+    rows = list(_rows(_text(DOCS / "dependencies.md"), 3))[1:]
     assert {(_code_spans(name)[0], where) for name, where, _ in rows} == declared
     assert all(reason for _, _, reason in rows)
 
 
-def _distribution(requirement: str) -> str:
-    match = re.match(r"[\w.-]+", requirement)
-    assert match, requirement
-    return match[0]
+# --- the reference, citations, coverage ------------------------------------------------------------------------------
+
+
+def _public() -> list[type]:
+    """Return the classes of the interface: what the packages export, and the managers."""
+    found = {getattr(module, name) for module in (llm_datadist, cpp_api) for name in module.__all__}
+    return sorted((each for each in found | {CacheManager} if isinstance(each, type)), key=lambda cls: cls.__name__)
+
+
+@pytest.mark.parametrize("cls", _public(), ids=lambda cls: cls.__name__)
+def test_every_public_docstring_names_its_source(cls: type) -> None:
+    # Properties, settings and members of an enumeration have the source of their class: docs/conf.py adds it.
+    functions = [
+        (name, inspect.getdoc(getattr(value, "__func__", value)) or "")
+        for base in cls.__mro__
+        for name, value in (vars(base).items() if base.__module__.startswith(PACKAGE) else ())
+        if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value))
+    ]
+    wrong = [
+        name for name, text in [("", cls.__doc__ or ""), *functions] if not re.search("Source:|[Ee]xtension", text)
+    ]
+    assert wrong == []
+
+
+def test_every_public_class_and_every_page_can_be_found() -> None:
+    pages = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    whole = re.findall(r"automodule:: (\S+)", pages)
+    single = {name.rpartition(".")[2] for name in re.findall(r"(?:autoclass|py:class):: (\S+)", pages)}
+    assert [cls.__name__ for cls in _public() if cls.__name__ not in single and cls.__module__ not in whole] == []
+    listed = re.findall(r"^[\w/]+$", "\n".join(_fences(DOCS / "index.md", r"\{toctree\}")), re.MULTILINE)
+    found = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
+    assert set(listed) == {page for page in found if not page.startswith("notes/")} - {"index"}
+
+
+def test_a_citation_that_names_no_heading_is_seen() -> None:
+    known = check_citations.headings(DOCS)
+    assert {"§6.11", "B2.3", "R26", "I4", "rule 8"} <= known
+    good = "interface §6.11, R26 and\n    # B2.3; architecture rules 4 and 5"
+    assert list(check_citations.mistakes(good, known)) == []
+    for bad in ("interface §6.99", "R26", "API §6.11", "interface R99", "see rule 8", "architecture rule 99"):
+        assert len(list(check_citations.mistakes(bad, known))) == 1, bad
+
+
+def test_every_entry_of_the_interface_has_a_test() -> None:
+    assert coverage.gaps() == []
+    names = {name for names in coverage.entries().values() for name in names}
+    assert {"CacheManager.pull_blocks", "cpp_api.LlmDataDist.CopyKvBlocks", "R31", "llm.Checksum"} <= names

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from enum import Enum
 
+pytestmark = pytest.mark.covers("__all__", "v2_list")
+
 #: API §1.1, in its order.
 DOCUMENTED: Final = [
     "LLMClusterInfo",

@@ -9,13 +9,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from llm_datadist._cache.geometry import CacheKind, Geometry, cut_pairs, cut_pieces, cut_row
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan
 from llm_datadist._checks import check_int64, check_list, check_rule, check_type, check_uint32, check_uint64
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import layer_selection
-from llm_datadist._transfer.calls import EngineUser, Move, new_handle
+from llm_datadist._transfer.calls import EngineUser, TransferCall, new_handle
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import LLMStatusCode, NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
     from typing import Any
 
-    from llm_datadist._cache.geometry import Cut
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
     from llm_datadist._transfer.calls import Pending
@@ -340,16 +340,8 @@ class CacheManager(EngineUser):
 
         def run(deadline: Deadline) -> None:
             with arguments.naming_request(req_id), engine.meters.span("copy_cache", detail, *args) as span:
-                span.nbytes = engine.local.copy_cache(
-                    dst.cache_id,
-                    src.cache_id,
-                    dst_row=dst_batch_index,
-                    src_row=src_batch_index,
-                    offset=offset,
-                    size=size,
-                    deadline=deadline,
-                    what=what,
-                )
+                to, of = CacheRow(dst.cache_id, dst_batch_index), CacheRow(src.cache_id, src_batch_index)
+                span.nbytes = engine.local.copy_cache(to, of, offset, size, deadline, what)
 
         return run
 
@@ -470,7 +462,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "pull_cache", "cache", cache.cache_id, name, layers, deadline)
             calls.pull_row(move, batch_index, size)
 
         return run
@@ -549,7 +541,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers, deadline)
             calls.pull_blocks(move, sources if isinstance(src_cache_key, BlocksCacheKey) else None, targets, grant)
 
         return run
@@ -609,7 +601,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers, deadline)
             calls.push_row(move, src_batch_index)
 
         return run
@@ -671,7 +663,7 @@ class CacheManager(EngineUser):
         name = arguments.remote_name(dst_cache_key, None)
 
         def run(deadline: Deadline) -> None:
-            move = Move(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
+            move = TransferCall(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers, deadline)
             calls.push_blocks(move, sources, targets)
 
         return run
@@ -907,19 +899,19 @@ class Blocks:
             f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",
         )
 
-    def cut(self, src: Geometry, row: int) -> Cut:
+    def cut(self, src: Geometry, row: int) -> LayerPlan:
         """Return what of each tensor goes where."""
         if self.dst is None:
-            return cut_row(src, row)
+            return LayerPlan.of_row(src, row)
         if self.src is None:
-            return cut_pieces(src, self.dst, self.size)
+            return LayerPlan.of_pieces(src, self.dst, self.size)
         arguments.check_blocks("src_block_indices", self.src, src)
         check_rule(
             self.size in (0, src.stride),
             f"dst_block_memory_size={self.size}: with src_block_indices only None, 0 or the block size {src.stride}",
         )
         check_rule(row == 0, f"src_batch_index={row}: only 0 with src_block_indices")
-        return cut_pairs(src, self.src, self.dst)
+        return LayerPlan.of_blocks(src, self.src, self.dst)
 
 
 def _indices(name: str, values: object) -> BlockList | None:
@@ -958,8 +950,8 @@ def start_transfer(
     blocks.check_size()
     store = engine.store
     with ExitStack() as undo:
-        entry = store.registry.hold(cache_id, "transfer_cache_async: src_cache")
-        release = undo.callback(lambda: store.apply(store.registry.let_go(entry)))
+        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
+        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
         layers = _layers(entry.geometry)
         deliveries = [_delivery(engine, entry, config, blocks, layers, i) for i, config in enumerate(configs)]
         for config in configs:
@@ -984,7 +976,8 @@ def _delivery(engine: Engine, entry: Entry, config: Config, blocks: Blocks, laye
         wanted and wanted.stop <= layers.stop,
         f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
-    source = Source(engine, entry, blocks.cut(entry.geometry, config.src_batch_index))
+    cut, timeout = blocks.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
+    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout)
     if isinstance(config, TransferWithCacheKeyConfig):
         config.check_lengths()
         name = arguments.remote_name(config.cache_key, None)

@@ -700,7 +700,7 @@ def link_v1(
     codes = [v1_code(status) for status in statuses]
     if overall is _OK or not clusters:
         return overall, codes
-    dialled = {link.address: link for link in engine.links.all() if link.dialled}
+    dialled = {link.origin.address: link for link in engine.links.all() if link.origin.dialled}
     deadline = Deadline(min(timeout, _UNDO_MS))
     for i, cluster in enumerate(clusters):
         if codes[i] is _OK:

@@ -18,7 +18,7 @@ from llm_datadist._checks import (
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import layer_selection
-from llm_datadist._transfer.calls import EngineUser, Move, new_handle
+from llm_datadist._transfer.calls import EngineUser, TransferCall, new_handle
 from llm_datadist.cache_manager import Blocks, CacheManager, start_transfer
 from llm_datadist.errors import LLMStatusCode, v1_code, v1_codes
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
@@ -355,7 +355,7 @@ class KvCacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, None)
-        move = Move(engine, "pull_cache", "kv_cache", cache.cache_id, name, layers, self._deadline())
+        move = TransferCall(engine, "pull_cache", "kv_cache", cache.cache_id, name, layers, self._deadline())
         with v1_codes():
             calls.pull_row(move, batch_index, wanted, src_offset=src_offset, dst_offset=dst_offset)
 
@@ -398,7 +398,7 @@ class KvCacheManager(EngineUser):
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)
-        move = Move(engine, "pull_blocks", "decoder_kv_cache", cache.cache_id, name, layers, self._deadline())
+        move = TransferCall(engine, "pull_blocks", "decoder_kv_cache", cache.cache_id, name, layers, self._deadline())
         with v1_codes():
             calls.pull_blocks(move, sources, targets, name="decoder_blocks")
 

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
+    "CacheManager: push_cache_async swap_blocks_async",
+    "LLMDataDist: link_clusters_async unlink_clusters_async",
+)
+
 OK = LLMStatusCode.LLM_SUCCESS
 PAGED = Spec(blocks=True)
 SOURCE = Spec(blocks=True, blocks_key=BLOCKS)
@@ -230,7 +236,7 @@ def _asked(world: World) -> None:
     link = world.dd._require_engine("test").links.get(1)
     gate = threading.Event()
     for _ in range(10_000):
-        if link._waiters:
+        if link.requests.waiters:
             return
         gate.wait(0.001)
     raise AssertionError("nobody asked the peer")
@@ -362,7 +368,7 @@ def test_r07_a_coroutine_that_is_closed_tells_its_call_to_end(local_pair: Pair) 
     before = local_pair.decoder.do(make, "kv", PAGED, 2)
     world: World = local_pair.decoder.world  # type: ignore[attr-defined]
     peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
-    waiters = world.dd._require_engine("test").links.get(1)._waiters
+    waiters = world.dd._require_engine("test").links.get(1).requests.waiters
 
     async def begun_and_closed() -> None:
         pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])

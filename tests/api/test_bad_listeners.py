@@ -44,6 +44,11 @@ def says(*what: bytes, close: bool = False) -> Behaviour:
     return behave
 
 
+def echoes(sock: socket.socket) -> None:
+    """Send the initiator's own greeting back."""
+    sock.sendall(frame(read_hello(sock)))
+
+
 def resets(sock: socket.socket) -> None:
     read_hello(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -102,6 +107,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "refuses, with success": (says(frame(Refused(0, "all is well"))), FAILED),
     "refuses, with a code": (says(frame(Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(frame(Refused(123, "x"))), LLMStatusCode.LLM_FAILED),
+    "an echo of our own greeting": (echoes, FAILED),
     "another version": (welcomes(version=PROTOCOL_VERSION + 1), FAILED),
     "another cluster": (welcomes(cluster_id=2**64 - 1), FAILED),
     "another rca flag": (welcomes(remote_accessible=True), INVALID),

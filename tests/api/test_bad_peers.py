@@ -115,6 +115,15 @@ def test_a_stranger_who_may_not_link_is_told_why(linked: Pair, changes: Any, cod
         assert stranger.is_hung_up_on()
 
 
+def test_an_echo_of_the_targets_greeting_is_refused(linked: Pair) -> None:
+    with Stranger(port_of(linked)) as stranger:
+        hello = stranger.hello()
+        stranger.say(CONTROL_PREAMBLE, hello)
+        stranger.say(stranger.hear(Welcome))
+        assert "expected TransportChoice" in stranger.hear(Refused).text
+        assert stranger.is_hung_up_on()
+
+
 @pytest.mark.parametrize("transport", ["shm", "inproc", "x\ny"])
 def test_a_stranger_who_was_not_at_the_rendezvous_is_refused(linked: Pair, transport: str) -> None:
     with Stranger(port_of(linked)) as stranger:
@@ -301,7 +310,7 @@ def test_replayed_frames_do_nothing_twice(shm_pair: Pair) -> None:
     assert len(shm_pair.prompt.do(picture).keys) == 1
 
 
-def test_goodbyes_without_end_are_answered_and_the_link_goes_with_the_peer(linked: Pair) -> None:
+def test_unlink_requests_without_end_are_answered_and_the_link_goes_with_the_peer(linked: Pair) -> None:
     with Stranger(port_of(linked)) as stranger:
         stranger.link()
         for number in range(20):

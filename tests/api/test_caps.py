@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("LLMDataDist.link_clusters")
+
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 SMALL = '{"memory_size": 65536, "page_shift": 12}'
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("errors.ChecksumMismatch")
+
 BY_ID = CacheKeyByIdAndIndex(1, 1, 2)
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, UnlinkAck, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
-from llm_datadist._native.plan import digest
+from llm_datadist._native.plan import PlanEnd, digest
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, questions, unconsumed, verified
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from tests.conftest import Pair
     from tests.support.ends import End
+
+pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -84,7 +85,7 @@ def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> byt
     tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
     runs = np.array([(0, *each) for each in pairs], np.uint64)
     plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
-    found = digest(plan, tensors, None, NO_DEADLINE, NONCE, dst=False, each_run=each_run)
+    found = digest(PlanEnd(plan, tensors, is_dst=False), None, NO_DEADLINE, NONCE, each_run=each_run)
     assert found is not None
     return found.tobytes()
 
@@ -187,7 +188,7 @@ def silent(pair: Pair, **settings: Any) -> Iterator[threading.Event]:
     """Start two ends of which the prompt answers nothing until the event is set."""
     both(pair, PAGED, Spec(blocks=True), **settings)
     go = threading.Event()
-    engine(pair.prompt)._witness._thread.submit(go.wait, 60)
+    engine(pair.prompt)._checksums._thread.submit(go.wait, 60)
     try:
         yield go
     finally:
@@ -214,13 +215,13 @@ def answers(pair: Pair) -> list[Message]:
     """Note from now on what comes back to the decoder."""
     seen: list[Message] = []
     link = engine(pair.decoder).links.get(1)
-    deliver = link.answer
+    deliver = link.requests.answer
 
     def note(number: int, message: Message) -> bool:
         seen.append(message)
         return bool(deliver(number, message))
 
-    link.answer = note
+    link.requests.answer = note
     return seen
 
 
@@ -282,22 +283,22 @@ def test_one_peer_after_the_other_is_answered() -> None:
             served.append(f"{self.name}{message.id}")
 
     before = residue()
-    witness = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
+    server = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
-    witness._thread.submit(go.wait, 60)
+    server._thread.submit(go.wait, 60)
     greedy, modest = Peer("greedy"), Peer("modest")
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, NONCE, 10_000)
     for number in range(4):
-        witness.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+        server.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
     for number in range(2):
-        witness.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+        server.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
     go.set()
     wait_until(lambda: len(served) == 6)
-    witness.close()
+    server.close()
     assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
-    witness.on_verify(modest, fair)  # type: ignore[arg-type]
+    server.on_verify(modest, fair)  # type: ignore[arg-type]
     assert served[-1] == "modest0"
-    witness.close()
+    server.close()
     assert settled(before) == before
 
 

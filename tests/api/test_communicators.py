@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink")
+
 
 def explain(world: World, cluster_id: int) -> Any:
     return world.dd.explain(cluster_id)

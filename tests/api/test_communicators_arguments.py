@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist: explain_communicator link query_register_mem_status unlink")
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist.explain_communicator")
+
 
 def explain(world: World, cluster_id: int) -> Any:
     return world.dd.explain(cluster_id)
@@ -90,7 +92,7 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
 def is_redialled(world: World, peer: int) -> bool:
     engine = world.dd._engine
     link_ = None if engine is None else engine.links.peek(peer)
-    return link_ is not None and link_.redialled and link_.usable
+    return link_ is not None and link_.origin.reconnected and link_.usable
 
 
 def test_r20_ends_of_one_process_join_each_other_and_others(local_pair: Pair) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from llm_datadist import LLMClusterInfo
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.retry import MemberDials
+from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import LinkRefused
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, links
@@ -113,7 +113,7 @@ def made_again(end: End, peer: int, was: int) -> None:
 def sequence(world: World, peer: int) -> int:
     engine = world.dd._engine
     there = None if engine is None else engine.links.peek(peer)
-    return 0 if there is None else there.sequence
+    return 0 if there is None else there.origin.sequence
 
 
 def unlink_by_id(world: World, peer: int) -> Any:
@@ -160,15 +160,15 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_dials_nobo
     """A member with another table comes between listening and dialling."""
     ends = start_two(local_pair)
     name, ranks = new_name(), {0: 0, 1: 1, 2: 2}
-    really = MemberDials.add
+    really = RetryQueue.add
 
-    def added_late(self: MemberDials, member: Any) -> None:
+    def added_late(self: RetryQueue[Any], member: Any) -> bool:
         if member.cluster_id == 0 and member.communicator.expected:
             ends[1].do(join, name, ranks, table(*[host(0)] * 3, version="1.2"))
             wait_until(lambda: not member.communicator.preparing)
-        really(self, member)
+        return really(self, member)
 
-    monkeypatch.setattr(MemberDials, "add", added_late)
+    monkeypatch.setattr(RetryQueue, "add", added_late)
     assert ends[0].do(join, name, ranks, table(*[host(0)] * 3)) == 1
     assert ends[0].do(status, 1) is FAILED
     wait_until(lambda: not ends[0].do(is_dialling))
@@ -178,6 +178,6 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_dials_nobo
 def is_dialling(world: World) -> bool:
     engine = world.dd._engine
     assert engine is not None
-    approaches = engine.links.communicators._approaches
-    with approaches._changed:
-        return bool(approaches._waiting or approaches._current)
+    dials = engine.links.communicators._dials
+    with dials._changed:
+        return bool(dials._waiting or dials._current)

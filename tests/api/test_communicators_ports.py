@@ -167,7 +167,7 @@ def test_a_stranger_at_the_port_is_refused_and_the_preparation_goes_on(
     ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
     with Stranger(_open_port(name), cluster_id) as stranger:
         wanted = None if changes is None else meeting(name, rank_table, **changes)
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(meeting=wanted))
+        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=wanted))
         assert stranger.hear(Refused).code == code
         assert stranger.is_hung_up_on()
     assert ends[0].do(status, 1) is PREPARING
@@ -196,7 +196,7 @@ def test_a_member_with_another_table_fails_the_preparation_whoever_it_is(local_p
     name, rank_table = new_name(), table("127.0.0.1", "127.0.0.1")
     ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
     with Stranger(_open_port(name), 2) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(meeting=meeting(name, rank_table, table=b"?" * 16)))
+        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=meeting(name, rank_table, table=b"?" * 16)))
         told = stranger.hear(Refused)
     assert told.code == LLMStatusCode.LLM_PARAM_INVALID
     assert settle(ends[:1], [1]) == [FAILED]
@@ -207,7 +207,7 @@ def test_a_communicator_is_not_looked_for_at_a_listener_of_link_clusters(shm_pai
     shm_pair.start(linked=False)
     assert shm_pair.prompt.port is not None
     with Stranger(shm_pair.prompt.port, 2) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(meeting=meeting("n", table(host(0)))))
+        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=meeting("n", table(host(0)))))
         assert stranger.hear(Refused).code == LLMStatusCode.LLM_NOT_YET_LINK
     shm_pair.link()
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("llm.Transport")
+
 KEY, OTHER, PREFIX = CacheKey(1, 10), CacheKey(1, 20), CacheKey(1, 2**64 - 1, prefix_id=30)
 SOURCE = Spec(rows=4, keys=(KEY, OTHER, PREFIX))
 TARGET = Spec(rows=6)

@@ -18,6 +18,8 @@ from tests.support.world import World, fill, read
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.covers("CacheDesc.placement", "CacheManager.copy_blocks")
+
 BLOCKS = 10
 
 

@@ -10,12 +10,17 @@ import pytest
 
 from llm_datadist import CacheKey, DataType, LLMException, LLMStatusCode, Placement
 from llm_datadist._deadline import Deadline
+from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
 from tests.support.memory import desc, equal, refused, user_memory
 from tests.support.world import World, fill, read
 
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
+
+pytestmark = pytest.mark.covers(
+    "CacheDesc: batch_size placement", "CacheKey.req_id", "CacheManager.copy_cache", "LLMStatusCode.LLM_TIMEOUT"
+)
 
 D, H = Placement.DEVICE, Placement.HOST
 ROW = 64  # bytes of a row of desc()
@@ -168,10 +173,9 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     dst, src = world.caches["dst"], world.caches["src"]
     before, source = read(dst), read(src)
     local = world.cm._engine.local
+    to, of = CacheRow(dst.cache_id, 1), CacheRow(src.cache_id, 0)
     with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
-        local.copy_cache(
-            dst.cache_id, src.cache_id, dst_row=1, src_row=0, offset=0, size=-1, deadline=Deadline(0), what="copy_cache"
-        )
+        local.copy_cache(to, of, offset=0, size=-1, deadline=Deadline(0), what="copy_cache")
     assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
     for b, a in zip(before, read(dst), strict=True):
         a[1] = b[1]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("cpp_api.RegisterCfg")
+
 KV, ROW = Use("kv"), CacheIndex(1, 1)
 DESC = CacheDesc(DEVICE, 2, DataType.DT_INT32, [8, 16])
 ADDRS = [4096, 8192]

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "Cache.grant", "Grant: active from_bytes revoke to_bytes", "errors: CacheNotFound StateError TransferFailed"
+)
+
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
 LONG = 600.0

@@ -369,12 +369,12 @@ def _always_late(world: World, prompt: World) -> None:
     """Whenever the peer's answer has come, what it says is not true any more."""
     assert world.dd._engine is not None
     initiator: Any = world.dd._engine.initiator
-    original = initiator._open
+    original = initiator._resolve
 
-    def opened(*args: Any, **kwargs: Any) -> Any:
+    def resolved(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         forget(prompt, "kv")
         make(prompt, "kv", PAGED, 9)
         return result
 
-    initiator._open = opened
+    initiator._resolve = resolved

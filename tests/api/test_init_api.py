@@ -20,6 +20,10 @@ from tests.support.world import make_config, residue, settled
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.covers(
+    "LLMDataDist", "_shutdown_handler", "LLMDataDist.init", "LLMStatusCode.LLM_FAILED", "errors.NotInitialized"
+)
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:

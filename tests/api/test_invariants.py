@@ -325,7 +325,7 @@ def test_i15_one_dead_peer_does_not_block_traffic_with_others(
 def _waits(world: World, peer: int) -> bool:
     """True while a call waits for an answer of that peer."""
     assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer)._waiters) > 0
+    return len(world.dd._engine.links.get(peer).requests.waiters) > 0
 
 
 def _switch(world: World, role: LLMRole, options: dict[str, str] | None) -> None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     Bytes = list[NDArray[np.uint8]]
 
+pytestmark = pytest.mark.covers(
+    "CacheManager: allocate_cache check_cache_key deallocate_cache", "LLMDataDist.statistics", "errors.KeyInUse"
+)
+
 PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)
 
 

@@ -126,14 +126,14 @@ def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
 
 def _lanes(world: World, peer: int) -> int:
     assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer).connection._group)  # type: ignore[attr-defined]
+    return len(world.dd._engine.links.get(peer).connection.shared._group)  # type: ignore[attr-defined]
 
 
 def _break_lanes(world: World, peer: int, keep: int) -> None:
     """What a network does that forgets connections: the lanes end, the control connection stays."""
     assert world.dd._engine is not None
     engine = world.dd._engine
-    group = engine.links.get(peer).connection._group  # type: ignore[attr-defined]
+    group = engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
     for lane in list(group._loads)[keep:]:
         engine._lanes.engine.drop_lane(lane)
         group.discard(lane)
@@ -232,5 +232,5 @@ def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(children: tuple[Ch
 def _jobs(world: World, peer: int) -> int:
     """Bytes on their way, as 0 or 1."""
     assert world.dd._engine is not None
-    group = world.dd._engine.links.get(peer).connection._group  # type: ignore[attr-defined]
+    group = world.dd._engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
     return int(sum(group._loads.values()) > 0)

@@ -35,6 +35,14 @@ from tests.support.world import make_config, residue, settled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.covers(
+    "CacheManager",
+    "tensor_views",
+    "LLMDataDist: cache_manager finalize init listen_port llm_engine_instance",
+    "LLMStatusCode.LLM_ENGINE_FINALIZED",
+    "errors.NotInitialized",
+)
+
 DESC: Final = CacheDesc(2, [4, 16], DataType.DT_FLOAT)
 HOST_DESC: Final = CacheDesc(2, [4, 16], DataType.DT_FLOAT, Placement.HOST)
 LISTENING: Final = {"listen_ip_info": "127.0.0.1:0"}

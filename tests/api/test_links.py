@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "LLMConfig: local_comm_res transfer_backend",
+    "LLMDataDist: cluster_id explain link_clusters",
+    "LLMStatusCode: LLM_ALREADY_LINK LLM_LINK_FAILED",
+    "llm: LocalCommRes TransferBackend",
+)
+
 Code = LLMStatusCode
 ALREADY, FAILED, TIMEOUT, INVALID = (
     Code.LLM_ALREADY_LINK,

@@ -17,6 +17,8 @@ from tests.support.world import World, residue_of, settled_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.covers("llm.PeerTimeout")
+
 TCP = {"llm.Transport": "tcp"}
 PATIENT = {"llm.PeerTimeout": "600"}  # nothing in these tests is noticed by missed beats
 
@@ -120,4 +122,4 @@ def beats(world: World) -> int:
 
 def explained_sequence(world: World) -> int:
     assert world.dd._engine is not None
-    return world.dd._engine.links.get(1).sequence
+    return world.dd._engine.links.get(1).origin.sequence

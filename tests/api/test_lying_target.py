@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR", "errors.ProtocolError")
+
 KEY = CacheKey(1, 10)
 
 
@@ -167,6 +169,6 @@ def test_rule_10_an_answer_to_another_question_is_a_protocol_error(local_pair: P
     dst = local_pair.decoder.do(make, "kv", Spec(), 2)
     liar = Liar(local_pair.prompt)  # type: ignore[arg-type]  # both ends are here
     liar.lie = lambda answer: UnlinkAck(answer.id)
-    with pytest.raises(ProtocolError, match="answered a Resolve with Farewell"):
+    with pytest.raises(ProtocolError, match="answered a Resolve with UnlinkAck"):
         local_pair.decoder.do(pull, 3)
     same_bytes(local_pair.decoder.do(show, "kv"), dst)

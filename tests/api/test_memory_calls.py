@@ -26,6 +26,18 @@ from tests.support.world import World, fill, make_config, read
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers(
+    "Registry",
+    "Cache.cache_id",
+    "CacheKeyByIdAndIndex.cache_id",
+    "CacheManager: allocate_blocks_cache allocate_cache deallocate_blocks_cache deallocate_cache",
+    "CacheManager: remove_cache_key",
+    "LLMDataDist.check_integrity",
+    "LLMStatusCode.LLM_OUT_OF_MEMORY",
+    "PoolOptions.parse",
+    "errors.OutOfMemory",
+)
+
 PAGE = 4096
 
 
@@ -140,7 +152,6 @@ def test_out_of_memory_names_the_figures_and_leaves_nothing_behind(world: World,
 def test_a_full_guard_table_leaves_nothing_behind() -> None:
     options = Options.parse(make_config(), LLMRole.PROMPT)
     store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))
-    assert store._guards is not None
     store._guards.close()
     small = store._guards = GuardTable(slots=4)
     soon = Deadline(10_000)
@@ -152,7 +163,7 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
         with pytest.raises(OutOfMemory, match="guard table is full"):
             store.register(geometry, [4096, 8192], keys, remote_accessible=True)
         assert small.live == 1
-        assert [each.statistics().live_allocations for each in store.pools()] == [2, 0]
+        assert [each.statistics().live_allocations for each in store.pools] == [2, 0]
     store.allocate(geometry, keys[:1], soon)
     store.check_integrity()
     store.close()
@@ -172,7 +183,6 @@ class Probe:
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     store = world.cm._engine.store
     guards = store._guards
-    assert guards is not None
     advanced, retired = guards.allocate(), guards.allocate()
     probe = Probe(guards, [advanced, retired])
     freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe, private=False), guard=retired)

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from tests.support.ends import LocalEnd
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.moves import Bytes
     from tests.support.world import World
+
+pytestmark = pytest.mark.covers("LLMDataDist.init")
 
 THREADS, ROUNDS, ROWS, STRIDE = 12, 12, 16, 1000
 KEYS = {cluster: BlocksCacheKey(cluster, 0) for cluster in (1, 2, 3)}

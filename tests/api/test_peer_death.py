@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.moves import Bytes
 
+pytestmark = pytest.mark.covers("llm.ShmSocketDir")
+
 KEY = CacheKey(1, 10)
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
 LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own time
@@ -93,7 +95,7 @@ def files_of_ours() -> list[str]:
 def waiting(world: World, peer: int) -> int:
     """Return how many calls of this end wait for an answer of the peer."""
     assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer)._waiters)
+    return len(world.dd._engine.links.get(peer).requests.waiters)
 
 
 def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:

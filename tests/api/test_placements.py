@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
+
 PLACEMENTS = [(source, target) for source in Placement for target in Placement]
 ROW = CacheKey(1, 10)
 PAIRS = [(1, 6), (4, 0)]

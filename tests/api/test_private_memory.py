@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist.explain")
+
 TENSORS, BLOCKS, BLOCK = 4, 12, 4096 + 64
 KEY = BlocksCacheKey(1, 3)
 Bytes = list["NDArray[np.uint8]"]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes, Case
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LayerSelection", "CacheManager.pull_blocks")
+
 SOURCE = Spec(rows=8, blocks=True, blocks_key=BLOCKS)
 TARGET = Spec(rows=6, blocks=True)
 ROW_KEYS = (CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.moves import Bytes, Case
 
+pytestmark = pytest.mark.covers("CacheManager.pull_cache", "errors.CacheMismatch")
+
 KEYS = (CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11), CacheKey(1, 12, model_id=5))
 SOURCE = Spec(rows=4, keys=KEYS)
 TARGET = Spec(rows=6)

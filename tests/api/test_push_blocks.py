@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes, Case
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("CacheManager.push_blocks", "LLMStatusCode.LLM_SUCCESS")
+
 # The decoder pushes: its cache is the source, the prompt's the destination.
 TARGET = Spec(rows=8, blocks=True, blocks_key=BLOCKS)
 SOURCE = Spec(rows=6, blocks=True)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes, Case
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LayerSelection", "CacheManager.push_cache", "errors: CacheMismatch CacheNotFound")
+
 # The decoder pushes: its cache is the source, the prompt's the destination.
 TARGET = Spec(rows=4)
 SOURCE = Spec(rows=6)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
 
+pytestmark = pytest.mark.covers("errors.TransferFailed")
+
 ROWS, STRIDE = 160, 4096  # of the 256 pages of a pool of 1 MiB
 NBYTES = ROWS * STRIDE
 SECOND = Spec(1, ROWS, STRIDE, blocks=True)

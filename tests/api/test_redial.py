@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import End
 
+pytestmark = pytest.mark.covers("errors.NotLinked")
+
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 BOTH_UP = ({2: "ready"}, {1: "ready"})
 PATIENT = {"llm.PeerTimeout": "600"}
@@ -52,7 +54,7 @@ def threads(world: World) -> list[str]:
 def link_number(world: World, peer: int) -> int:
     assert world.dd._engine is not None
     link_ = world.dd._engine.links._table.get(peer)
-    return 0 if link_ is None or not link_.usable else link_.sequence
+    return 0 if link_ is None or not link_.usable else link_.origin.sequence
 
 
 def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:

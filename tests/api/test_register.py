@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
     Bytes = list[NDArray[np.uint8]]
 
+pytestmark = pytest.mark.covers(
+    "MemInfo",
+    "CacheManager: register_blocks_cache register_cache remap_registered_memory unregister_cache",
+    "errors.NotLinked",
+)
+
 FAKE = [1, 4096]
 
 

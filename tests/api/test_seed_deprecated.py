@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "CacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_blocks_cache",
+    "CacheManager: deallocate_cache remove_cache_key swap_blocks",
+    "LLMConfig: host_mem_pool_cfg mem_pool_cfg",
+    "llm: HostMemPoolConfig MemPoolConfig",
+)
+
 #: What the page prints for mem_pool_cfg, and the same pages in a pool of 32 MiB.
 PAGE_POOL = {"memory_size": 18737418240, "page_shift": 16}
 SMALL_POOL = '{"memory_size": 33554432, "page_shift": 16}'

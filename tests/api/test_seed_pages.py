@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
     Bytes = list[NDArray[np.uint8]]
 
+pytestmark = pytest.mark.covers(
+    "CacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_blocks_cache",
+    "CacheManager: deallocate_cache remove_cache_key swap_blocks",
+    "LLMConfig.mem_pool_cfg",
+)
+
 POOL_64_MIB = json.dumps({"memory_size": 64 * 1024 * 1024})
 PAGE_EXAMPLE = json.dumps({"memory_size": 18737418240, "page_shift": 16})
 KEYS = [CacheKey(1, 0), CacheKey(1, 1)]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("CacheManager.push_blocks", "LLMStatusCode: LLM_KV_CACHE_NOT_EXIST LLM_NOT_YET_LINK")
+
 #: CacheIndex{cluster 1, cache 1, batch 0} of the C++ interface.
 INDEX = CacheKeyByIdAndIndex(1, 1)
 

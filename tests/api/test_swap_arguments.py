@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("CacheManager.swap_blocks", "LLMStatusCode.LLM_ENGINE_FINALIZED")
+
 BLOCKS, HOST_BLOCKS = 8, 12
 GOOD = {0: 0}
 

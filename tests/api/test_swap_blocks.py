@@ -16,6 +16,8 @@ from tests.support.world import World, fill, read
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks")
+
 D, H = Placement.DEVICE, Placement.HOST
 BLOCKS, CPU_BLOCKS = 10, 6
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("LLMDataDist.statistics", "LLMStatusCode.LLM_OUT_OF_MEMORY", "errors.OutOfMemory")
+
 BLOCK = 4096
 POOL_BYTES = 32 * 2**20
 EVERY_OTHER = {n: n for n in range(0, 16, 2)}  # nothing to merge: eight blocks per tensor

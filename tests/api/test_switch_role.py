@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("LLMDataDist.switch_role")
+
 LISTEN = "llm.listenIpInfo"
 EXIST_LINK = LLMStatusCode.LLM_EXIST_LINK
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
-from llm_datadist._cache.geometry import cut_row
+from llm_datadist._cache.geometry import LayerPlan
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.initiator import RemoteName
+from llm_datadist._transfer.initiator import TransferOp
+from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import ParamError
 from tests.conftest import _pair
 from tests.support.layers import (
@@ -36,8 +37,14 @@ from tests.support.moves import Spec, forget, make, nothing_happens, picture, sa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from llm_datadist._cache.geometry import CachePair
+    from llm_datadist._native import Plan
     from tests.conftest import Pair
     from tests.support.layers import Span
+
+pytestmark = pytest.mark.covers(
+    "CacheTask", "CacheManager.transfer_cache_async", "CacheTask.errors", "llm: Checksum Transport"
+)
 
 ROWS, STRIDE, LAYERS = 8, 48, 2
 CACHE = Spec(2 * LAYERS, ROWS, STRIDE)
@@ -434,16 +441,13 @@ def _push(world: Any, name: str, number: int) -> None:
     """Push block 0 by cache id, as an initiator that does not keep to the rules."""
     engine = world.dd._require_engine("test")
     entry = engine.store.registry.lookup(world.caches[name].cache_id)
-    cut = cut_row(entry.geometry, 0)
-    engine.initiator.push(
-        RemoteName(1, cache_id=number),
-        entry,
-        lambda ends: cut.plan(0, 0, 4, offset=0, alias=ends.same_memory),
-        Deadline(5000),
-        "a push",
-        consumes=False,
-    )
+    cut = LayerPlan.of_row(entry.geometry, 0)
+
+    def plan(pair: CachePair) -> Plan:
+        return cut.plan(0, 0, 4, offset=0, alias=pair.same_memory)
+
+    engine.initiator.run(TransferOp(RemoteName(1, cache_id=number), entry, plan, Deadline(5000), "a push", push=True))
 
 
 def _take_back(world: Any) -> None:
-    world.dd._require_engine("test").links.get(2).located.clear()
+    world.dd._require_engine("test").links.get(2).caches.located.clear()

@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "CacheManager.transfer_cache_async",
+    "CacheTask: get_results synchronize",
+    "LayerSynchronizer.synchronize_layer",
+    "errors.StateError",
+)
+
 STRIDE = 48
 KV = Spec(6, 4, STRIDE)
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT

@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "CacheKey.cluster_id",
+    "CacheKeyByIdAndIndex.cluster_id",
+    "LLMDataDist: cluster_id unlink_clusters",
+    "LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR",
+)
+
 TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
 
 

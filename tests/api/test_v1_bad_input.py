@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     #: Role of the end that calls, method, arguments, keyword arguments, exception class, parts of its text.
     Case = tuple[str, str, tuple[Any, ...], dict[str, Any], type[Exception], tuple[str, ...]]
 
+pytestmark = pytest.mark.covers(
+    "KvCacheManager",
+    "KvCache: cache_desc create_cpu_cache",
+    "KvCacheManager: check_cache_key deallocate_cache is_initialized remove_cache_key",
+)
+
 KEY, BLOCKS = CacheKey(1, 10), BlocksCacheKey(1, 3)
 BY_ID = CacheKeyByIdAndIndex(1, 1, 0)
 HOST = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "KvCache",
+    "KvCache: *",
+    "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache",
+    "KvCacheManager: remove_cache_key swap_blocks",
+)
+
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
 
 

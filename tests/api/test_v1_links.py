@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.support.ends import End, LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("LLMDataDist: check_link_status link_clusters")
+
 OK = LLMStatusCode.LLM_SUCCESS
 INVALID, REPEAT = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
 FAILED, ALREADY = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_ALREADY_LINK

@@ -238,7 +238,7 @@ def test_a_thousand_caches_made_and_dropped_leave_nothing(end: LocalEnd, setting
         del cache
     manager.remove_cache_key(CacheKey(1, 0))
     assert settled(before) == before
-    assert engine.store._guard_table().live == 0
+    assert engine.store._guards.live == 0
     caches, pools = end.do(picture).caches, end.do(picture).pools
     assert (caches.live, caches.deferred, pools[0].used_bytes) == (0, 0, 0)
     end.world.dd.check_integrity()

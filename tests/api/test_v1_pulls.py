@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.moves import Bytes
 
+pytestmark = pytest.mark.covers("KvCacheManager: is_initialized pull_blocks pull_cache")
+
 KEYS = (CacheKey(1, 10, 1), CacheKey(1, 11, 1))
 BLOCKS = BlocksCacheKey(1, 3)
 

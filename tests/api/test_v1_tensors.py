@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from llm_datadist import KvCacheManager
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("KvCacheManager.get_cache_tensors")
+
 
 @pytest.fixture(params=["pool", "direct"])
 def prompt(end: LocalEnd, request: pytest.FixtureRequest) -> KvCacheManager:

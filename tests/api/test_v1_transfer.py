@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("KvCacheManager.transfer_cache_async")
+
 OK, WAITED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 
 

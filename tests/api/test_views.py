@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
+
 NUMPY = {
     DataType.DT_FLOAT: np.float32,
     DataType.DT_FLOAT16: np.float16,

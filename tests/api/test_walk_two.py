@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("CacheManager.remove_cache_key")
+
 KEY, OTHER = CacheKey(1, 10), CacheKey(1, 20)
 SOURCE = Spec(rows=2, stride=5000, keys=(KEY,))
 PAGE = 4096

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("what all have in common")
+
 #: Tensors and bytes of a block, by model id: K and V of 32 layers; an odd number of layers; quantised K; an index.
 MODELS = ((64, 256), (61, 144), (61, 96), (1, 64))
 BLOCKS = 64

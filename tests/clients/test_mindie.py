@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.clients.kv import shown
@@ -17,6 +18,8 @@ from tests.support.ranks import host
 if TYPE_CHECKING:
     from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
+
+pytestmark = pytest.mark.covers("MindIE-LLM")
 
 OK = LLMStatusCode.LLM_SUCCESS
 SRC, DST = [3, 4, 5, 36, 0], [30, 31, 0, 7, 12]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
 
+pytestmark = pytest.mark.covers("omni-infer, dynamic")
+
 
 def test_the_first_request_links_and_the_next_one_uses_the_link(ends: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = ends

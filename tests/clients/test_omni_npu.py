@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("omni-npu")
+
 
 def test_sleep_mode_the_prompts_object_is_initialised_again_with_the_saved_options(
     ends: tuple[ChildEnd, ChildEnd],

@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from tests.clients.kv import shown
 from tests.clients.omni_static import BLOCKS, KINDS, Rank, begin, drive, finalize_all, link_all, pull_kv
@@ -15,6 +16,8 @@ from tests.support.ranks import host
 if TYPE_CHECKING:
     from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
+
+pytestmark = pytest.mark.covers("omni-infer, static")
 
 SRC, DST = [1, 2, 3, 15], [8, 0, 1, 12]
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("sglang", "LLMConfig.local_comm_res", "llm.LocalCommRes")
+
 THREADS = 12
 WORLD_SIZE, LAYERS = 8, 5
 PAGES, PAGE_TOKENS = 96, 16

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from llm_datadist import KvCache
     from tests.conftest import Pair
 
+pytestmark = pytest.mark.covers("vllm-ascend, v0 connectors", "LLMDataDist.kv_cache_manager")
+
 CLUSTER: Final = 0  # on both sides
 LAYERS, TOKENS, HEADS, DIM = 3, 17, 2, 8
 #: Key, value, input ids, hidden states: model id -> shape with batch 1, everything of a request in one row; type.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
 
+pytestmark = pytest.mark.covers("vllm-ascend, v1 engine")
+
 REMOTE, LOCAL = [3, 4, 5, 9, 23], [0, 1, 17, 8, 2]
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("xllm")
+
 OK = LLMStatusCode.LLM_SUCCESS
 NOT_YET_LINK = 0x5010B007
 BLOCKS, VALUES = 12, 24

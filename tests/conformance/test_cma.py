@@ -11,7 +11,6 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport.cma import CmaConnection
-from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import PeerProcess, TransportConformance
 from llm_datadist.testing.scene import beginning_of, tensors_over
@@ -26,7 +25,7 @@ PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
 def connect(memory: PeerMemory) -> CmaConnection:
-    return CmaConnection(SharedPeer(memory), writable=all(region.writable for region in memory.regions.values()))
+    return CmaConnection(memory, writable=all(region.writable for region in memory.regions.values()))
 
 
 class TestCma(TransportConformance):

@@ -10,6 +10,7 @@ import pytest
 from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 from llm_datadist.testing import LocalPeer, TransportConformance
+from llm_datadist.testing.scene import unchanged
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ def test_a_finalised_peer_is_lost_and_its_memory_stays_until_the_connection_clos
         with pytest.raises(PeerLost, match="finalised"):
             connection.map(np.array([1], np.uint32), np.array([0], np.uint64), 64, writable=False)
         with pytest.raises(PeerLost, match="finalised"):
-            connection.generation(1)
+            unchanged(connection, 1, 0)
 
 
 def test_peers_are_found_by_incarnation_only_while_registered() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,17 +60,12 @@ class TestTcp(TransportConformance):
     def test_the_owner_refuses_what_is_not_there(self, peer: Peer, connection: Connection) -> None:
         """What our own checks let pass, because the peer knows better."""
         data = np.ones(64, np.uint8)
-        remote = connection.map(
-            np.array([1], np.uint32),
-            np.array([0], np.uint64),
-            64,
-            writable=True,
-            handle=b"\x92\x91\x01\x91\xce\xff\xff\xff\xff",
-        )
+        mapped = connection.map(np.array([1], np.uint32), np.array([0], np.uint64), 64, writable=True)
+        remote = replace(mapped, handle=b"\x92\x91\x01\x91\xce\xff\xff\xff\xff")
         for verb in (connection.read, connection.write):
             with pytest.raises(CacheMismatch, match="region 1 has no 64 bytes at 4294967295"):
                 verb(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))
-        broken = connection.map(np.array([1], np.uint32), np.array([0], np.uint64), 64, writable=True, handle=b"\xc1")
+        broken = replace(mapped, handle=b"\xc1")
         with pytest.raises(TransferFailed, match="the target failed"):
             connection.read(PLAN, tensors_over(data), broken, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()

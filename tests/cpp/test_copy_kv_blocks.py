@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("cpp_api: Cache CacheDesc LlmDataDist Undefined", "cpp_api.LlmDataDist.CopyKvBlocks")
+
 
 @pytest.fixture(params=["plain", "staged"])
 def one(request: pytest.FixtureRequest, end: LocalEnd) -> LocalEnd:

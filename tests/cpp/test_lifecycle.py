@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined",
+    "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache UnlinkLlmClusters datadist",
+    "cpp_api.LlmDataDist: last_error",
+)
+
 FAILED = LLMStatusCode.LLM_FAILED
 LISTEN = {OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llm_datadist.cpp_api import Cache
     from tests.support.ends import LocalEnd
 
+pytestmark = pytest.mark.covers("cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache")
+
 
 def test_what_is_allocated_is_of_both_uses_and_outlives_finalize_for_its_reader(end: LocalEnd) -> None:
     end.do(start, LlmRole.kMix, 1, "auto", {})

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("cpp_api: Cache CacheDesc KvCacheExtParam", "cpp_api.LlmDataDist.PushKvBlocks")
+
 ALL = (-1, -1)
 INDEX = CacheIndex(1, 1, 0)
 EVERY_TENSOR = range(4)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers("cpp_api.LlmDataDist: SetRole UnlinkLlmClusters")
+
 #: A whole set of options, as those given to Initialize; the listener is what counts.
 LISTEN = {OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}
 

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+pytestmark = pytest.mark.covers(
+    "cpp_api: CacheIndex KvCacheExtParam", "cpp_api.LlmDataDist: CopyKvCache PullKvBlocks PullKvCache PushKvCache"
+)
+
 ROW = CacheIndex(1, 1, 3)
 BLOCKS = CacheIndex(1, 1)
 

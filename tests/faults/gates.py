@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.initiator import TransferOp
     from llm_datadist.datadist import LLMDataDist
 
 __all__ = ["STEPS", "Gate", "Step", "shut"]
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
-_PLANNING: Final = "_move"
+_PLANNING: Final = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def _target(number: int, message: type[Message], text: str, **more: Any) -> Step
 #: Every gate there is. "read" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
 STEPS: Final[dict[str, Step]] = {
     "call": _initiator(1, "manager", "pull_cache pull_blocks push_cache push_blocks", "nothing has been looked at"),
-    "hold": _initiator(2, "store", "holding", "the arguments were fine, nothing is held"),
+    "hold": _initiator(2, "store", "using", "the arguments were fine, nothing is held"),
     "link": _initiator(3, "links", "get", "the destination is held, no link has been looked for"),
     "ask": _initiator(4, "link", "request", "the question has not been sent"),
     "asked": _initiator(4, "link", "send", "the question is on its way", after=True, messages=(Resolve,)),
@@ -191,18 +192,21 @@ class _Stop:
 
         return stepped
 
-    def _planning(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """The planner is no method but travels as an argument of the move: stop where it is called."""
+    def _planning(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The planner is no method but travels with the operation: stop where it is called."""
 
-        def moving(name: object, local: object, make_plan: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+        def running(op: TransferOp) -> Any:
+            make_plan = op.make_plan
+
             def planning(*args: Any) -> Any:
                 if self._taken.acquire(blocking=False):
                     self._gate.pass_through()
                 return make_plan(*args)
 
-            return move(name, local, planning, *rest, **kwargs)
+            op.make_plan = planning
+            return run(op)
 
-        return moving
+        return running
 
 
 def _wrap(datadist: LLMDataDist, step: Step, peer: int | None, stop: _Stop) -> Callable[[], None]:
@@ -212,20 +216,20 @@ def _wrap(datadist: LLMDataDist, step: Step, peer: int | None, stop: _Stop) -> C
         raise ValueError("gates need an LLMDataDist that is initialised")
     if step.end == "target":
         return _wrap_handler(engine.links._handlers, step.method, stop)
-    owner: object
+    owners: list[object]
     if step.owner in ("link", "connection"):
         if peer is None:
             raise ValueError(f"a gate at a step of the {step.owner} needs the peer's cluster id")
         link = engine.links.get(peer)
-        owner = link if step.owner == "link" else link.connection
+        owners = [link] if step.owner == "link" else list(link.connection.connections)
     else:
-        owner = datadist.cache_manager if step.owner == "manager" else getattr(engine, step.owner)
-    before = {name: vars(owner).get(name) for name in step.method.split()}
-    for name in before:
+        owners = [datadist.cache_manager if step.owner == "manager" else getattr(engine, step.owner)]
+    before = [(owner, name, vars(owner).get(name)) for owner in owners for name in step.method.split()]
+    for owner, name, _ in before:
         setattr(owner, name, stop.around(getattr(owner, name)))
 
     def restore() -> None:
-        for name, wrapped in before.items():
+        for owner, name, wrapped in before:
             if wrapped is None:
                 delattr(owner, name)  # the method of its class is visible again
             else:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -44,12 +45,11 @@ class RegionConnection(TcpConnection):
         extent: int,
         *,
         writable: bool,
-        handle: bytes = b"",
         located: bool = False,
     ) -> RemoteTensors:
         """Return where the peer's tensors are, with a handle that says so too."""
-        handle = handle or msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return super().map(regions, offsets, extent, writable=writable, handle=handle, located=located)
+        handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
+        return replace(super().map(regions, offsets, extent, writable=writable, located=located), handle=handle)
 
 
 class MemoryHandler:
@@ -70,9 +70,6 @@ class MemoryHandler:
         if not self._peer.exports.writable:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
-
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Nothing is counted here."""
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """Nothing is kept for a link here."""
@@ -181,7 +178,7 @@ class _LaneChild(Child):
             sock, _ = await self._loop.sock_accept(self._server)
             try:
                 preamble = await self._loop.sock_recv(sock, len(LANE_PREAMBLE))
-                token, _ = await read_lane_greeting(self._loop, sock)
+                token = await read_lane_greeting(self._loop, sock)
                 if preamble != LANE_PREAMBLE or token not in self._groups:
                     sock.close()
                     continue

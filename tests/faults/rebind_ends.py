@@ -191,7 +191,7 @@ def prepare_owner(world: World, transport: str) -> None:
     else:
         world.memory["arenas"] = [[np.zeros(words, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
     assert world.dd._engine is not None
-    (pool,) = world.dd._engine.store.pools()
+    (pool,) = world.dd._engine.store.pools
     really = pool.allocate_many
 
     def filled(count: int, nbytes: int) -> Allocation:

@@ -59,14 +59,14 @@ def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Itera
 
 
 def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
-    for pool in engine.store.pools():
+    for pool in engine.store.pools:
         _hold(pool._lock, f"the lock of pool {pool.name}", undo)
 
 
 def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
     registry, end = engine.store.registry, threading.Event()
     _hold(registry._lock, "the registry's lock", undo)
-    _replace(registry, "hold", partial(_after, end), undo)  # which needs no lock where a cache can be found
+    _replace(registry, "begin_use", partial(_after, end), undo)  # which needs no lock where a cache can be found
     undo.callback(end.set)
 
 
@@ -86,8 +86,9 @@ def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     end = threading.Event()
     for link in links:
-        for name in ("read", "write"):
-            _replace(link.connection, name, partial(_after, end), undo)
+        for connection in link.connection.connections:
+            for name in ("read", "write"):
+                _replace(connection, name, partial(_after, end), undo)
     undo.callback(end.set)
 
 

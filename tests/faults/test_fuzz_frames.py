@@ -61,7 +61,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
         "TransportChoice": 0.005,
         "UnlinkAck": 0.002,
     },
-    "same-host packets": {"Hello": 0.1, "Refusal": 0.01},
+    "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
     "lane requests": {"LaneRequest": 0.1},
     "handlers": {
         "Resolve": 0.1,

@@ -50,14 +50,15 @@ class Flood:
         self.end.do(call, "pull_blocks", KEY, Use("mine"), [0], [0])
         assert self.end.world.dd._engine is not None
         there = self.end.world.dd._engine.links.get(1)
-        (answer,) = there.kept.values()
+        (answer,) = there.caches.kept.values()
         self.remote = answer.tensors
-        assert isinstance(there.connection, TcpConnection)
-        assert there.connection._reconnect is not None
-        self._dial = there.connection._reconnect
+        connection = there.connection.shared
+        assert isinstance(connection, TcpConnection)
+        assert connection._reconnect is not None
+        self._dial = connection._reconnect
         # What the library has dialled makes room for what we will.
-        group = there.connection._group
-        there.connection._lanes.drop(group, list(group._loads))
+        group = connection._group
+        connection._lanes.drop(group, list(group._loads))
         self._open = ExitStack()
         self.asked = 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.handshake import Dial, _Wire
+from llm_datadist._links.handshake import Dial, _BlockingFrames
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked
 from tests.faults.gates import Gate
@@ -46,7 +46,7 @@ def stop_at(world: World, step: str, folder: Path) -> None:
     owner, method, after = {
         "greeted": (Dial, "greet", True),
         "before met": (Dial, "settle", False),
-        "met": (_Wire, "receive", False),
+        "met": (_BlockingFrames, "receive", False),
         "linked": (Dial, "settle", True),
         "before install": (LinkManager, "install", False),
         "installed": (LinkManager, "install", True),
@@ -137,7 +137,7 @@ def attempt_is_over(dialler: Any, folder: Path, *, held: bool) -> None:
 def attempt_has_expired(world: World) -> bool:
     engine = world.dd._engine
     assert engine is not None
-    current = engine.links.communicators._approaches._current
+    current = engine.links.communicators._dials._current
     dial = current[0]._dial
     return dial is not None and dial._deadline.expired()
 

@@ -16,6 +16,20 @@ from tests.support.source import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.covers(
+    "examples/both_sides_listen.py",
+    "examples/cpp_shaped.py",
+    "examples/pull_blocks.py",
+    "examples/pull_cache.py",
+    "examples/pull_from_cache_to_blocks.py",
+    "examples/push_blocks.py",
+    "examples/push_cache.py",
+    "examples/switch_role.py",
+    "examples/transfer_cache_async.py",
+    "examples/v1_prompt_decoder.py",
+    "examples/xpyd.py",
+)
+
 EXAMPLES: Final = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("_"))
 
 #: Part of what each prints, beside the last line; an example that is not here has to end well all the same.

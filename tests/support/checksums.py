@@ -62,19 +62,23 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 def flipping(world: World, verb: str, name: str, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved (``verb`` is read or write), one bit of a cache of this end changes."""
     assert world.dd._engine is not None
-    connection: Any = world.dd._engine.links.get(1).connection
-    original = getattr(connection, verb)
+    connections: tuple[Any, ...] = world.dd._engine.links.get(1).connection.connections
 
-    def corrupted(*move: Any) -> Any:
-        result = original(*move)
-        flip(world, name, tensor, at)
-        return result
+    def corrupted(original: Any) -> Any:
+        def move(*args: Any) -> Any:
+            result = original(*args)
+            flip(world, name, tensor, at)
+            return result
 
-    setattr(connection, verb, corrupted)
+        return move
+
+    for connection in connections:
+        setattr(connection, verb, corrupted(getattr(connection, verb)))
     try:
         call(world, method, *args, **kwargs)
     finally:
-        del connection.__dict__[verb]
+        for connection in connections:
+            del connection.__dict__[verb]
 
 
 def is_named(
@@ -101,10 +105,10 @@ def unconsumed(pair: Pair, keys: int) -> None:
 def block_answers(world: World, go: Path) -> None:
     """Keep this end from answering until a file is there."""
     assert world.dd._engine is not None
-    world.dd._engine._witness._thread.submit(wait_until, go.exists, 60)
+    world.dd._engine._checksums._thread.submit(wait_until, go.exists, 60)
 
 
 def questions(world: World) -> int:
     """Return how many questions wait for an answer of this end."""
     assert world.dd._engine is not None
-    return sum(len(queue.questions) for queue in world.dd._engine._witness._queues.values())
+    return sum(len(queue.questions) for queue in world.dd._engine._checksums._queues.values())

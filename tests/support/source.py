@@ -1,37 +1,17 @@
-"""The source tree as the tests about it see it: modules, their imports, and the names they define. Parsed, not run."""
+"""The source tree as the tests about it see it: modules and the names that they define. Parsed, not run."""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["PACKAGE", "ROOT", "SOURCE", "Import", "defined_names", "imports_of", "modules", "path_of"]
+__all__ = ["PACKAGE", "ROOT", "SOURCE", "defined_names", "modules"]
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "llm_datadist"
 SOURCE: Final = ROOT / "src" / PACKAGE
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """One import of one module.
-
-    Attributes:
-        module: Dotted name of what is imported, as far as it can be a module: ``from a import b`` is ``a.b`` where
-            that is a module of the package, else ``a``.
-        line: Where.
-        at_import_time: False inside a function and under ``TYPE_CHECKING``: it cannot take part in a cycle.
-    """
-
-    module: str
-    line: int
-    at_import_time: bool
 
 
 @cache
@@ -47,56 +27,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def path_of(module: str) -> str:
-    """Return the path of a module relative to the package's folder: ``_cache/geometry.py``."""
-    return modules()[module].relative_to(SOURCE).as_posix()
-
-
-def imports_of(module: str, source: str, known: set[str]) -> list[Import]:
-    """Return every import in ``source``, also inside functions and under ``TYPE_CHECKING``.
-
-    Args:
-        module: Dotted name of the module, for nothing but the error text.
-        source: Its text.
-        known: Modules of the package, to tell ``from package import module`` from ``from module import name``.
-
-    Raises:
-        ValueError: A relative import, which the project does not use.
-    """
-    return list(_walk(module, ast.parse(source), known, at_import_time=True))
-
-
-def _walk(module: str, node: ast.AST, known: set[str], *, at_import_time: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(alias.name, child.lineno, at_import_time) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            if child.level or child.module is None:
-                raise ValueError(f"{module}, line {child.lineno}: relative import; write the whole name")
-            for name in dict.fromkeys(_resolve(child.module, alias.name, known) for alias in child.names):
-                yield Import(name, child.lineno, at_import_time)
-        else:
-            yield from _walk(module, child, known, at_import_time=at_import_time and not _waits(child))
-
-
-def _waits(node: ast.AST) -> bool:
-    """Return True where what is inside does not run when the module is imported."""
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def _resolve(source: str, name: str, known: set[str]) -> str:
-    return f"{source}.{name}" if f"{source}.{name}" in known else source
-
-
 @cache
 def defined_names() -> dict[str, frozenset[str]]:
     """Return, by module path, every name defined there: ``name``, and ``Class.name`` for members and attributes.
 
     Inherited members are listed under the class that inherits too.
     """
-    trees = {path_of(module): ast.parse(path.read_text()) for module, path in modules().items()}
+    trees = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in modules().values()}
     members = {node.name: _members(node) for tree in trees.values() for node in _classes(tree)}
     bases = {
         node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]

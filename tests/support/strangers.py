@@ -23,8 +23,8 @@ from llm_datadist._links.messages import (
     decode,
     frame,
 )
-from llm_datadist._memory import GuardTable
 from llm_datadist._memory.exports import Exports
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport import exchange_memory
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 
@@ -83,7 +83,7 @@ class Stranger:
             "pid": os.getpid(),
             "host": "stranger",
             "wanted": None,
-            "redials": False,
+            "reconnects": False,
             "token": secrets.token_bytes(16),
             "cookie": self._guards.cookie,
             "cookie_address": 4096,

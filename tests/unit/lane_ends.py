@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import numpy as np
 
-from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Served, Tensors, WriteAsked, plan_row
+from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Tensors, WriteAsked, plan_row
 
 from . import twin
 
@@ -30,7 +30,7 @@ BIG: Final = 8 << 20
 """Bytes: more than the socket buffers hold."""
 HEADER: Final = struct.Struct("<IBBHQQQQ")
 
-E = TypeVar("E", ReadAsked, WriteAsked, Served, "LaneLost")
+E = TypeVar("E", ReadAsked, WriteAsked, "LaneLost")
 
 
 def deadline(seconds: float = BUDGET_S) -> int:
@@ -99,7 +99,6 @@ class Target:
     tensors: Tensors
     guards: list[tuple[int, int]] = field(default_factory=list)
     tag: int = 0
-    served: list[Served] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self._stop = threading.Event()
@@ -117,9 +116,7 @@ class Target:
                 self.answer(event)
 
     def answer(self, event: LaneEvent) -> None:
-        if isinstance(event, Served):
-            self.served.append(event)
-        elif isinstance(event, ReadAsked | WriteAsked):
+        if isinstance(event, ReadAsked | WriteAsked):
             verb = self.engine.accept_write if isinstance(event, WriteAsked) else self.engine.serve_read
             try:
                 verb(event.lane, event.id, decode_plan(event.meta), self.tensors, self.guards, self.tag)

@@ -17,6 +17,31 @@ from llm_datadist import LLMStatusCode
 from llm_datadist.utils import log
 from tests.support.source import ROOT, SOURCE
 
+pytestmark = pytest.mark.covers(
+    "__all__",
+    "__getattr__",
+    "_find_caller",
+    "_shutdown_handler",
+    "kFailed",
+    "kSuccess",
+    "llm_datadist.configs",
+    "llm_datadist.data_type",
+    "llm_datadist.status",
+    "llm_datadist.utils.log",
+    "llm_datadist.utils.utils",
+    "llm_datadist.v2.cache_manager",
+    "llm_datadist.v2.config",
+    "llm_datadist.v2.llm_datadist",
+    "llm_datadist.v2.llm_types",
+    "llm_datadist.v2.llm_utils",
+    "llm_datadist_v1",
+    "llm_datadist_wrapper",
+    "trans_str_ip",
+    "v2_list",
+    "LLMDataDist.kv_cache_manager",
+    "compat.check_positive_or_set_default",
+)
+
 #: Path -> what must be importable from it, and the module of the same name here.
 PATHS: Final = {
     "llm_datadist.configs": {

@@ -12,6 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from llm_datadist._memory.allocator import PageAllocator, format_mib
 
+pytestmark = pytest.mark.covers("PageAllocator")
+
 KIB = 1 << 10
 PAGES = 32
 
@@ -125,7 +127,7 @@ def test_repr_shows_the_whole_state() -> None:
         lambda a: a._hole_at.update({2 * KIB: 2 * KIB + 1}),
         lambda a: a._by_size.append((1, 1)),
         lambda a: a._hole_before.clear(),
-        lambda a: setattr(a, "_used", 0),
+        lambda a: setattr(a, "used_bytes", 0),
     ],
 )
 def test_the_integrity_check_sees_damage(break_it: object) -> None:

@@ -25,7 +25,7 @@ PATIENCE_MS = 30_000
 CONTROL = "llm-datadist-control"
 
 
-class CachePair:
+class BothEnds:
     """A channel whose answers are Farewells, the socket at its other end, and who was told what in which thread."""
 
     def __init__(self, control: ControlLoop) -> None:
@@ -51,7 +51,7 @@ class CachePair:
         return thread
 
     def led(self) -> bool:
-        return self.channel._leader is not None and not self.channel._watched
+        return self.channel._reader is not None and not self.channel._watched
 
     def once_led(self, act: Callable[[], None]) -> threading.Thread:
         """Call ``act`` in a thread once a caller reads the channel."""
@@ -89,14 +89,14 @@ class CachePair:
         return self.ours.fileno() == -1 and self.channel._watch.closed
 
     def at_rest(self) -> bool:
-        return not self.channel._reading and self.channel._watched
+        return not self.channel._role_held and self.channel._watched
 
 
 @contextmanager
-def ends(*, begun: bool = True) -> Iterator[CachePair]:
+def ends(*, begun: bool = True) -> Iterator[BothEnds]:
     control = ControlLoop()
     control.start()
-    both = CachePair(control)
+    both = BothEnds(control)
     if begun:
         both.channel.begin()
         wait_until(both.at_rest)
@@ -260,7 +260,7 @@ def test_a_reset_wakes_who_waits() -> None:
     control = ControlLoop()
     control.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    both = CachePair(control)
+    both = BothEnds(control)
     both.theirs.close()
     both.ours.close()
     ours = socket.create_connection(listener.getsockname())
@@ -333,7 +333,7 @@ def test_nobody_reads_before_the_channel_begins() -> None:
 def test_a_loop_that_has_stopped_ends_the_channel_when_a_frame_is_left_to_it() -> None:
     control = ControlLoop()
     control.start()
-    both = CachePair(control)
+    both = BothEnds(control)
     both.channel.begin()
     wait_until(both.at_rest)
     control.stop()
@@ -383,7 +383,7 @@ def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel() -> None:
         with pytest.raises(Interrupt):
             both.channel.wait(waiter, Deadline(PATIENCE_MS))
         peer.join(20)
-        assert both.channel._reading, "nobody may read what follows"
+        assert both.channel._role_held, "nobody may read what follows"
         wait_until(both.files_closed)
         assert both.lost == ["a caller was interrupted while it read an answer"]
         assert both.heard == []

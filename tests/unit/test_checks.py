@@ -24,6 +24,17 @@ from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, Param
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers(
+    "check_int32",
+    "check_int64",
+    "check_uint16",
+    "check_uint32",
+    "check_uint64",
+    "check_uint64_list",
+    "check_uint8",
+    "errors.ParamError",
+)
+
 WIDTHS = {
     "uint64": (0, 2**64 - 1),
     "uint32": (0, 2**32 - 1),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,11 +18,10 @@ from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport import PeerMemory, ShmConnection, cma
 from llm_datadist._transport.cma import CmaConnection, probe
-from llm_datadist._transport.peer_memory import SharedPeer
 from llm_datadist.errors import PeerLost, StateError
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.peers import PRIVATE_BYTES
-from llm_datadist.testing.scene import residue, settled, tensors_over
+from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +41,7 @@ class TransportChoice:
 
     def _keep(self, memory: PeerMemory) -> Connection:
         self.memory = memory
-        return CmaConnection(SharedPeer(memory), writable=True)
+        return CmaConnection(memory, writable=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +52,8 @@ def met() -> Iterator[TransportChoice]:
 
 
 @pytest.fixture
-def peer(met: TransportChoice) -> SharedPeer:
-    """A share that the test does not need to close."""
-    return SharedPeer(met.memory)
+def peer(met: TransportChoice) -> PeerMemory:
+    return met.memory
 
 
 @pytest.fixture
@@ -69,30 +67,30 @@ def cookie(met: TransportChoice) -> bytes:
 # The probe
 
 
-def test_the_peer_that_shows_its_cookie_can_be_reached(met: TransportChoice, peer: SharedPeer, cookie: bytes) -> None:
+def test_the_peer_that_shows_its_cookie_can_be_reached(met: TransportChoice, peer: PeerMemory, cookie: bytes) -> None:
     assert probe(peer, met.process.address(PRIVATE), cookie) is None
 
 
-def test_the_header_of_the_guard_table_serves_as_cookie(met: TransportChoice, peer: SharedPeer) -> None:
+def test_the_header_of_the_guard_table_serves_as_cookie(met: TransportChoice, peer: PeerMemory) -> None:
     assert probe(peer, met.process.cookie_address(), peer.cookie) is None
 
 
-def test_another_cookie_is_another_process(met: TransportChoice, peer: SharedPeer, cookie: bytes) -> None:
+def test_another_cookie_is_another_process(met: TransportChoice, peer: PeerMemory, cookie: bytes) -> None:
     reason = probe(peer, met.process.address(PRIVATE) + 1, cookie)
     assert reason == f"pid {peer.pid} shows another cookie than the peer's: it is another process"
 
 
-def test_an_unmapped_address_is_another_process(peer: SharedPeer, cookie: bytes) -> None:
+def test_an_unmapped_address_is_another_process(peer: PeerMemory, cookie: bytes) -> None:
     assert probe(peer, 8, cookie) == f"pid {peer.pid} has no cookie where the peer has it: it is another process"
 
 
 @pytest.mark.parametrize("address", [-1, 0, 2**63 - 1, 2**63, 2**64, 2**200])
-def test_an_address_from_the_wire_is_not_trusted(peer: SharedPeer, cookie: bytes, address: int) -> None:
+def test_an_address_from_the_wire_is_not_trusted(peer: PeerMemory, cookie: bytes, address: int) -> None:
     assert probe(peer, address, cookie) == f"the peer told an impossible address of its cookie: {address}"
 
 
-def test_a_peer_of_another_pid_namespace(peer: SharedPeer, cookie: bytes) -> None:
-    peer.pid = 0  # what SO_PEERCRED says then
+def test_a_peer_of_another_pid_namespace(peer: PeerMemory, cookie: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "pid", 0)  # what SO_PEERCRED says then
     assert probe(peer, 4096, cookie) == "the peer's process is not visible from our pid namespace"
 
 
@@ -109,7 +107,7 @@ for uid in (0, 65534):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_the_kernel_refuses_another_user(met: TransportChoice, peer: SharedPeer) -> None:
+def test_the_kernel_refuses_another_user(met: TransportChoice, peer: PeerMemory) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", STRANGER, str(peer.pid), str(met.process.address(PRIVATE))]
     said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
@@ -121,7 +119,7 @@ def test_the_kernel_refuses_another_user(met: TransportChoice, peer: SharedPeer)
 
 
 def test_the_reason_holds_the_value_of_ptrace_scope(
-    peer: SharedPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer: PeerMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope = tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
@@ -141,7 +139,7 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     with met.process as process, process.serving(writable=True), process.connect() as connection:
         process.kill()
-        peer = SharedPeer(met.memory)
+        peer = met.memory.share()
         peer.pid = os.getpid()
         stranger = CmaConnection(peer, writable=True)
         at = np.array([mine.ctypes.data], np.uint64)
@@ -151,7 +149,7 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
                 verb(PLAN, tensors_over(local), remote, None, Deadline(1000))
         assert mine.tolist() == list(range(64))
         assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
-        stranger.close()  # with it the memory: its only counted share
+        stranger.close()
         connection.close()
 
 
@@ -163,9 +161,8 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
     opened: list[tuple[CmaConnection, PeerMemory]] = []
 
     def both(memory: PeerMemory) -> Connection:
-        peer = SharedPeer(memory)
-        opened.append((CmaConnection(peer.share(), writable=True), memory))
-        return ShmConnection(cast("PeerMemory", peer))
+        opened.append((CmaConnection(memory.share(), writable=True), memory))
+        return ShmConnection(memory)
 
     with PeerProcess(both) as process, process.serving(writable=True):
         process.poke(1, np.full(64, 1, np.uint8))
@@ -177,59 +174,56 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
             shm = process.connect()
             cma_connection, memory = opened.pop()
             ends = [shm, cma_connection]
-            ends.pop(first).close()
+            ended = ends.pop(first)
+            ended.close()
+            assert ended.peer_ended()
             assert not memory.closed
             (left,) = ends
-            slot, generation = process.guard()
-            assert left.generation(slot) == generation
+            assert not left.peer_ended()
+            assert unchanged(left, *process.guard())
             left.close()
             assert memory.closed
             del memory
             assert settled(before) == before
 
 
-def test_shares_are_counted_once_each(met: TransportChoice) -> None:
+def test_the_last_holder_closes_the_memory() -> None:
     process = PeerProcess(ShmConnection)
     with process, process.serving(writable=False), process.connect() as connection:
         memory = connection._peer  # type: ignore[attr-defined]
-        first = SharedPeer(memory)
-        second, third = first.share(), first.share()
-        assert repr(first) == f"<SharedPeer of pid {process.pid}: 3 shares open>"
-        for share in (second, first):
-            share.close()
-            share.close()  # again: nothing
-            assert share.closed
-            assert not share.alive()
-            assert third.alive()
-        with pytest.raises(StateError, match="closed"):
-            first.share()
-        assert not memory.closed
-        third.close()
+        assert memory.share() is memory
+        memory.share()
+        assert repr(memory) == f"<PeerMemory of pid {process.pid}: 2 regions mapped, 3 holders>"
+        for _ in range(2):
+            memory.close()
+            assert memory.alive()
+        connection.close()
         assert memory.closed
-        assert repr(third) == f"<SharedPeer of pid {process.pid}: closed>"
+        assert not memory.alive()
+        memory.close()  # again: nothing
+        with pytest.raises(StateError, match="closed"):
+            memory.share()
+        assert repr(memory) == f"<PeerMemory of pid {process.pid}: closed>"
 
 
-def test_shares_closed_by_many_threads_close_the_memory_once() -> None:
-    class Memory:
-        """Counts its closes; the real one would close a stranger's descriptor the second time."""
+def test_memory_closed_by_many_threads_is_released_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases: list[None] = []
+    monkeypatch.setattr(PeerMemory, "_release", lambda memory: releases.append(None))
 
-        regions, guards, intent_writer, pid, uid, cookie, incarnation, closes = (), None, None, 1, 0, b"", b"", 0
-
-        def close(self) -> None:
-            self.closes += 1
-
-    def close(share: SharedPeer, gate: threading.Barrier) -> None:
+    def close(memory: PeerMemory, gate: threading.Barrier) -> None:
         gate.wait()
-        share.close()
+        memory.close()
 
-    for _ in range(50):
-        memory = Memory()
-        first = SharedPeer(memory)  # type: ignore[arg-type] # on purpose
-        shares = [first, *(first.share() for _ in range(7))]
-        gate = threading.Barrier(len(shares))
-        threads = [threading.Thread(target=close, args=(share, gate)) for share in shares]
+    for number in range(50):
+        memory = object.__new__(PeerMemory)
+        memory.pidfd, memory._others = 0, []
+        for _ in range(7):
+            memory.share()
+        gate = threading.Barrier(8)
+        threads = [threading.Thread(target=close, args=(memory, gate)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert memory.closes == 1
+        memory.pidfd = -1
+        assert len(releases) == number + 1

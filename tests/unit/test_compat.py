@@ -17,6 +17,8 @@ from llm_datadist.v2.llm_utils import layer_range_to_tensor_indices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers("compat: *")
+
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 

@@ -15,6 +15,17 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers(
+    "LLMConfig",
+    "LLMConfig: buf_pool_cfg cluster_info deploy_res_path enable_cache_manager",
+    "LLMConfig: enable_remote_cache_accessible enable_switch_role ge_options gen_options generate_options",
+    "LLMConfig: global_resource_config host_mem_pool_cfg mem_utilization output_max_size rdma_service_level",
+    "LLMConfig: rdma_traffic_class sync_kv_timeout transfer_backend",
+    "llm: BufPoolCfg ClusterInfo EnableCacheManager EnableRemoteCacheAccessible EnableSwitchRole",
+    "llm: GlobalResourceConfig HostMemPoolConfig MemoryUtilization OutputMaxSize RdmaServiceLevel",
+    "llm: RdmaTrafficClass SyncKvCacheWaitTime TransferBackend deployResPath",
+)
+
 DEVICE = {"ge.exec.deviceId": "0"}
 
 

@@ -16,16 +16,27 @@ from llm_datadist.testing import StagedDevice
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist._memory.pool import Allocation
 
 PAGE = 4096
 
 
-def bounded(most: int) -> DirectMemory:
-    return DirectMemory("device", HostDevice(), limit=lambda: (most, "a test"))
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DirectMemory]:
+    """Return what makes memory of a host that has so many bytes."""
+
+    def make(most: int) -> DirectMemory:
+        monkeypatch.setattr(pool, "host_memory_limit", lambda: (most, "a test"))
+        return DirectMemory("device", HostDevice())
+
+    return make
 
 
-def test_an_allocation_is_whole_pages_of_zeros_of_its_own_and_leaves_nothing() -> None:
+def test_an_allocation_is_whole_pages_of_zeros_of_its_own_and_leaves_nothing(
+    bounded: Callable[[int], DirectMemory],
+) -> None:
     before = residue()
     memory = bounded(1 << 20)
     taken = memory.allocate_many(3, PAGE + 1)
@@ -46,7 +57,7 @@ def test_an_allocation_is_whole_pages_of_zeros_of_its_own_and_leaves_nothing() -
     assert settled(before) == before
 
 
-def test_more_than_the_host_has_is_refused_with_every_figure() -> None:
+def test_more_than_the_host_has_is_refused_with_every_figure(bounded: Callable[[int], DirectMemory]) -> None:
     memory = bounded(10 * PAGE)
     first = memory.allocate_many(2, 3 * PAGE)
     with pytest.raises(OutOfMemory) as caught:
@@ -76,14 +87,14 @@ def test_what_the_device_refuses_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 1), (-1, 1), (1, 0), (1, -1)])
-def test_nothing_is_no_allocation(count: int, nbytes: int) -> None:
+def test_nothing_is_no_allocation(count: int, nbytes: int, bounded: Callable[[int], DirectMemory]) -> None:
     memory = bounded(1 << 20)
     with pytest.raises(ParamError, match="must both be positive"):
         memory.allocate_many(count, nbytes)
     memory.close()
 
 
-def test_random_allocations_never_overlap_and_all_come_back() -> None:
+def test_random_allocations_never_overlap_and_all_come_back(bounded: Callable[[int], DirectMemory]) -> None:
     rng = random.Random(7)
     memory = bounded(1 << 22)
     live: list[tuple[Allocation, int]] = []
@@ -105,7 +116,9 @@ def test_random_allocations_never_overlap_and_all_come_back() -> None:
     memory.close()
 
 
-def test_what_is_in_use_at_the_end_stays_mapped_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_in_use_at_the_end_stays_mapped_and_is_told(
+    caplog: pytest.LogCaptureFixture, bounded: Callable[[int], DirectMemory]
+) -> None:
     memory = bounded(1 << 20)
     taken = memory.allocate_many(1, PAGE)
     address = taken.addresses[0]

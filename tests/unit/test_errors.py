@@ -24,6 +24,10 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
+pytestmark = pytest.mark.covers(
+    "LLMStatusCode", "LLMStatusCode: *", "Status", "Status: is_ok status_code", "code_2_status", "errors: *"
+)
+
 TREE = [
     value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, LLMException)
 ]  # the root included

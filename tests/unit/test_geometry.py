@@ -11,6 +11,8 @@ from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, decode_geometry
 from llm_datadist.errors import ParamError, ProtocolError
 
+pytestmark = pytest.mark.covers("CacheKind", "CacheDesc.batch_dim", "Geometry.stride")
+
 HONEST = Geometry(CacheKind.CACHE, 4, 8, 12, 96, (8, 12), 4, 1)
 
 

@@ -15,6 +15,15 @@ from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers(
+    "BlocksCacheKey",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "BlocksCacheKey: cluster_id model_id prompt_cluster_id",
+    "CacheKey: *",
+    "CacheKeyByIdAndIndex: batch_index cache_id",
+)
+
 MAX64 = 2**64 - 1
 
 

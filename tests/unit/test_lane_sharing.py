@@ -91,7 +91,7 @@ def test_a_small_read_passes_a_large_one() -> None:
 
         def read(into: twin.Bytes) -> int:
             remote = somewhere(connection, into.size)
-            return connection.read(row(into.size), twin.tensors_of([into]), remote, None, Deadline(20_000)).nbytes
+            return connection.read(row(into.size), twin.tensors_of([into]), remote, None, Deadline(20_000))
 
         running = threads.submit(read, large)
         parts = [busy.asked(READ) for _ in range(2)]
@@ -120,7 +120,7 @@ def test_a_small_write_passes_a_large_one() -> None:
 
         def write(data: twin.Bytes) -> int:
             remote = somewhere(connection, data.size)
-            return connection.write(row(data.size), twin.tensors_of([data]), remote, None, Deadline(20_000)).nbytes
+            return connection.write(row(data.size), twin.tensors_of([data]), remote, None, Deadline(20_000))
 
         running = threads.submit(write, source)
         id, offset, nbytes = busy.asked(WRITE)
@@ -155,7 +155,7 @@ def test_with_one_lane_left_everything_goes_over_that(lost: str) -> None:
         id, offset, nbytes = left.asked(READ)
         assert (offset, nbytes) == (0, into.size)
         left.answer(id, source)
-        assert running.result(BUDGET_S).nbytes == into.size
+        assert running.result(BUDGET_S) == into.size
     assert np.array_equal(into, source)
 
 

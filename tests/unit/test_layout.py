@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llm_datadist import LLMStatusCode
 from llm_datadist._cache import geometry as layout
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, RowRange
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError
 from tests.unit import twin
 
@@ -189,7 +189,7 @@ def test_i7_plan_row_moves_the_start_of_one_row(
     length = dst.stride if size == -1 else size
 
     def plan() -> Plan:
-        return layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=size, layers=ALL)
+        return layout.plan_row(src, dst, RowRange(src_row), RowRange(dst_row), size=size, layers=ALL)
 
     if length > min(src.stride, dst.stride):
         mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
@@ -218,8 +218,7 @@ def test_plan_row_with_offsets_moves_bytes_inside_one_row(
     length = dst.stride - dst_at if size == -1 else size
 
     def plan() -> Plan:
-        rows = {"src_row": src_row, "dst_row": dst_row, "src_offset": src_at, "dst_offset": dst_at}
-        return layout.plan_row(src, dst, size=size, layers=ALL, **rows)
+        return layout.plan_row(src, dst, RowRange(src_row, src_at), RowRange(dst_row, dst_at), size=size, layers=ALL)
 
     if length < 1 or src_at + length > src.stride or dst_at + length > dst.stride:
         mismatch(CacheMismatch, plan, f"size={size}", str(src.stride), str(dst.stride))
@@ -234,7 +233,8 @@ def test_plan_row_with_offsets_moves_bytes_inside_one_row(
 
 def test_plan_row_moves_the_selected_tensors_only() -> None:
     src, dst = geometry(6), geometry(4)
-    plan = layout.plan_row(src, dst, src_row=3, dst_row=1, size=-1, layers=LayerSelection(range(2, 3), range(1, 2), 2))
+    layers = LayerSelection(range(2, 3), range(1, 2), 2)
+    plan = layout.plan_row(src, dst, RowRange(3), RowRange(1), size=-1, layers=layers)
 
     def oracle(to: Any, from_: Any) -> None:
         to[2][1], to[3][1] = from_[4][3], from_[5][3]
@@ -244,7 +244,7 @@ def test_plan_row_moves_the_selected_tensors_only() -> None:
 
 def test_plan_row_refuses_the_wrong_kinds_and_rows() -> None:
     def plan(src: Geometry, dst: Geometry, src_row: int = 0, dst_row: int = 0) -> Callable[[], Plan]:
-        return lambda: layout.plan_row(src, dst, src_row=src_row, dst_row=dst_row, size=-1, layers=ALL)
+        return lambda: layout.plan_row(src, dst, RowRange(src_row), RowRange(dst_row), size=-1, layers=ALL)
 
     mismatch(CacheMismatch, plan(blocks(), geometry()), "source", "blocks cache")
     mismatch(CacheMismatch, plan(geometry(), blocks()), "destination", "blocks cache")
@@ -255,13 +255,19 @@ def test_plan_row_refuses_the_wrong_kinds_and_rows() -> None:
 # --- blocks -------------------------------------------------------------------------------------------------------
 
 
+def plan_blocks(
+    src: Geometry, dst: Geometry, src_blocks: Any, dst_blocks: Any, layers: LayerSelection, *, alias: bool = False
+) -> Plan:
+    return layout.compare_blocks(src, dst, layers, alias=alias).plan(dst_blocks, src_blocks)
+
+
 @given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20), st.integers(1, 9), st.data())
 def test_r26_plan_blocks_is_the_pairs_one_after_the_other(
     tensors: int, src_rows: int, dst_rows: int, stride: int, data: st.DataObject
 ) -> None:
     src, dst = blocks(tensors, src_rows, stride), blocks(tensors, dst_rows, stride)
     pairs = data.draw(st.lists(st.tuples(st.integers(0, dst_rows - 1), st.integers(0, src_rows - 1)), max_size=30))
-    plan = layout.plan_blocks(src, dst, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL)
+    plan = plan_blocks(src, dst, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL)
 
     def oracle(to: Any, from_: Any) -> None:
         for t, f in zip(to, from_, strict=True):
@@ -274,9 +280,7 @@ def test_r26_plan_blocks_is_the_pairs_one_after_the_other(
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20))
 def test_r26_chains_within_one_memory_take_effect_in_order(pairs: list[tuple[int, int]]) -> None:
     cache = blocks()
-    plan = layout.plan_blocks(
-        cache, cache, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL, alias=True
-    )
+    plan = plan_blocks(cache, cache, indices(*(s for _, s in pairs)), indices(*(d for d, _ in pairs)), ALL, alias=True)
     memory = arrays(cache, 3)
     wanted = [tensor.copy().reshape(cache.rows, -1) for tensor in memory]
     for tensor in wanted:
@@ -290,14 +294,14 @@ def test_r26_chains_within_one_memory_take_effect_in_order(pairs: list[tuple[int
 def test_r26_the_same_block_of_another_layer_is_not_the_same_memory() -> None:
     cache = blocks()
     layers = LayerSelection(range(1), range(1, 2), 2)
-    plan = layout.plan_blocks(cache, cache, indices(1, 2), indices(1, 2), layers, alias=True)
+    plan = plan_blocks(cache, cache, indices(1, 2), indices(1, 2), layers, alias=True)
     assert (plan.dst_first, plan.src_first, plan.count, plan.nbytes) == (2, 0, 2, 2 * 2 * cache.stride)
 
 
 def test_r17_plan_blocks_refuses_different_block_sizes() -> None:
     mismatch(
         CacheMismatch,
-        lambda: layout.plan_blocks(blocks(stride=12), blocks(stride=16), indices(0), indices(0), ALL),
+        lambda: plan_blocks(blocks(stride=12), blocks(stride=16), indices(0), indices(0), ALL),
         "12 bytes",
         "16",
     )
@@ -314,18 +318,14 @@ def test_r17_plan_blocks_refuses_different_block_sizes() -> None:
 )
 def test_plan_blocks_refuses_wrong_lists(src: tuple[int, ...], dst: tuple[int, ...], parts: tuple[str, ...]) -> None:
     def plan() -> Plan:
-        return layout.plan_blocks(blocks(rows=8), blocks(rows=9), indices(*src), indices(*dst), ALL)
+        return plan_blocks(blocks(rows=8), blocks(rows=9), indices(*src), indices(*dst), ALL)
 
     mismatch(ParamError, plan, *parts)
 
 
 def test_plan_blocks_refuses_the_wrong_kinds() -> None:
-    mismatch(
-        CacheMismatch, lambda: layout.plan_blocks(geometry(), blocks(), indices(0), indices(0), ALL), "source is not"
-    )
-    mismatch(
-        CacheMismatch, lambda: layout.plan_blocks(blocks(), geometry(), indices(0), indices(0), ALL), "destination"
-    )
+    mismatch(CacheMismatch, lambda: plan_blocks(geometry(), blocks(), indices(0), indices(0), ALL), "source is not")
+    mismatch(CacheMismatch, lambda: plan_blocks(blocks(), geometry(), indices(0), indices(0), ALL), "destination")
 
 
 # --- pieces -------------------------------------------------------------------------------------------------------

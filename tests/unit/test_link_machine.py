@@ -12,8 +12,7 @@ from llm_datadist.errors import LLMStatusCode, StateError
 
 #: State: what each event leads to. What is not here is illegal.
 EXPECTED: Final[dict[str, dict[str, str]]] = {
-    "CLOSED": {"CONNECT": "CONNECTING", "HELLO": "HANDSHAKE"},
-    "CONNECTING": {"HELLO": "HANDSHAKE", "LOST": "BROKEN"},
+    "CLOSED": {"HELLO": "HANDSHAKE"},
     "HANDSHAKE": {"READY": "READY", "LOST": "BROKEN"},
     "READY": {"SILENT": "SUSPECT", "UNLINK": "DRAINING", "LOST": "BROKEN"},
     "SUSPECT": {"HEARD": "READY", "UNLINK": "DRAINING", "LOST": "BROKEN"},

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import Link, Peer
+from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.table import LinkTable
 from llm_datadist._transport import Choice
-from llm_datadist._transport.connection import Capabilities, Connection, Window
+from llm_datadist._transport.connection import Capabilities, Connection, DataPath, Window
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = pytest.mark.covers("errors.AlreadyLinked")
 
 _names = itertools.count(1)
 
@@ -54,7 +56,7 @@ class End:
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
         choice = Choice(name, name, "test")
-        return Link(peer, Nowhere(), choice, dialled=dialled, sequence=sequence, peer_sequence=peer_sequence)
+        return Link(peer, DataPath(Nowhere()), choice, LinkOrigin(dialled, sequence, peer_sequence))
 
     def end(self, link: Link | None) -> None:
         if link is not None:
@@ -91,7 +93,7 @@ def dial(here: End, there: End) -> Iterator[None]:
         far.ready(None)  # type: ignore[arg-type]  # no channel: nothing is sent over these links
         there.end(old)
         yield  # Linked is on its way
-        near = here.link(there.me, name, dialled=True, sequence=number, peer_sequence=far.sequence)
+        near = here.link(there.me, name, dialled=True, sequence=number, peer_sequence=far.origin.sequence)
         near.ready(None)  # type: ignore[arg-type]
         here.end(here.table.install(near))
         here.table.withdraw(there.me)
@@ -152,7 +154,7 @@ def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused_naming_bot
     assert caught.value.status_code is LLMStatusCode.LLM_ALREADY_LINK
     assert all(part in str(caught.value) for part in ("pid 2 on host", "pid 77 on elsewhere"))
     newcomer = here.link(second.me, "newcomer", dialled=False, sequence=0, peer_sequence=1)
-    assert here.table.rival(second.me) is here.table.get(2)
+    assert here.table.conflict(second.me) is here.table.get(2)
     with pytest.raises(AlreadyLinked):
         here.table.admit(newcomer)
     newcomer.end("refused", lost=False)
@@ -179,7 +181,7 @@ def test_a_link_to_ourselves_has_both_ends_in_the_table() -> None:
     here.table.check_integrity()
     dialled = here.table.get(1)
     assert dialled is not None
-    assert dialled.dialled
+    assert dialled.origin.dialled
     for link in here.table.all():
         here.end(link)
     assert here.table.all() == []
@@ -204,21 +206,21 @@ def test_a_closed_table_takes_no_link() -> None:
 def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebody_links() -> None:
     here, there = End(1, b"a"), End(2, b"b")
 
-    def knock(sequence: int, *, redialled: bool) -> Link:
+    def knock(sequence: int, *, reconnected: bool) -> Link:
         link = here.link(there.me, f"knock {sequence}", dialled=False, sequence=0, peer_sequence=sequence)
-        link.redialled = redialled
+        link.origin.reconnected = reconnected
         return link
 
-    here.table.part(2)
-    refused = knock(1, redialled=True)
+    here.table.refuse_reconnects(2)
+    refused = knock(1, reconnected=True)
     with pytest.raises(LinkRefused) as caught:
         here.table.admit(refused)
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     assert here.table.all() == []
-    explicit = knock(2, redialled=False)
+    explicit = knock(2, reconnected=False)
     here.table.admit(explicit)
     here.table.remove(explicit)
-    back = knock(3, redialled=True)
+    back = knock(3, reconnected=True)
     here.table.admit(back)
     assert here.table.all() == [back]
     for link in (refused, explicit, back):
@@ -228,6 +230,6 @@ def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebod
 def test_the_memory_of_what_was_unlinked_is_bounded() -> None:
     here = End(1, b"a")
     for cluster_id in range(10_000):
-        here.table.part(cluster_id)
-    assert len(here.table._parted) == 4096
-    assert 9_999 in here.table._parted
+        here.table.refuse_reconnects(cluster_id)
+    assert len(here.table._unlinked) == 4096
+    assert 9_999 in here.table._unlinked

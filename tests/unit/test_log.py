@@ -11,6 +11,8 @@ import pytest
 
 from llm_datadist._log import LEVEL_VARIABLE, apply_environment, logger
 
+pytestmark = pytest.mark.covers("apply_environment")
+
 
 def _fresh(program: str, level: str | None) -> str:
     """Run ``program`` in a new interpreter with the variable set to ``level``; return what it printed."""

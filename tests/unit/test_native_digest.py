@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist.errors import ParamError
 
 from . import digest_twin, twin
@@ -40,9 +40,16 @@ def plan_of(runs: Sequence[Run] | NDArray[Any], count: int = 1, first: int = 0, 
 
 
 def found(
-    plan: Plan, tensors: Sequence[twin.Bytes], nonce: bytes = NONCE, pool: CopyPool | None = None, **kwargs: Any
+    plan: Plan,
+    tensors: Sequence[twin.Bytes],
+    nonce: bytes = NONCE,
+    pool: CopyPool | None = None,
+    *,
+    dst: bool = False,
+    each_run: bool = False,
 ) -> NDArray[np.uint64]:
-    digests = digest(plan, twin.tensors_of(list(tensors)), pool, NO_DEADLINE, nonce, **({"dst": False} | kwargs))
+    end = PlanEnd(plan, twin.tensors_of(list(tensors)), dst)
+    digests = digest(end, pool, NO_DEADLINE, nonce, each_run=each_run)
     assert digests is not None
     return digests
 
@@ -236,22 +243,23 @@ def test_bytes_outside_the_tensors_are_not_touched(change: dict[str, Any], nonce
 def test_more_bytes_than_can_be_counted_are_refused() -> None:
     huge = Tensors(np.array([4096], np.uint64), 2**62)  # nothing is there, and nothing is read
     with pytest.raises(ParamError, match="more than"):
-        digest(plan_of([(0, 0, 2**62)] * 5), huge, None, NO_DEADLINE, NONCE, dst=False)
+        digest(PlanEnd(plan_of([(0, 0, 2**62)] * 5), huge, is_dst=False), None, NO_DEADLINE, NONCE)
 
 
 def test_a_deadline_that_has_passed_gives_no_digest(pool: CopyPool) -> None:
     tensors = twin.noise(13, 1, 8 * MIB)
     for helpers in (None, pool):
-        assert digest(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), helpers, 0, NONCE, dst=False) is None
+        end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
+        assert digest(end, helpers, 0, NONCE) is None
     assert found(plan_of([]), tensors).shape == (1, 1, 2)
 
 
 def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
     tensors = twin.noise(15, 1, 8 * MIB)
-    plan, ends = plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors)
+    end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
     for helpers in (None, pool):
-        assert digest(plan, ends, helpers, NO_DEADLINE, NONCE, dst=False, cancelled=bytearray(b"\1")) is None
-        assert digest(plan, ends, helpers, NO_DEADLINE, NONCE, dst=False, cancelled=bytearray(1)) is not None
+        assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(b"\1")) is None
+        assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1)) is not None
 
 
 def test_two_halves_of_eight_bytes() -> None:

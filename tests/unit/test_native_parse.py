@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from llm_datadist._native import parse_indices, parse_pairs
 from llm_datadist.errors import NoneArgument, ParamError
 
+pytestmark = pytest.mark.covers("errors.NoneArgument")
+
 MAX = 2**63 - 1
 INDICES = st.lists(st.integers(0, MAX), max_size=50)
 

@@ -22,6 +22,7 @@ from llm_datadist._native import (
     NO_DEADLINE,
     CopyPool,
     Plan,
+    ProcessMemory,
     Tensors,
     execute_process,
     parse_indices,
@@ -69,17 +70,28 @@ def check(holder: Holder, plan: Plan, tensors: int, extent: int, pool: CopyPool 
         ends = (want_theirs, want_ours) if write else (want_ours, want_theirs)
         twin.execute(plan, *(split(end, extent) for end in ends))
         local, remote = twin.tensors_of(split(ours, extent)), holder.tensors(tensors, extent)
-        assert execute_process(plan, local, remote, holder.pid, pool, NO_DEADLINE, write=write) == plan.nbytes
+        memory = ProcessMemory(holder.pid, remote, write)
+        assert execute_process(plan, local, memory, pool, NO_DEADLINE) == plan.nbytes
         assert np.array_equal(ours, want_ours)
         assert np.array_equal(holder.show(theirs.size), want_theirs)
 
 
-def read(holder: Holder, plan: Plan, into: twin.Bytes, at: int, pool: CopyPool | None = None, **changes: Any) -> int:
-    """Read into one local tensor from the one at an address of the holder."""
+def read(
+    holder: Holder,
+    plan: Plan,
+    into: twin.Bytes,
+    at: int,
+    pool: CopyPool | None = None,
+    *,
+    pid: int | None = None,
+    deadline_ns: int = NO_DEADLINE,
+    write: bool = False,
+) -> int:
+    """Read into one local tensor from the one at an address of the holder; or write it."""
     local = Tensors(np.array([into.ctypes.data], np.uint64), into.size)
     remote = Tensors(np.array([at], np.uint64), into.size)
-    arguments: dict[str, Any] = {"pid": holder.pid, "deadline_ns": NO_DEADLINE, "write": False} | changes
-    return execute_process(plan, local, remote, pool=pool, **arguments)
+    memory = ProcessMemory(holder.pid if pid is None else pid, remote, write)
+    return execute_process(plan, local, memory, pool, deadline_ns)
 
 
 # Bytes
@@ -223,7 +235,7 @@ def test_local_memory_that_is_not_there(holder: Holder) -> None:
     plan = twin.make_plan(plan_row(0, 0, 64))
     nowhere, there = (Tensors(np.array([at], np.uint64), 64) for at in (8, holder.address))
     with pytest.raises(OSError, match="Bad address"):
-        execute_process(plan, nowhere, there, holder.pid, None, NO_DEADLINE, write=False)
+        execute_process(plan, nowhere, ProcessMemory(holder.pid, there, write=False), None, NO_DEADLINE)
 
 
 def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: CopyPool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import CancellableDeadline, Deadline
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, execute, plan_row
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, execute, execute_process, plan_row
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 
@@ -89,12 +89,18 @@ def test_what_is_cancelled_before_it_begins_moves_nothing(nbytes: int, ordered: 
     dst, src = twin.noise(1, 2, nbytes)
     before = dst.copy()
     plan = twin.make_plan(plan_row(0, 0, nbytes), ordered=ordered)
-    ends = twin.tensors_of([dst]), twin.tensors_of([src])
-    pid = os.getpid() if far else None
+    to, of = twin.tensors_of([dst]), twin.tensors_of([src])
     pool = CopyPool(2)
-    assert execute(plan, *ends, pool, NO_DEADLINE, bytearray(b"\x01"), pid=pid) == 0
+
+    def copy(cancelled: bytearray) -> int:
+        if far:
+            own = ProcessMemory(os.getpid(), of, write=False)
+            return execute_process(plan, to, own, pool, NO_DEADLINE, cancelled)
+        return execute(plan, to, of, pool, NO_DEADLINE, cancelled)
+
+    assert copy(bytearray(b"\x01")) == 0
     assert np.array_equal(dst, before)
-    assert execute(plan, *ends, pool, NO_DEADLINE, bytearray(1), pid=pid) == nbytes
+    assert copy(bytearray(1)) == nbytes
     assert np.array_equal(dst, src)
     pool.close()
 
@@ -105,12 +111,10 @@ def test_a_copy_by_the_kernel_is_cancelled_between_chunks(ordered: bool) -> None
     dst, src = twin.noise(3, 2, 8 * MIB)
     plan = twin.make_plan(np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0), ordered=ordered)
     deadline = CancellableDeadline(BOUND_S * 1000)
-    ends = twin.tensors_of([dst]), twin.tensors_of([src])
+    to, own = twin.tensors_of([dst]), ProcessMemory(os.getpid(), twin.tensors_of([src]), write=False)
     done: list[int] = []
     thread = threading.Thread(
-        target=lambda: done.append(
-            execute(plan, *ends, None, NO_DEADLINE, deadline.cancelled, pid=os.getpid(), write=False)
-        ),
+        target=lambda: done.append(execute_process(plan, to, own, None, NO_DEADLINE, deadline.cancelled)),
         daemon=True,
     )
     marker = int(dst[0])

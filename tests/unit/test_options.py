@@ -15,6 +15,20 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers(
+    "apply_environment",
+    "parse_listen_ip_info",
+    "LLMConfig: buf_pool_cfg deploy_res_path device_id enable_remote_cache_accessible enable_switch_role",
+    "LLMConfig: global_resource_config link_retry_count link_total_time listen_ip_info output_max_size",
+    "LLMConfig: rdma_service_level rdma_traffic_class",
+    "Options.parse",
+    "ge: exec.deviceId flowGraphMemMaxSize session_device_id",
+    "llm: AuthSecretFile BufPoolCfg Checksum CopyThreads DeviceId EnableCacheManager",
+    "llm: EnableRemoteCacheAccessible EnableSetRole EnableSwitchRole GlobalResourceConfig LinkRetryCount",
+    "llm: LinkTotalTime ListenIp ListenIpInfo ListenPort OutputMaxSize PoolPrefault RdmaServiceLevel",
+    "llm: RdmaTrafficClass RefInput Role ShmSocketDir TlsCa TlsCert TlsKey deployResPath listenIpInfo",
+)
+
 DEVICE = {"ge.exec.deviceId": "0"}
 V2 = DEVICE | {"llm.EnableCacheManager": "1"}
 

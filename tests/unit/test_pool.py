@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist._memory import HostDevice, MemoryPool, PoolStatistics, SharedSegment, create_pool
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.pool import MemoryPool, PoolStatistics, create_pool
+from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LLMStatusCode, OutOfMemory, ParamError, StateError
 from llm_datadist.testing.staged_device import StagedDevice
 
@@ -126,10 +128,10 @@ def test_the_integrity_check_covers_allocator_and_peak(pool: MemoryPool) -> None
     with pytest.raises(AssertionError, match="peak 0 is below"):
         pool.check_integrity()
     pool._peak_used = MIB
-    pool._allocator._used += 1
+    pool._allocator.used_bytes += 1
     with pytest.raises(AssertionError, match="is not the sum"):
         pool.check_integrity()
-    pool._allocator._used -= 1
+    pool._allocator.used_bytes -= 1
 
 
 def test_the_allocator_is_only_ever_used_under_the_lock(pool: MemoryPool) -> None:
@@ -195,21 +197,24 @@ class TestCreatePool:
         assert 0 < e.value.largest_hole <= physical
         assert e.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
 
-    def test_r11_larger_than_the_cgroup_is_out_of_memory_naming_both_figures(self) -> None:
+    def test_r11_larger_than_the_cgroup_is_out_of_memory_naming_both_figures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         device, limit = StagedDevice(), (MIB, "cgroup limit /sys/fs/cgroup/job/memory.max")
+        monkeypatch.setattr("llm_datadist._memory.pool.host_memory_limit", lambda: limit)
         with pytest.raises(OutOfMemory) as caught:
-            create_pool("host", device, MIB + 1, 16, peers_may_write=False, prefault=False, limit=lambda: limit)
+            create_pool("host", device, MIB + 1, 16, peers_may_write=False, prefault=False)
         assert str(caught.value) == (
             "pool host: memory_size is 1048577 bytes, larger than the 1048576 bytes of "
             "cgroup limit /sys/fs/cgroup/job/memory.max"
         )
         assert device.allocated_bytes == 0
-        create_pool("host", device, MIB, 16, peers_may_write=False, prefault=False, limit=lambda: limit).close()
+        create_pool("host", device, MIB, 16, peers_may_write=False, prefault=False).close()
 
-    def test_r11_the_pages_own_example_touches_nothing(self) -> None:
+    def test_r11_the_pages_own_example_touches_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = _resident_bytes()
-        host = lambda: (24 << 30, "host memory")  # noqa: E731
-        pool = create_pool("device", HostDevice(), PAGE_EXAMPLE, 16, peers_may_write=False, prefault=False, limit=host)
+        monkeypatch.setattr("llm_datadist._memory.pool.host_memory_limit", lambda: (24 << 30, "host memory"))
+        pool = create_pool("device", HostDevice(), PAGE_EXAMPLE, 16, peers_may_write=False, prefault=False)
         last = pool.allocate_many(2, PAGE_EXAMPLE // 2 - 65_536)
         pool.segment.view(last.offsets[1] + last.nbytes - 1)[0] = 1
         assert isinstance(pool.segment, SharedSegment)

@@ -15,6 +15,8 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers("check_buf_pool", "PoolOptions.parse", "ge.flowGraphMemMaxSize")
+
 DEVICE = {"ge.exec.deviceId": "0"}
 V2 = DEVICE | {"llm.EnableCacheManager": "1"}
 GIB = 2**30

@@ -162,14 +162,14 @@ def test_exit_blocks_cache_drops_owner_and_key_at_once_and_memory_with_the_last_
 
 def test_exit_unregister_fails_readers_at_once_and_waits_for_our_own_calls(owner: Owner) -> None:
     entry = owner.add("r", req(1), owned=False)
-    held = owner.registry.hold(entry.cache_id)
+    held = owner.registry.begin_use(entry.cache_id)
     owner.done.apply(owner.registry.unregister(entry.cache_id))
     assert owner.void("r")
     assert not owner.bound(req(1))
     assert (entry.life.state, owner.done.freed) == (State.DRAINING, set())
     with pytest.raises(CacheNotFound):
-        owner.registry.hold(entry.cache_id)
-    owner.done.apply(owner.registry.let_go(held))
+        owner.registry.begin_use(entry.cache_id)
+    owner.done.apply(owner.registry.end_use(held))
     assert owner.done.freed == {"r"}
 
 
@@ -191,9 +191,9 @@ def test_exit_finalize_frees_everything_pinned_or_not(owner: Owner) -> None:
 
 def test_exit_deallocate_of_a_row_and_block_cache_goes_at_once_as_a_blocks_cache_does(owner: Owner) -> None:
     entry = owner.add("a", kind=CacheKind.MIX)
-    owner.registry.hold(entry.cache_id)
+    owner.registry.begin_use(entry.cache_id)
     owner.drop(entry)
     assert owner.void("a")  # peers that kept where it is must not wait for our own call to end
     assert (entry.life.state, owner.done.freed) == (State.DRAINING, set())
-    owner.done.apply(owner.registry.let_go(entry))
+    owner.done.apply(owner.registry.end_use(entry))
     assert (entry.life.state, owner.done.freed) == (State.FREED, {"a"})

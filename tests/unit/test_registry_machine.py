@@ -205,7 +205,7 @@ class RegistryMachine(RuleBasedStateMachine):
         cache_id = self.some_id(a.pick)
         cache = self.model.at(cache_id)
         with self.refused_unless(cache is not None):
-            assert self.registry.hold(cache_id) is self.entries[cache_id]
+            assert self.registry.begin_use(cache_id) is self.entries[cache_id]
             assert cache is not None
             cache.holds += 1
             self.held.append(cache_id)
@@ -213,7 +213,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def let_go(self, a: Args) -> None:
         if self.held:
             cache_id = self.held.pop(a.pick % len(self.held))
-            self.ledger.apply(self.registry.let_go(self.entries[cache_id]))
+            self.ledger.apply(self.registry.end_use(self.entries[cache_id]))
             self.model.caches[cache_id].holds -= 1
 
     # --- after every step ------------------------------------------------------------------------------------------

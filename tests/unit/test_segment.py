@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist._memory import ExternalSegment, HostDevice, SharedSegment, host_memory_limit
-from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.host import host_memory_limit
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist._memory import Device, Segment
+    from llm_datadist._memory.device import Device
+    from llm_datadist._memory.segment import Segment
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MIB = 1 << 20
@@ -71,7 +73,7 @@ class TestSharedSegment:
             assert view.flags.writeable
             assert not view.any()
             assert view.ctypes.data == segment.address
-            assert os.fstat(segment.fileno()).st_size == 10_000
+            assert os.fstat(segment.fd).st_size == 10_000
 
     @pytest.mark.parametrize(("peers_may_write", "more"), [(True, 0), (False, F_SEAL_FUTURE_WRITE)])
     def test_seals_are_present(self, peers_may_write: bool, more: int) -> None:
@@ -130,7 +132,7 @@ class TestSharedSegment:
         with peer:
             assert (peer.view() == 3).all()
             with pytest.raises(StateError, match="no descriptor"):
-                peer.fileno()
+                _ = peer.fd
 
     @pytest.mark.parametrize(
         ("make", "text"),
@@ -222,7 +224,7 @@ class TestClosing:
     def test_a_closed_segment_gives_neither_address_nor_view_nor_descriptor(self) -> None:
         segment = SharedSegment.create("pool", MIB, peers_may_write=False)
         segment.close()
-        for use in (lambda: segment.address, segment.view, segment.fileno):
+        for use in (lambda: segment.address, segment.view, lambda: segment.fd):
             with pytest.raises(StateError, match="'pool'"):
                 use()
 

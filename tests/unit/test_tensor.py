@@ -12,6 +12,10 @@ from llm_datadist import DataType, Tensor, TensorDesc
 from llm_datadist.data_type import valid_np_dtypes
 from llm_datadist.errors import NoneArgument, ParamError
 
+pytestmark = pytest.mark.covers(
+    "KvCacheManager", "Tensor", "TensorDesc", "valid_np_dtypes", "Tensor: numpy tensor_desc", "TensorDesc: dtype shape"
+)
+
 NUMBERS = [scalar for scalar in valid_np_dtypes if scalar is not np.bytes_]
 
 

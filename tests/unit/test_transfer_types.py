@@ -24,6 +24,24 @@ from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.covers(
+    "LLMClusterInfo",
+    "LayerSynchronizer",
+    "MemInfo",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
+    "trans_str_ip",
+    "CacheKey.cluster_id",
+    "CacheKeyByIdAndIndex: batch_index cluster_id",
+    "LLMClusterInfo: *",
+    "LLMConfig.cluster_info",
+    "LayerSynchronizer.synchronize_layer",
+    "MemInfo: addr mem_type size",
+    "TransferConfig: *",
+    "TransferWithCacheKeyConfig: *",
+    "llm.ClusterInfo",
+)
+
 MAX64 = 2**64 - 1
 BLOCKS = BlocksCacheKey(1)
 ROW = CacheKeyByIdAndIndex(1, 1)

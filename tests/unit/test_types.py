@@ -17,6 +17,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from enum import Enum
 
+pytestmark = pytest.mark.covers(
+    "Cache",
+    "CacheDesc",
+    "DataType",
+    "LLMRole",
+    "Memtype",
+    "Placement",
+    "PushType",
+    "RegisterMemStatus",
+    "Registry",
+    "dtype_to_np_dtype",
+    "np_dtype_to_dtype",
+    "valid_np_dtypes",
+    "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs",
+    "CacheDesc: batch_dim batch_size data_type kv_tensor_format num_tensors seq_len_dim_index shape size",
+    "CacheDesc: update_dim",
+    "DataType.itemsize",
+)
+
 HALF = DataType.DT_FLOAT16
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from llm_datadist import _native
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory import MemoryPool, SharedSegment
+from llm_datadist._memory.pool import MemoryPool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
+from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, IntentWriter, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
@@ -92,7 +93,7 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
         assert writers.busy(OTHER) == ()
         assert writers.pending([hazard]) == (hazard,)
     assert writers.busy(GUARD) == writers.pending([hazard]) == ()
-    assert repr(intent_writer) == "<Announcer open: 0 at work>"
+    assert repr(intent_writer) == "<IntentWriter open: 0 at work>"
 
 
 def test_a_later_writer_in_the_same_slot_is_not_waited_for(writers: WriteIntents, page: WriterPage) -> None:
@@ -118,7 +119,7 @@ def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: Wri
     del announced
     gc.collect()
     assert writers.busy(GUARD) == ()
-    assert repr(intent_writer) == "<Announcer open: 0 at work>"
+    assert repr(intent_writer) == "<IntentWriter open: 0 at work>"
 
 
 def test_readers_count_only_where_they_are_asked_for(writers: WriteIntents, page: WriterPage) -> None:
@@ -156,7 +157,7 @@ def test_impossible_guards_are_refused(page: WriterPage, guard: int) -> None:
     intent_writer = page.intent_writer()
     with pytest.raises(ProtocolError):
         intent_writer.announce(guard, Deadline(SOON))
-    assert repr(intent_writer) == "<Announcer open: 0 at work>"
+    assert repr(intent_writer) == "<IntentWriter open: 0 at work>"
 
 
 def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page: WriterPage) -> None:
@@ -179,7 +180,7 @@ def test_a_page_goes_when_its_link_ends_and_nobody_writes(writers: WriteIntents,
     page.belongs_to(sleeper.child.pid, sleeper.pidfd)
     page.retire()
     page.retire()
-    assert repr(writers) == "<Writers 0 pages, 0 of lost peers>"
+    assert repr(writers) == "<WriteIntents 0 pages, 0 of lost peers>"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(sleeper.pidfd)
 
@@ -218,7 +219,7 @@ def test_a_page_that_nobody_was_met_with_goes_whatever_it_shows(writers: WriteIn
     page = writers.open()
     announced = mapped(page).announce(GUARD, Deadline(SOON))
     page.retire()
-    assert repr(writers) == "<Writers 0 pages, 0 of lost peers>"
+    assert repr(writers) == "<WriteIntents 0 pages, 0 of lost peers>"
     announced.end()
 
 
@@ -240,7 +241,7 @@ def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: WriteIntents
     with writers._lock:
         page.retire()
     assert writers.lost == 0
-    assert repr(writers) == "<Writers 0 pages, 0 of lost peers>"
+    assert repr(writers) == "<WriteIntents 0 pages, 0 of lost peers>"
 
 
 def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:

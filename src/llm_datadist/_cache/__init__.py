@@ -1,3 +1,1 @@
-"""Layer 3: what a cache is, without its bytes: geometry, plans, and who still needs it."""
-
-from __future__ import annotations
+"""Caches: their geometry, the registry of what still needs them, and the store that holds their memory."""

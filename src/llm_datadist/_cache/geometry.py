@@ -1,7 +1,8 @@
-"""Geometry of a cache and the plans made from two of them. Pure: no bytes, no addresses, no peers.
+"""Geometry of a cache, and plans from one geometry to another. Pure: no bytes, no addresses, no peers. Any thread.
 
-Words (API §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous cache,
+Terms (API §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous cache,
 blocks of a blocks cache); *stride* = T // rows; *layer* l = tensors [l x tnpl, (l + 1) x tnpl).
+A plan that cannot be made is an error that names the caller's argument; nothing has moved by then.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheKind",
     "CachePair",
-    "Cut",
     "Geometry",
+    "LayerPlan",
     "LayerSelection",
-    "cut_pairs",
-    "cut_pieces",
-    "cut_row",
+    "RowRange",
+    "compare_blocks",
     "decode_geometry",
-    "plan_blocks",
     "plan_copy_row",
     "plan_pieces",
     "plan_row",
 ]
 
-_MAX_TENSORS = 1 << 20
-_MAX_TENSOR_BYTES = 2**63 - 1
+_MAX_TENSORS: Final = 1 << 20
+_MAX_TENSOR_BYTES: Final = 2**63 - 1
+_CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more
+_MAX_DST_BYTES: Final = 1 << 62  # bound of a destination known by address only, so that offsets cannot wrap
 
 
 class CacheKind(IntEnum):
-    """How a cache is addressed: by batch row, by block, or (MIX, which never has keys) by either."""
+    """How a cache is addressed: by batch row, by block, or by either (MIX, which never has keys)."""
 
     CACHE = 0
     BLOCKS = 1
@@ -53,16 +54,16 @@ class CacheKind(IntEnum):
 
     @property
     def word(self) -> str:
-        """What texts call it."""
+        """Name of the kind in messages."""
         return ("continuous", "blocks", "row-and-block")[self]
 
     def serves(self, use: CacheKind) -> bool:
-        """Return True when a cache of this kind can be used as one of kind ``use``."""
+        """Return True if a cache of this kind can be used as one of kind ``use``."""
         return self is use or self is CacheKind.MIX
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
-    """Shape of a cache in bytes, as both ends of a link need it. Travels inside ``Resolved``."""
+    """Describe the shape of a cache in bytes. Sent to the initiator inside ``Resolved``."""
 
     kind: CacheKind
     num_tensors: int
@@ -75,10 +76,10 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
-        """Read the geometry off a descriptor (its ``shape[0]`` is the row count, whatever ``batch_dim_index`` says).
+        """Build the geometry of a descriptor; its ``shape[0]`` is the row count, whatever ``batch_dim_index`` is.
 
         Raises:
-            ParamError: No tensors, or a shape that no tensor has (see ``CacheDesc.size``).
+            ParamError: No tensors, or an impossible shape (see ``CacheDesc.size``).
         """
         if desc.num_tensors < 1:
             raise ParamError(f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
@@ -96,7 +97,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def verify(self) -> None:
-        """Check a geometry that came from the wire: nothing in it may lead an address computation astray."""
+        """Raise ProtocolError if a peer's geometry could make an address computation overflow or leave a tensor."""
         sound = (
             0 < self.num_tensors <= _MAX_TENSORS
             and self.rows > 0
@@ -108,28 +109,28 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(f"peer sent an impossible cache geometry: {self}")
 
     def require_row(self, name: str, row: int) -> None:
-        """Raise ParamError unless ``row`` is one of this cache's rows; ``name`` is the caller's argument."""
+        """Raise ParamError, naming the argument ``name``, unless ``row`` exists in this cache."""
         if row >= self.rows:
             raise ParamError(f"{name}={row}: the cache has {self.rows} rows, so at most {self.rows - 1}")
 
     def require_kind(self, name: str, kind: CacheKind) -> None:
-        """Raise ParamError unless the cache can be used as one of ``kind``."""
+        """Raise ParamError, naming the argument ``name``, unless the cache can be used as one of ``kind``."""
         if not self.kind.serves(kind):
             raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
 
 
 _decoder: Final = msgspec.msgpack.Decoder(Geometry)
-#: A longer text is that of a shape nobody has: it is not kept.
-_KEPT_BYTES: Final = 256
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Return the geometry that a peer sent, verified. The caches of one model look alike: their text is read once.
+    """Decode and verify a geometry that a peer sent.
+
+    The caches of one model share one geometry, so the result is cached.
 
     Raises:
-        ProtocolError: It is none, or an impossible one.
+        ProtocolError: Not a geometry, or an impossible one.
     """
-    return _decode_kept(raw) if len(raw) <= _KEPT_BYTES else _decode(raw)
+    return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
 
 
 def _decode(raw: bytes) -> Geometry:
@@ -141,43 +142,43 @@ def _decode(raw: bytes) -> Geometry:
     return geometry
 
 
-_decode_kept: Final = lru_cache(256)(_decode)
+_decode_cached: Final = lru_cache(256)(_decode)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """Which layers take part, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
+    """The layer ranges of one call, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
 
     src: range | None
     dst: range | None
     tensors_per_layer: int
 
     def check_local(self, name: str, num_tensors: int) -> None:
-        """Check what can be known from one end alone, before anything is asked of the peer.
+        """Check the ranges against the local cache alone, before the peer is asked.
 
         Args:
-            name: The range of this end: ``src_layer_range`` or ``dst_layer_range``.
-            num_tensors: Of this end's cache.
+            name: Range of the local cache: ``src_layer_range`` or ``dst_layer_range``.
+            num_tensors: Tensors of the local cache.
 
         Raises:
-            ParamError: ``num_tensors`` is no multiple of tensor_num_per_layer although a range is given; the range
-                leaves the cache; the other end's range has another length.
+            ParamError: A range is given and ``num_tensors`` is no multiple of tensor_num_per_layer; the local range
+                leaves the cache; the remote range has another length.
         """
         if self.src is None and self.dst is None:
             return
-        ours, theirs = (self.src, self.dst) if name == "src_layer_range" else (self.dst, self.src)
-        layers = self._layer_range(name, ours, num_tensors)
-        if theirs is not None and theirs.stop - theirs.start != len(layers):
+        local, remote = (self.src, self.dst) if name == "src_layer_range" else (self.dst, self.src)
+        layers = self._layer_range(name, local, num_tensors)
+        if remote is not None and remote.stop - remote.start != len(layers):
             raise ParamError(
                 f"src_layer_range={self.src} and dst_layer_range={self.dst}: equal lengths are needed, and None "
                 f"stands for all {num_tensors // self.tensors_per_layer} layers"
             )
 
     def tensors(self, src: Geometry, dst: Geometry) -> tuple[int, int, int]:
-        """Return (first dst tensor, first src tensor, count) between two caches.
+        """Return (first dst tensor, first src tensor, count) of a transfer between two caches.
 
         Raises:
-            CacheMismatch: The two ends would not move the same number of tensors.
+            CacheMismatch: The ends select different numbers of tensors.
             ParamError: A range leaves its cache.
         """
         if self.src is None and self.dst is None:
@@ -203,22 +204,22 @@ class LayerSelection:
                 f"tensor_num_per_layer={per_layer}: must divide the cache's {num_tensors} tensors when a layer range "
                 "is given"
             )
-        everything = range(num_tensors // per_layer)
+        num_layers = num_tensors // per_layer
         if layers is None:
-            return everything
-        if layers.stop > everything.stop:
-            raise ParamError(f"{name}={layers}: the cache has {everything.stop} layers of {per_layer} tensors")
+            return range(num_layers)
+        if layers.stop > num_layers:
+            raise ParamError(f"{name}={layers}: the cache has {num_layers} layers of {per_layer} tensors")
         return layers
 
 
 class CachePair(msgspec.Struct, eq=False):
-    """The remote cache of a transfer as seen from one local cache, and what comparing the two came to. Any thread.
+    """One remote cache and one local cache, compared, with the block planner that was used last. Any thread.
 
     Attributes:
         remote: Geometry of the remote cache.
-        row: Its row, where one is named.
+        row: Row of the remote cache that its key or the call names.
         cache_id: The local cache.
-        same_memory: True when both have the same tensors.
+        same_memory: True if both have the same tensors.
     """
 
     remote: Geometry
@@ -228,41 +229,40 @@ class CachePair(msgspec.Struct, eq=False):
     _compared: tuple[LayerSelection, BlockPlanner] | None = None
 
     def block_planner(self, src: Geometry, dst: Geometry, layers: LayerSelection) -> BlockPlanner:
-        """Return the planner of blocks from ``src`` to ``dst``: one is ``remote``, the other the local cache.
+        """Return the planner of blocks from ``src`` to ``dst``, one of which is :attr:`remote`.
 
-        For the layers that were asked for last nothing is compared again. Errors as :func:`plan_blocks`.
+        Compares the two only if ``layers`` is not the object of the last call. Raises as :func:`compare_blocks`.
         """
         compared = self._compared
         if compared is None or compared[0] is not layers:
-            compared = self._compared = layers, _block_planner(src, dst, layers, alias=self.same_memory)
+            compared = self._compared = layers, compare_blocks(src, dst, layers, alias=self.same_memory)
         return compared[1]
 
 
+class RowRange(msgspec.Struct, frozen=True):
+    """Name a row of one cache and the byte in it where a transfer begins (v1)."""
+
+    row: int
+    offset: int = 0
+
+
 def plan_row(
-    src: Geometry,
-    dst: Geometry,
-    *,
-    src_row: int,
-    dst_row: int,
-    size: int,
-    layers: LayerSelection,
-    src_offset: int = 0,
-    dst_offset: int = 0,
+    src: Geometry, dst: Geometry, src_range: RowRange, dst_range: RowRange, *, size: int, layers: LayerSelection
 ) -> Plan:
     """Plan remote row -> local row (pull_cache) or the reverse (push_cache).
 
-    ``size`` is bytes per tensor; -1 is the rest of the destination's row for a pull (a longer source row is
-    truncated). The offsets are bytes into the row of either end (v1).
+    ``size`` is bytes per tensor; -1 is the rest of the destination's row (a longer source row is truncated).
 
     Raises:
         CacheMismatch: Either end is a blocks cache, or offset and ``size`` leave either end's row.
-        CacheNotFound: ``src_row`` does not exist at the source.
+        CacheNotFound: The row does not exist at the source.
     """
     for end, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.CACHE):
             raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
-    _require_remote_row(src, src_row)
-    dst.require_row("batch_index", dst_row)
+    _require_src_row(src, src_range.row)
+    dst.require_row("batch_index", dst_range.row)
+    src_offset, dst_offset = src_range.offset, dst_range.offset
     length = dst.stride - dst_offset if size == -1 else size
     if length < 1 or src_offset + length > src.stride or dst_offset + length > dst.stride:
         at = f" from src_cache_offset={src_offset} to dst_cache_offset={dst_offset}" if src_offset or dst_offset else ""
@@ -271,35 +271,22 @@ def plan_row(
             f"destination row {dst.stride}"
         )
     first_dst, first_src, count = layers.tensors(src, dst)
-    runs = _native.plan_row(dst_row * dst.stride + dst_offset, src_row * src.stride + src_offset, length)
+    runs = _native.plan_row(dst_range.row * dst.stride + dst_offset, src_range.row * src.stride + src_offset, length)
     return Plan(first_dst, first_src, count, runs, ordered=False, nbytes=length * count)
 
 
-def plan_blocks(
-    src: Geometry,
-    dst: Geometry,
-    src_blocks: BlockList | NDArray[np.int64],
-    dst_blocks: BlockList | NDArray[np.int64],
-    layers: LayerSelection,
-    *,
-    alias: bool = False,
-) -> Plan:
-    """Plan blocks -> blocks: pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
+    """Check that blocks of ``src`` fit ``dst``; return the planner for lists of them (R26).
 
-    ``alias``: both ends have the same tensors.
+    ``alias`` is True if both ends have the same tensors.
 
     Raises:
         CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
-        ParamError: Unequal lengths, or an index outside its cache.
+        ParamError: From the planner: unequal lengths, or an index outside its cache.
     """
-    return _block_planner(src, dst, layers, alias=alias).plan(dst_blocks, src_blocks)
-
-
-def _block_planner(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool) -> BlockPlanner:
-    paged = src.kind is dst.kind is CacheKind.BLOCKS
-    if not paged and not (src.kind.serves(CacheKind.BLOCKS) and dst.kind.serves(CacheKind.BLOCKS)):
-        end = "destination" if src.kind.serves(CacheKind.BLOCKS) else "source"
-        raise CacheMismatch(f"the {end} is not a blocks cache")
+    for end, geometry in (("source", src), ("destination", dst)):
+        if not geometry.kind.serves(CacheKind.BLOCKS):
+            raise CacheMismatch(f"the {end} is not a blocks cache")
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
     tensors = layers.tensors(src, dst)
@@ -315,7 +302,7 @@ def _block_planner(src: Geometry, dst: Geometry, layers: LayerSelection, *, alia
 def plan_pieces(
     src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: BlockList | NDArray[np.int64], layers: LayerSelection
 ) -> Plan:
-    """Plan cache -> blocks: piece i of the source row goes to ``dst_blocks[i]``; the last piece may be short.
+    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``; the last may be short.
 
     Raises:
         CacheMismatch: The source is a blocks cache, or the destination is not.
@@ -327,7 +314,7 @@ def plan_pieces(
             f"a row of a continuous cache goes into blocks here: source is {src.kind.word}, "
             f"destination {dst.kind.word}; name blocks of a blocks cache by BlocksCacheKey and src_blocks"
         )
-    _require_remote_row(src, src_row)
+    _require_src_row(src, src_row)
     return _native.plan_pieces(
         dst_blocks,
         block_bytes=dst.stride,
@@ -339,7 +326,7 @@ def plan_pieces(
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
-    """Plan copy_cache (R8): bytes [offset, offset + n) of one row to the same offset of another, all tensors.
+    """Plan copy_cache (R8): bytes [offset, offset + n) of a row, in all tensors.
 
     Raises:
         ParamError: ``num_tensors`` or ``data_type`` differ, a row index or the byte range leaves either cache, or with
@@ -365,25 +352,21 @@ def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, o
     return Plan(0, 0, src.num_tensors, runs, ordered=False, nbytes=length * src.num_tensors)
 
 
-def _require_remote_row(src: Geometry, row: int) -> None:
+def _require_src_row(src: Geometry, row: int) -> None:
     if row >= src.rows:
         raise CacheNotFound(f"batch index {row}: the source cache has {src.rows} rows, so at most {src.rows - 1}")
 
 
-#: No destination that is given by an address ends beyond this, so that offsets cannot wrap.
-_REACH: Final = 1 << 62
-
-
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Runs from a source tensor to a destination tensor.
+class LayerPlan:
+    """Plan of one tensor, made once for a layer-wise transfer and applied to each layer and destination.
 
     Attributes:
-        kind: Of the source.
-        runs: As in :class:`Plan`, destination offsets from the beginning of the destination.
+        kind: Kind of the source.
+        runs: As in :class:`Plan`, destination offsets from where the destination begins in its tensor.
         ordered: As in :class:`Plan`.
-        unit: Bytes of a destination block; of the row, where there are no blocks.
-        blocks: The destination's blocks, None where there are none.
+        unit: Bytes of a destination block; of the row if there are no blocks.
+        blocks: The destination's blocks, None if there are none.
         extent: Bytes from the beginning of the destination to the end of the last run.
     """
 
@@ -394,10 +377,75 @@ class Cut:
     blocks: NDArray[np.int64] | None
     extent: int
 
-    def plan(self, dst_first: int, src_first: int, count: int, *, offset: int, alias: bool) -> Plan:
-        """Return the copy of ``count`` tensors into destinations that begin at ``offset``.
+    @classmethod
+    def of_row(cls, src: Geometry, row: int) -> LayerPlan:
+        """Plan a whole row of each tensor; row 0 of a blocks cache is its first block.
 
-        ``alias``: both ends have the same tensors, so the runs take effect in the order given (R26).
+        Raises:
+            ParamError: No such row.
+        """
+        if src.kind is CacheKind.BLOCKS and row:
+            raise ParamError(f"src_batch_index={row}: a blocks cache has only row 0")
+        src.require_row("src_batch_index", row)
+        runs = _native.plan_row(0, row * src.stride, src.stride)
+        return cls(src.kind, runs, ordered=False, unit=src.stride, blocks=None, extent=src.stride)
+
+    @classmethod
+    def of_pieces(cls, src: Geometry, dst_blocks: BlockList, unit: int) -> LayerPlan:
+        """Plan each whole tensor: piece i of ``unit`` bytes to ``dst_blocks[i]``, the last may be short.
+
+        Raises:
+            ParamError: ``unit`` is not between 0 and the size of a tensor, or there are fewer pieces than blocks.
+        """
+        if not 0 < unit < src.tensor_bytes:
+            raise ParamError(
+                f"dst_block_memory_size={unit}: a tensor of {src.tensor_bytes} bytes is cut by it, so it must be above "
+                "0 and below that"
+            )
+        pieces = -(-src.tensor_bytes // unit)
+        if len(dst_blocks) > pieces:
+            raise ParamError(
+                f"dst_block_indices has {len(dst_blocks)} entries: a tensor of {src.tensor_bytes} bytes has {pieces} "
+                f"pieces of {unit}"
+            )
+        plan = _native.plan_pieces(
+            dst_blocks,
+            block_bytes=unit,
+            dst_count=_MAX_DST_BYTES // unit,
+            src_offset=0,
+            src_bytes=src.tensor_bytes,
+            dst_name="dst_block_indices",
+        )
+        return cls._into_blocks(src, plan, unit, dst_blocks)
+
+    @classmethod
+    def of_blocks(cls, src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> LayerPlan:
+        """Plan blocks (rows of a continuous cache): ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+
+        Raises:
+            ParamError: A block outside the source.
+        """
+        plan = _native.plan_blocks(
+            dst_blocks,
+            src_blocks,
+            block_bytes=src.stride,
+            dst_count=_MAX_DST_BYTES // src.stride,
+            src_count=src.rows,
+            alias=False,
+            dst_name="dst_block_indices",
+            src_name="src_block_indices",
+        )
+        return cls._into_blocks(src, plan, src.stride, dst_blocks)
+
+    @classmethod
+    def _into_blocks(cls, src: Geometry, plan: Plan, unit: int, blocks: BlockList) -> LayerPlan:
+        runs = plan.runs
+        return cls(src.kind, runs, plan.ordered, unit, blocks.array, extent=int((runs[:, 0] + runs[:, 2]).max()))
+
+    def plan(self, dst_first: int, src_first: int, count: int, *, offset: int, alias: bool) -> Plan:
+        """Return the plan of ``count`` tensors whose destination begins at ``offset`` in each destination tensor.
+
+        ``alias`` is True if both ends have the same tensors: then the runs take effect in the order given (R26).
         """
         runs = self.runs
         if offset:
@@ -407,7 +455,7 @@ class Cut:
         return Plan(dst_first, src_first, count, runs, ordered=self.ordered or alias, nbytes=nbytes)
 
     def offset_in(self, dst: Geometry, row: int) -> int:
-        """Return where the destination begins in the tensors of a cache that was named by key or by id and row.
+        """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named.
 
         Raises:
             CacheMismatch: Sizes or kinds do not fit (R17).
@@ -419,10 +467,9 @@ class Cut:
             raise CacheMismatch(f"dst_block_indices: row {row} of a {dst.kind.word} cache has no blocks")
         if dst.stride != self.unit:
             raise CacheMismatch(f"block sizes differ: {self.unit} bytes are sent into blocks of {dst.stride}")
-        worst = int(self.blocks.max())
-        if worst >= dst.rows:
-            at = int(self.blocks.argmax())
-            raise ParamError(f"dst_block_indices[{at}]={worst}: the destination has {dst.rows} blocks")
+        at = int(self.blocks.argmax())
+        if self.blocks[at] >= dst.rows:
+            raise ParamError(f"dst_block_indices[{at}]={self.blocks[at]}: the destination has {dst.rows} blocks")
         return 0
 
     def _row_offset(self, dst: Geometry, row: int) -> int:
@@ -433,74 +480,3 @@ class Cut:
             what = "block" if dst.kind is CacheKind.BLOCKS else "row"
             raise CacheMismatch(f"{self.unit} bytes per tensor do not fit a {what} of {dst.stride} at the destination")
         return row * dst.stride
-
-
-def cut_row(src: Geometry, row: int) -> Cut:
-    """Cut a whole row out of each tensor; of a blocks cache that is its first block (its "batch" is 1).
-
-    Raises:
-        ParamError: No such row.
-    """
-    if src.kind is CacheKind.BLOCKS and row:
-        raise ParamError(f"src_batch_index={row}: a blocks cache has only row 0")
-    src.require_row("src_batch_index", row)
-    return Cut(
-        src.kind,
-        _native.plan_row(0, row * src.stride, src.stride),
-        ordered=False,
-        unit=src.stride,
-        blocks=None,
-        extent=src.stride,
-    )
-
-
-def cut_pieces(src: Geometry, dst_blocks: BlockList, unit: int) -> Cut:
-    """Cut each whole tensor into pieces of ``unit`` bytes, piece i for block ``dst_blocks[i]``; the last may be short.
-
-    Raises:
-        ParamError: ``unit`` is not between 0 and the size of a tensor, or there are fewer pieces than blocks.
-    """
-    if not 0 < unit < src.tensor_bytes:
-        raise ParamError(
-            f"dst_block_memory_size={unit}: a tensor of {src.tensor_bytes} bytes is cut by it, so it must be above 0 "
-            "and below that"
-        )
-    pieces = -(-src.tensor_bytes // unit)
-    if len(dst_blocks) > pieces:
-        raise ParamError(
-            f"dst_block_indices has {len(dst_blocks)} entries: a tensor of {src.tensor_bytes} bytes has {pieces} "
-            f"pieces of {unit}"
-        )
-    plan = _native.plan_pieces(
-        dst_blocks,
-        block_bytes=unit,
-        dst_count=_REACH // unit,
-        src_offset=0,
-        src_bytes=src.tensor_bytes,
-        dst_name="dst_block_indices",
-    )
-    return _blocks(src, plan, unit, dst_blocks)
-
-
-def cut_pairs(src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> Cut:
-    """Cut out blocks (rows of a continuous cache): ``src_blocks[i]`` for ``dst_blocks[i]``, in the order given (R26).
-
-    Raises:
-        ParamError: A block outside the source.
-    """
-    plan = _native.plan_blocks(
-        dst_blocks,
-        src_blocks,
-        block_bytes=src.stride,
-        dst_count=_REACH // src.stride,
-        src_count=src.rows,
-        alias=False,
-        dst_name="dst_block_indices",
-        src_name="src_block_indices",
-    )
-    return _blocks(src, plan, src.stride, dst_blocks)
-
-
-def _blocks(src: Geometry, plan: Plan, unit: int, blocks: BlockList) -> Cut:
-    runs = plan.runs
-    return Cut(src.kind, runs, plan.ordered, unit, blocks.array, extent=int((runs[:, 0] + runs[:, 2]).max()))

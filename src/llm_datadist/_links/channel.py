@@ -1,13 +1,14 @@
-"""One framed control connection: read by the control thread or by one waiting caller, written by whoever has to say.
+"""One framed control connection: written by any thread, read by the control thread or by one waiting caller.
 
-The caller encodes its frame and sends it by itself under the channel's lock, so a request costs no thread hop. What
-the kernel does not take at once waits in a bounded backlog that the control thread drains. There is no asyncio
-transport in between: one non-blocking socket, one reader and, while there is a backlog, one writer on the loop, so
-nothing is ever half made and closing is one step. After half a frame, or a bad one, the channel ends.
+A caller encodes and sends its frame under the channel's lock, so a request costs no thread hop. What the kernel does
+not take at once waits in a bounded backlog that the control thread drains. There is no asyncio transport in between:
+one non-blocking socket, one reader and, while there is a backlog, one writer on the loop. After half a frame, or a bad
+one, the channel ends.
 
-Nor does an answer cost a hop: the first caller that waits for one takes the *reading* (there is one, whoever has it is
-alone with the socket's input and the parser) and hands answers to those who wait for them. The first frame that is no
-answer goes to the control thread together with the reading, so that frames are handled once and in order.
+Nor does an answer cost a hop. Exactly one thread at a time holds the *reader role*: it alone uses the socket's input
+and the parser. The first caller that waits for an answer takes the role and delivers answers to all waiting callers.
+The first frame that is no answer goes to the control thread together with the role, so that frames are handled once and
+in order.
 """
 
 from __future__ import annotations
@@ -29,22 +30,20 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import Message
 
-__all__ = ["Channel", "FrameParser", "tune"]
-
-#: Above this much unsent, the peer is not read from any more: it must take its answers first (ARCHITECTURE rule 10).
+#: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20
-#: Above this the peer is given up: our own callers still send while it does not read.
+#: Above this the channel ends: our own callers still send while the peer does not read.
 _ABORT_BYTES: Final = 16 << 20
 #: Read at once from one peer: the others wait that long.
 _READ_BYTES: Final = 1 << 16
-#: A plain number: to combine the flags anew costs more than to encode a message.
+#: A plain number: combining the flags costs more than encoding a message.
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-#: One poll of a caller that waits; the system call takes no more than some weeks.
+#: One poll of a waiting caller: the system call allows some weeks at most.
 _POLL_SECONDS: Final = 3600.0
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every control socket has: no Nagle delay, keepalive after 1 s, 10 s for an acknowledgement."""
+    """Set no Nagle delay, keepalive after 1 s, and 10 s for an acknowledgement."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -54,7 +53,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class Waiter:
-    """One caller waiting for one answer: a lock that whoever reads the answer opens."""
+    """One caller waiting for one answer: a lock that the reading thread opens."""
 
     __slots__ = ("_gate", "answer")
 
@@ -70,12 +69,12 @@ class Waiter:
 
     def wait(self, deadline: Deadline) -> None:
         """Return when woken, or when the time is over. Called once, by the caller."""
-        woken = self._gate.acquire(blocking=False)  # already, as a rule: by the caller itself
+        woken = self._gate.acquire(blocking=False)  # as a rule the caller has read its answer itself
         while not woken and not deadline.expired():
             woken = self._gate.acquire(timeout=deadline.wait_at_most())
 
     def wake(self, answer: Message | None) -> None:
-        """Hand over the answer, or None: there will be none. Called once at most."""
+        """Deliver the answer, or None where there will be none. Called once at most."""
         self.answer = answer
         self._gate.release()
 
@@ -124,11 +123,15 @@ class FrameParser:
 class Channel:
     """One connection of one link. Owns its socket.
 
-    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare` to :meth:`forgo` and :meth:`close` from any; all else runs on
-    the control thread, the callbacks too, but for ``on_answer``: True when the message is an answer and somebody who
-    waits has it now.
-    ``on_lost`` is called exactly once, with the reason, and ``on_message`` never after it. ``first`` goes out before
-    whatever anybody sends, but not before :meth:`begin`.
+    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare`, :meth:`wait`, :meth:`forgo` and :meth:`close` from any; all
+    else, callbacks included, runs on the control thread, except ``on_answer``.
+
+    Args:
+        on_message: Handles a message; never called after ``on_lost``.
+        on_lost: Called exactly once, with the reason.
+        first: Goes out before any other message, but not before :meth:`begin`.
+        on_answer: Delivers an answer to the caller that waits for it; returns False for any other message. Called in
+            any thread that holds the reader role.
     """
 
     def __init__(
@@ -146,22 +149,22 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
-        # What only who has the reading touches: bytes, a frame that is the control thread's, a poll for one descriptor.
+        # Used by the holder of the reader role only.
         self._parser = FrameParser()
-        self._put_back: bytes | None = None
-        self._whole = True  # nothing is received and not yet handed over
-        self._handed = False  # what comes next is for the control thread
+        self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
+        self._whole = True  # False while received bytes are not delivered yet
+        self._for_control = False  # the role must go to the control thread
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        # The loop watches this in the socket's place: a caller takes the socket out, in its own thread, while it reads.
+        # The loop watches this instead of the socket: a caller that reads takes the socket out, in its own thread.
         self._watch = select.epoll()
         self._watch.register(sock, select.EPOLLIN)
         # Guards the fields below and every write to the socket.
         self._lock = threading.Lock()
         self._open = True
-        self._reading = True  # somebody has the reading; at first, and while the peer is not read from, it is nobody's
-        self._parked = True
-        self._leader: Waiter | None = None
+        self._role_held = True
+        self._parked = True  # no thread can use the role: at first, and while the peer is not read from
+        self._reader: Waiter | None = None  # of the caller that holds the role
         self._watched = True
         self._released = False
         self._backlog = bytearray() if first is None else bytearray(frame(first))
@@ -170,7 +173,7 @@ class Channel:
         self.reason = ""
 
     def begin(self, leftover: bytes = b"") -> None:
-        """Read, and write what waits, from now on; ``leftover`` came already."""
+        """Start reading and writing; ``leftover`` has been received already."""
         self._inside(self._begin, leftover)
 
     # --- writing: any thread ---------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ class Channel:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Under the lock: give the kernel what it takes now. A dead socket takes everything: reading reports it."""
+        """Under the lock: return how much the kernel takes; reading reports a dead socket."""
         try:
             return self._socket.send(data, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
@@ -211,7 +214,7 @@ class Channel:
             self._control.loop.add_writer(self._socket, self._flush)
 
     def _flush(self) -> None:
-        """The socket takes data again."""
+        """Send from the backlog; read again once it is short."""
         with self._lock:
             sent = self._write(self._backlog)
             del self._backlog[:sent]
@@ -220,7 +223,7 @@ class Channel:
             self._control.loop.remove_writer(self._socket)
         if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
-            self._read_on()
+            self._dispatch_and_release()
 
     # --- reading: the control thread -------------------------------------------------------------------------------
 
@@ -231,11 +234,11 @@ class Channel:
             self._begin_flush()
         self._parser.feed(leftover)
         self._control.serve(self._watch, self._readable)
-        self._read_on()
+        self._dispatch_and_release()
 
     def _readable(self) -> None:
-        if not self._take_reading():
-            return  # a caller was faster
+        if not self._take_role():
+            return  # a caller holds the role
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -246,25 +249,25 @@ class Channel:
             self._parser.feed(data)
             if not data:
                 self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
-        self._read_on()
+        self._dispatch_and_release()
 
-    def _read_on(self) -> None:
-        """With the reading: hand over what is there and give it back; nobody has it while the peer takes no answers."""
+    def _dispatch_and_release(self) -> None:
+        """Caller holds the reader role. Dispatch complete frames, then release or park it."""
         self._parked = False
-        if self._deliver():
-            self._give_back_reading()
+        if self._dispatch():
+            self._release_role()
             return
         self._parked = self._paused = True
         with self._lock:
             self._unwatch()
 
-    def _deliver(self) -> bool:
-        """Hand over the frames that are complete; False when the peer must take its answers first."""
+    def _dispatch(self) -> bool:
+        """Dispatch the complete frames; return False when the peer must take its answers first."""
         try:
             while self._open:
                 if len(self._backlog) > _PAUSE_BYTES:
                     return False
-                payload, self._put_back = self._put_back, None
+                payload, self._set_aside = self._set_aside, None
                 if payload is None and (payload := self._parser.take()) is None:
                     return True
                 self._on_message(decode(payload))
@@ -275,43 +278,43 @@ class Channel:
             self._finish(f"internal error: {error!r}")
         return True
 
-    # --- reading: a caller that waits ------------------------------------------------------------------------------
+    # --- reading: a waiting caller ---------------------------------------------------------------------------------
 
     def prepare(self, waiter: Waiter) -> None:
-        """Read from now on, unless somebody else does, though nothing is asked yet; :meth:`forgo` must follow.
+        """Take a free reader role before the request is sent; :meth:`forgo` must follow.
 
-        An answer may be there before the one who asked gets to wait for it: it would wake the control thread, which
-        finds nothing to do and keeps the interpreter from who has.
+        An answer may come before the caller waits for it: it would wake the control thread, which finds nothing to do
+        and keeps the interpreter from the caller.
         """
-        self._take_reading(waiter)
+        self._take_role(waiter)
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Return when ``waiter`` is woken, or when the time is over; reads meanwhile, unless somebody else does."""
+        """Wait for the answer or the deadline; read meanwhile if the role is free."""
         try:
-            if self._leader is waiter or (waiter.waiting and self._take_reading(waiter)):
-                self._lead(waiter, deadline)
+            if self._reader is waiter or (waiter.waiting and self._take_role(waiter)):
+                self._read_for(waiter, deadline)
         finally:
             self.forgo(waiter)
         waiter.wait(deadline)
 
     def forgo(self, waiter: Waiter) -> None:
-        """Let others read, if it is ``waiter`` that does."""
-        if self._leader is waiter:
-            self._stop_leading()
+        """Release the reader role if ``waiter`` holds it."""
+        if self._reader is waiter:
+            self._stop_reading()
 
-    def _lead(self, waiter: Waiter, deadline: Deadline) -> None:
-        """With the reading: answers to those who wait, until ours has come or something else has."""
+    def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
+        """Caller holds the reader role. Deliver answers until its own or another message comes."""
         while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
             if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
                 self._whole = False
                 answers = self._receive_answers()
                 self._whole = True
                 if not answers:
-                    self._handed = True
+                    self._for_control = True
                     return
 
     def _receive_answers(self) -> bool:
-        """Receive once, hand over answers; False: the rest is for the control thread, a frame, an end or an error."""
+        """Receive once, deliver answers; return False when the rest is for the control thread."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -322,47 +325,47 @@ class Channel:
         self._parser.feed(data)
         try:
             while (payload := self._parser.take()) is not None:
-                self._put_back = payload
+                self._set_aside = payload
                 if not self._on_answer(decode(payload)):
                     return False
-                self._put_back = None
+                self._set_aside = None
         except ProtocolError:
             return False
         return bool(data)
 
-    def _stop_leading(self) -> None:
-        self._leader = None
-        handed, self._handed = self._handed, False
+    def _stop_reading(self) -> None:
+        self._reader = None
+        handed, self._for_control = self._for_control, False
         if not self._whole:
-            # By the handler of a signal: what was received may be lost, so nobody may believe, or read, what follows.
+            # By the handler of a signal: what was received may be lost, so nothing that follows may be read.
             self._parked = True
             self.close("a caller was interrupted while it read an answer")
             if self._released:
                 self._close_files()
-        elif not handed or not self._post(self._read_on):
-            self._give_back_reading()
+        elif not handed or not self._post(self._dispatch_and_release):
+            self._release_role()
 
-    # --- the reading: any thread -----------------------------------------------------------------------------------
+    # --- the reader role: any thread -------------------------------------------------------------------------------
 
-    def _take_reading(self, leader: Waiter | None = None) -> bool:
+    def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:
-            if self._reading or not self._open:
+            if self._role_held or not self._open:
                 return False
-            self._reading = True
-            if leader is not None:
-                self._leader = leader
+            self._role_held = True
+            if reader is not None:
+                self._reader = reader
                 self._unwatch()
             return True
 
     def _unwatch(self) -> None:
-        """Under the lock: let the loop sleep through what comes."""
+        """Under the lock: do not wake the loop for input."""
         if self._watched and not self._released:
             self._watched = False
             self._watch.unregister(self._socket)
 
-    def _give_back_reading(self) -> None:
+    def _release_role(self) -> None:
         with self._lock:
-            self._reading = False
+            self._role_held = False
             if self._open and not self._watched:
                 self._watched = True
                 self._watch.register(self._socket, select.EPOLLIN)
@@ -377,12 +380,12 @@ class Channel:
     # --- ending: any thread ----------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
-        """End the connection at once; what is in the backlog is dropped. Idempotent, the first reason counts."""
+        """End the connection at once and drop the backlog. Idempotent, the first reason counts."""
         self.reason = self.reason or reason
         self._inside(self._finish, reason)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copies of what is open, and say nothing to the peer or the loop."""
+        """In a forked child: close the child's descriptors; the peer and the loop notice nothing."""
         self._close_files()
 
     def _finish(self, reason: str) -> None:
@@ -399,13 +402,13 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._released = True
-            unused = self._parked or not self._reading
-        if unused:  # otherwise by who has the reading
+            unused = self._parked or not self._role_held
+        if unused:  # otherwise by the holder of the reader role
             self._close_files()
         self._on_lost(self.reason)
 
     def _inside(self, function: Callable[..., None], *args: object) -> None:
-        """Run on the control thread. Once that has stopped nothing can be served any more: the channel ends."""
+        """Run on the control thread; end the channel if that has stopped."""
         if self._control.inside():
             function(*args)
         else:

@@ -1,4 +1,4 @@
-"""One communicator: which clusters ``link()`` wants linked, which are still missing, and how it came out. No I/O."""
+"""The state of one communicator: which clusters ``link()`` wants linked, which are missing, and the outcome. No I/O."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.handshake import Listener
 
-__all__ = ["Communicator", "CommunicatorPlan"]
-
 _TOKEN_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorPlan:
-    """What ``link()`` was asked for, checked.
+    """The checked arguments of ``link()``.
 
     Attributes:
         name: The communicator's.
@@ -44,18 +42,19 @@ class CommunicatorPlan:
 
 
 class Communicator:
-    """A communicator of this end. Its fields change under the lock of :class:`Communicators`, but for the last three.
+    """A communicator of this end. :class:`Communicators` has the lock for all but the last three fields.
 
-    Of two members the one with the lower cluster id listens and the other one dials, as often as it takes; so nobody
-    has to be first.
+    Of two members the one with the lower cluster id listens and the other one dials until it answers; so the members
+    may call ``link()`` in any order.
 
     Attributes:
         comm_id: Its id here.
         plan: What was asked for.
-        status: PREPARING until every other member is met; then OK or FAILED for good.
+        status: PREPARING until every other member is linked; then OK or FAILED for good.
         reason: Why it failed, or what was heard last while it is preparing.
-        waiting: Members that are not met yet.
-        meeting: What this end says in its greetings.
+        others: All members but this end; ``dialled`` and ``expected`` are those with a lower and with a higher id.
+        waiting: Members that are not linked yet.
+        own_id: What this end sends in its greetings.
         ports: Member that this end dials -> the ports where it may listen. Set once.
         sock: The listening socket until the listener has it; None where this end only dials.
         listener: While members are expected that dial. The control thread's.
@@ -72,15 +71,14 @@ class Communicator:
         self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
         self.waiting = set(self.others)
-        self.meeting = CommunicatorId(
-            plan.name, sorted(plan.ranks.items()), plan.table, secrets.token_bytes(_TOKEN_BYTES)
-        )
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self.own_id = CommunicatorId(plan.name, sorted(plan.ranks.items()), plan.table, token)
         self.ports: dict[int, list[int]] = {}
         self.sock: socket.socket | None = None
         self.listener: Listener | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._own = own
-        #: Cluster id -> token of the greeting that it was met by.
+        #: Cluster id -> token of the greeting by which it joined.
         self._tokens: dict[int, bytes] = {}
 
     @property
@@ -88,50 +86,25 @@ class Communicator:
         """True until it is decided."""
         return self.status is RegisterMemStatus.PREPARING
 
-    def names(self, cluster_id: int) -> bool:
-        """Return True when it holds that member: it has not failed, and is not unlinked."""
+    def holds(self, cluster_id: int) -> bool:
+        """Return True when it needs the link to that member: it has not failed."""
         return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
 
-    def is_for(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+    def is_for(self, theirs: CommunicatorId, cluster_id: int) -> bool:
         """Return True when that greeting of that member may be for this communicator."""
-        return meeting.name == self.plan.name and cluster_id in self.expected
+        return theirs.name == self.plan.name and cluster_id in self.expected
 
-    def taken(self, meeting: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when that member was met by another one of its communicators."""
-        return self._tokens.get(cluster_id, meeting.token) != meeting.token
+    def expects(self, theirs: CommunicatorId, cluster_id: int) -> bool:
+        """Return True unless that member has joined by another communicator of its own."""
+        return self.is_for(theirs, cluster_id) and self._tokens.get(cluster_id, theirs.token) == theirs.token
 
-    def has_met(self, meeting: CommunicatorId, cluster_id: int) -> bool:
+    def has_joined(self, theirs: CommunicatorId, cluster_id: int) -> bool:
         """Return True when that member has joined by that greeting."""
-        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == meeting.token
+        return cluster_id not in self.waiting and self._tokens.get(cluster_id) == theirs.token
 
-    def admits(self, meeting: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when that greeting may count for this communicator."""
-        return not self.taken(meeting, cluster_id) and self.difference(meeting, cluster_id) is None
-
-    def has_linked(self, cluster_id: int, meeting: CommunicatorId | None) -> None:
-        """That member is met; by its greeting, where it dialled. Changes the status when it was the last one."""
-        self.waiting.discard(cluster_id)
-        if meeting is not None:
-            self._tokens[cluster_id] = meeting.token
-        if not self.waiting:
-            self.status, self.reason = RegisterMemStatus.OK, ""
-
-    def part(self, cluster_id: int) -> bool:
-        """That member's link has ended: wait for it again. False when it was not met."""
-        if cluster_id not in self.others or cluster_id in self.waiting:
-            return False
-        self.waiting.add(cluster_id)
-        self._tokens.pop(cluster_id, None)
-        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
-        return True
-
-    def fail(self, reason: str) -> None:
-        """It is not to be."""
-        self.status, self.reason = RegisterMemStatus.FAILED, reason
-
-    def difference(self, meeting: CommunicatorId, cluster_id: int) -> str | None:
-        """Return in what a member of the same communicator differs; None where it does not."""
-        mine, theirs = self.meeting, meeting
+    def difference(self, theirs: CommunicatorId, cluster_id: int) -> str | None:
+        """Return what that member's call has differently from this end's; None where the two agree."""
+        mine = self.own_id
         if theirs.members != mine.members:
             return (
                 f"cluster_rank_info differs: {dict(theirs.members)} at cluster {cluster_id}, "
@@ -144,8 +117,29 @@ class Communicator:
             )
         return None
 
+    def join(self, cluster_id: int, theirs: CommunicatorId | None) -> None:
+        """Count a member as linked; ``theirs`` is from its greeting, where it dialled."""
+        self.waiting.discard(cluster_id)
+        if theirs is not None:
+            self._tokens[cluster_id] = theirs.token
+        if not self.waiting:
+            self.status, self.reason = RegisterMemStatus.OK, ""
+
+    def lose(self, cluster_id: int) -> bool:
+        """Wait again for a member whose link ended; return False without a link."""
+        if cluster_id not in self.others or cluster_id in self.waiting:
+            return False
+        self.waiting.add(cluster_id)
+        self._tokens.pop(cluster_id, None)
+        self.reason = f"the link to cluster {cluster_id} was lost before all members had come"
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Make it FAILED for good."""
+        self.status, self.reason = RegisterMemStatus.FAILED, reason
+
     def statistics(self) -> CommunicatorStatistics:
-        """Return what is known about it."""
+        """Return a value for the public statistics."""
         return CommunicatorStatistics(
             comm_id=self.comm_id,
             name=self.plan.name,

@@ -1,8 +1,8 @@
 """Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (API §3.5, BEHAVIOUR §2.3).
 
-Nothing here speaks a protocol of its own. Of two members the one with the lower cluster id opens a listener for as
-long as the preparation takes, the other one dials it; both use the handshake of every link, in which the ``Hello``
-names the communicator. What results is an ordinary link.
+Of two members the one with the lower cluster id opens a listener for as long as the preparation takes, the other one
+dials it; both use the handshake of every link, in which the ``Hello`` names the communicator. The result is an
+ordinary link. A preparation that fails ends the links that were made for it alone.
 """
 
 from __future__ import annotations
@@ -10,46 +10,55 @@ from __future__ import annotations
 import errno
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator, CommunicatorPlan
-from llm_datadist._links.handshake import listening_socket
+from llm_datadist._links.handshake import AdmissionPolicy, listening_socket
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
-from llm_datadist._links.retry import MemberDial, MemberDials
+from llm_datadist._links.retry import MemberDial, RetryQueue
 from llm_datadist._log import logger
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMException, LLMStatusCode, NotLinked, StateError
 from llm_datadist.types.enums import RegisterMemStatus
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
+    from llm_datadist._links.handshake import Listener
     from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist.metrics import CommunicatorStatistics
 
-__all__ = ["CommunicatorAdmission", "Communicators"]
-
-#: Who accepts and says nothing (a stranger at a port of ours, a stopped process) costs one attempt so long.
+#: Attempts at once (API §3.5); more wait for their turn, which is soon.
+_DIAL_THREADS: Final = 16
+#: A stranger at the port, or a stopped process, that accepts and stays silent costs one attempt so long.
 _LONGEST_ATTEMPT_MS: Final = 5000
 _SHORTEST_ATTEMPT_MS: Final = 100
-_INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
+
+
+class LinkPort(Protocol):
+    """What communicators ask of the link manager; see the methods of :class:`LinkManager`."""
+
+    def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener: ...
+    def dial_member(self, member: MemberDial, deadline: Deadline) -> None: ...
+    def peek(self, cluster_id: int) -> Link | None: ...
+    def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None: ...
+    def drop(self, link: Link, reason: str) -> None: ...
 
 
 class Communicators:
     """All communicators of one LLMDataDist.
 
-    Callers' threads open and close them, the threads of :class:`MemberDials` dial, the control thread accepts, and ends
-    what took too long. The lock guards the table and every communicator; nothing blocks under it.
+    Threads: callers open and close them, those of the retry queue dial, the control thread accepts, and ends what took
+    too long. The lock guards the table and every communicator; nothing blocks under it.
 
     Attributes:
         called: True once a ``link()`` succeeded (API §6.6).
     """
 
-    def __init__(self, links: LinkManager, control: ControlLoop, own: int) -> None:
+    def __init__(self, links: LinkPort, control: ControlLoop, own: int) -> None:
         self.called = False
         self._links = links
         self._control = control
@@ -58,7 +67,7 @@ class Communicators:
         self._all: dict[int, Communicator] = {}
         self._last_id = 0
         self._stopped = False
-        self._approaches = MemberDials(self._attempt)
+        self._dials: RetryQueue[MemberDial] = RetryQueue("llm-datadist-meet", _DIAL_THREADS, self._attempt)
 
     # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
 
@@ -77,7 +86,8 @@ class Communicators:
         try:
             self._control.call(self._start, communicator)
             for peer in candidates:
-                self._approaches.add(MemberDial(communicator, peer))
+                if not self._dials.add(MemberDial(communicator, peer)):
+                    raise LinkRefused("this end is being finalised")
         except LLMException:
             self._forget(communicator)
             raise
@@ -86,7 +96,7 @@ class Communicators:
         return communicator.comm_id
 
     def _bind(self, plan: CommunicatorPlan) -> socket.socket:
-        """Listen at the first port that is free, at the table's address if it is one of this host."""
+        """Listen at the table's address, or at any, on the first free port."""
         host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
         reasons = []
         for port in candidates:
@@ -115,11 +125,11 @@ class Communicators:
         raise LinkRefused(f"link {plan.name!r}: this end is being finalised")
 
     def _forget(self, communicator: Communicator) -> None:
-        """It could not be begun: leave nothing of it."""
+        """Remove a communicator that could not be begun."""
         with self._lock:
             self._all.pop(communicator.comm_id, None)
             communicator.fail("not begun")
-        self._approaches.cancel(communicator)
+        self._dials.cancel(communicator)
         with suppress(StateError):  # the control thread has stopped, and has taken nothing
             self._control.call(self._shut, communicator)
         if communicator.sock is not None:
@@ -133,7 +143,7 @@ class Communicators:
         return communicator
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far a communicator has come. Raises NotLinked for an unknown id."""
+        """Return the status of a communicator. Raises NotLinked for an unknown id."""
         with self._lock:
             return self._get(comm_id).status
 
@@ -143,7 +153,7 @@ class Communicators:
             return self._get(comm_id).statistics()
 
     def close(self, comm_id: int, deadline: Deadline) -> None:
-        """Give a communicator up, also while it is being prepared, and every link that was made for it alone.
+        """Give up a communicator, and every link that was made for it alone.
 
         Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
 
@@ -156,15 +166,15 @@ class Communicators:
             communicator.fail("unlinked")
             for peer in communicator.others:
                 self._open_link(peer)  # no more, if only communicators hold it that are not ready
-        self._approaches.cancel(communicator)
+        self._dials.cancel(communicator)
         self._control.call(self._shut, communicator)
-        self._approaches.wait(communicator, deadline)
+        self._dials.wait(communicator, deadline)
         for peer in communicator.others:
             if self._spare(peer) is not None:
                 self._links.unlink(peer, deadline, force=True)
         logger.info("%s unlinked", communicator)
 
-    # --- looking ---------------------------------------------------------------------------------------------------
+    # --- looking up: any thread ------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
         """Return one value per communicator."""
@@ -177,7 +187,7 @@ class Communicators:
             return [str(each) for each in self._all.values() if each.preparing]
 
     def story(self, cluster_id: int) -> str:
-        """Return what is known about a cluster that cannot be used, as the end of an error text."""
+        """Return the newest communicator of an unusable cluster, as the end of an error text."""
         with self._lock:
             about = [each for each in self._all.values() if cluster_id in each.others]
             if not about:
@@ -193,14 +203,18 @@ class Communicators:
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
                     raise AssertionError(f"{each!r}")
 
-    # --- members are met: any thread -------------------------------------------------------------------------------
+    # --- members join and are lost: any thread ---------------------------------------------------------------------
 
-    def met(self, communicator: Communicator, cluster_id: int, meeting: CommunicatorId | None = None) -> bool:
-        """A member is linked; by its greeting, where it dialled. False: nobody wants it, or the link is gone again."""
+    def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
+        """Count a linked member; ``theirs``: from its greeting, where it dialled.
+
+        Returns:
+            False when the communicator is decided without it, or the link is gone again.
+        """
         with self._lock:
-            if not (communicator.preparing and self._is_there(cluster_id)):
+            if not (communicator.preparing and self._is_linked(cluster_id)):
                 return False
-            communicator.has_linked(cluster_id, meeting)
+            communicator.join(cluster_id, theirs)
             done = not communicator.preparing
             for peer in communicator.others:
                 self._open_link(peer)
@@ -210,35 +224,35 @@ class Communicators:
         return True
 
     def lost(self, peer: int) -> None:
-        """A link has ended: whoever is not ready yet, and had met that member, has to meet it again. Any thread."""
+        """Wait again for a member whose link has ended, in every communicator in preparation."""
         with self._lock:
-            if self._is_there(peer):
-                return  # another one has taken its place
-            again = [each for each in self._all.values() if each.preparing and each.part(peer)]
+            if self._is_linked(peer):
+                return  # by another link, which has taken its place
+            again = [each for each in self._all.values() if each.preparing and each.lose(peer)]
         for communicator in again:
             if peer in communicator.dialled:
                 try:
-                    self._approaches.add(MemberDial(communicator, peer, again=True))
+                    self._dials.add(MemberDial(communicator, peer, again=True))
                 except LinkRefused as error:
                     self.note(communicator, str(error))
 
-    def _is_there(self, peer: int) -> bool:
+    def _is_linked(self, peer: int) -> bool:
         link = self._links.peek(peer)
         return link is not None and not link.ended
 
     def _open_link(self, peer: int) -> None:
-        """Under the lock: may operations use the link to this member by now?"""
+        """Under the lock: open the link to a member while a communicator with it is OK."""
         link = self._links.peek(peer)
-        if link is not None and link.by_table and not link.asked_for:
-            link.open = any(not each.preparing and each.names(peer) for each in self._all.values())
+        if link is not None and link.origin.spare:
+            link.origin.open = any(not each.preparing and each.holds(peer) for each in self._all.values())
 
     def _spare(self, peer: int) -> Link | None:
-        """Return the link to this member if it was made for communicators, and none holds it any more."""
+        """Return the link to a member if it was made for communicators that are gone."""
         with self._lock:
-            if any(each.names(peer) for each in self._all.values()):
+            if any(each.holds(peer) for each in self._all.values()):
                 return None
         link = self._links.peek(peer)
-        return link if link is not None and link.by_table and not link.asked_for else None
+        return link if link is not None and link.origin.spare else None
 
     def _drop_spare(self, peer: int, reason: str) -> None:
         link = self._spare(peer)
@@ -246,19 +260,19 @@ class Communicators:
             self._links.drop(link, reason)
 
     def _fail(self, communicator: Communicator, reason: str) -> None:
-        """It is not to be: FAILED for good, and the links made for it end. Any thread; the first outcome counts."""
+        """Make a communicator FAILED, and end the links made for it. The first outcome counts."""
         with self._lock:
             if not communicator.preparing:
                 return
             communicator.fail(reason)
         logger.warning("%s FAILED: %s", communicator, reason)
-        self._approaches.cancel(communicator)
+        self._dials.cancel(communicator)
         self._control.call(self._shut, communicator)
         for peer in communicator.others:
             self._drop_spare(peer, f"{communicator} failed: {reason}")
 
     def note(self, communicator: Communicator, reason: str, phase: str | None = None) -> None:
-        """Keep what was heard last: it is told if nothing comes of it. That somebody hung up says less than words."""
+        """Keep the latest reason; that the peer closed the connection replaces no better one."""
         with self._lock:
             if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
@@ -266,18 +280,18 @@ class Communicators:
     # --- the control thread ----------------------------------------------------------------------------------------
 
     def _start(self, communicator: Communicator) -> None:
-        if not communicator.preparing:  # finalize, or an unlink by somebody who guessed the id
+        if not communicator.preparing:  # finalize, or an unlink that guessed the id
             raise LinkRefused(f"{communicator}: {communicator.reason} before it had begun")
         communicator.timer = self._control.loop.call_later(
             communicator.deadline.remaining(), self._expire, communicator
         )
         if communicator.sock is not None:
-            admission = CommunicatorAdmission(communicator, self._lock, self.note, self._fail)
+            admission = AdmissionPolicy(partial(self._admit, communicator), partial(self._on_refused, communicator))
             communicator.listener = self._links.listener_for(admission, communicator.sock)
             communicator.sock = None
 
     def _shut(self, communicator: Communicator) -> None:
-        """Nobody is expected any more."""
+        """Close the listener and stop the timer."""
         timer, communicator.timer = communicator.timer, None
         listener, communicator.listener = communicator.listener, None
         if timer is not None:
@@ -295,33 +309,66 @@ class Communicators:
             f"call link() with the same name, ranks and table{heard}",
         )
 
+    def _admit(self, communicator: Communicator, hello: Hello) -> None:
+        """Admit only the members that a communicator's listener expects.
+
+        Raises:
+            LinkRefused: ``LLM_NOT_YET_LINK``: another process, or a member that has joined; it tries another port.
+                ``LLM_PARAM_INVALID``: a member whose members or table differ. ``LLM_LINK_FAILED``: no ``link()``.
+        """
+        theirs, peer = hello.communicator, hello.cluster_id
+        if theirs is None:
+            raise LinkRefused(
+                f"this port is for the members of {communicator} only; link_clusters needs a listen_ip_info"
+            )
+        with self._lock:
+            expected = communicator.preparing and communicator.expects(theirs, peer)
+            difference = communicator.difference(theirs, peer)
+        if not expected:
+            raise LinkRefused(
+                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        if difference is not None:
+            raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+    def _on_refused(self, communicator: Communicator, hello: Hello, error: LLMException) -> None:
+        """Note why a member was refused; end the preparation when no attempt can succeed."""
+        if hello.communicator is None or not communicator.is_for(hello.communicator, hello.cluster_id):
+            return
+        text = f"cluster {hello.cluster_id} was refused here: {error}"
+        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
+            self._fail(communicator, text)
+        elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+            self.note(communicator, text, error.phase)
+
     def joined(self, hello: Hello) -> None:
-        """A member that dialled is linked, or is to use the link that there is.
+        """Count a member that dialled and is linked, by this or an earlier dial.
 
         Raises:
             LinkRefused: No communicator waits for it any more.
         """
-        meeting = hello.meeting
-        if meeting is None:
+        theirs, peer = hello.communicator, hello.cluster_id
+        if theirs is None:
             return
         with self._lock:
-            alike = [each for each in self._all.values() if each.is_for(meeting, hello.cluster_id)]
-            if any(each.has_met(meeting, hello.cluster_id) for each in alike):
-                return  # it came twice: over a link, and over the one that took its place
-            waiting = [each for each in alike if each.preparing and each.admits(meeting, hello.cluster_id)]
-        # Two communicators of the same name, members and table are alike: the one that was not met yet is meant.
-        for communicator in sorted(waiting, key=lambda each: hello.cluster_id not in each.waiting):
-            if self.met(communicator, hello.cluster_id, meeting):
+            alike = [each for each in self._all.values() if each.is_for(theirs, peer)]
+            if any(each.has_joined(theirs, peer) for each in alike):
+                return  # its greeting came twice: over a link, and over the one that took its place
+            alike = [each for each in alike if each.preparing and each.expects(theirs, peer)]
+            waiting = [each for each in alike if each.difference(theirs, peer) is None]
+        # Two communicators of the same name, members and table are alike: one that still waits for it is meant.
+        for communicator in sorted(waiting, key=lambda each: peer not in each.waiting):
+            if self.join(communicator, peer, theirs):
                 return
         raise LinkRefused(
             f"the communicator was given up at cluster {self._own} meanwhile",
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
-    # --- dialling: the threads of Approaches -----------------------------------------------------------------------
+    # --- dialling: the threads of the retry queue ------------------------------------------------------------------
 
     def _attempt(self, member: MemberDial) -> bool:
-        """Try every port once; return True when it has to be tried again."""
+        """Try every port once; return True when the member must be dialled again."""
         communicator = member.communicator
         for _ in member.ports:
             if not communicator.preparing:
@@ -329,63 +376,60 @@ class Communicators:
             if member.cancelled or communicator.deadline.expired():
                 break
             try:
-                self._links.dial_member(member, self._attempt_deadline(communicator))
+                self._links.dial_member(member, _attempt_deadline(communicator))
             except DeadlineExceeded as error:
                 self.note(communicator, str(error))
                 member.next_port()
-                break  # it has taken its time: others wait for this thread
+                break  # it has taken its time: other members wait for this thread
             except LLMException as error:
                 if self._is_final(communicator, error):
                     return False
                 member.next_port()
             else:
-                return self._arrived(communicator, member.cluster_id)
+                if self.join(communicator, member.cluster_id):
+                    return False
+                self._drop_spare(member.cluster_id, f"{communicator} was given up meanwhile")
+                return communicator.preparing
         return True
 
-    def _attempt_deadline(self, communicator: Communicator) -> Deadline:
-        share = communicator.plan.seconds * 1000 // communicator.plan.attempts
-        longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
-        return Deadline(min(longest, communicator.deadline.remaining_ms()))
-
     def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
-        """Deal with an attempt that came to nothing; return True when another one would too."""
-        if error.status_code is _INVALID:
+        """Note why an attempt failed; return True when another one would fail too."""
+        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
             self._fail(communicator, str(error))
             return True
-        # That nobody listens at a port, or somebody else does, is what looking for a member is like.
+        # A free port, or one of another communicator, is expected while a member is looked for.
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
             self.note(communicator, str(error), error.phase)
         return False
 
-    def _arrived(self, communicator: Communicator, peer: int) -> bool:
-        """Return True when the link is gone again, and has to be made once more."""
-        if self.met(communicator, peer):
-            return False
-        self._drop_spare(peer, f"{communicator} was given up meanwhile")
-        return communicator.preparing
-
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Prepare nothing any more; join the threads and close the listeners. Not from one of those threads."""
+        """Fail all, join the threads and close the listeners. Not from one of those threads."""
         with self._lock:
             self._stopped = True
             dropped = list(self._all.values())
             self._all.clear()
             for communicator in dropped:
                 communicator.fail("finalized")
-        self._approaches.stop()
+        self._dials.stop()
         for communicator in dropped:
             self._control.call(self._shut, communicator)
 
     def abandon(self) -> None:
         """In a forked child, without any lock: close the child's copies of the sockets."""
-        self._approaches.abandon()
+        self._dials.abandon()
         for communicator in list(self._all.values()):
             if communicator.listener is not None:
                 communicator.listener.abandon()
             elif communicator.sock is not None:
                 communicator.sock.close()
+
+
+def _attempt_deadline(communicator: Communicator) -> Deadline:
+    share = communicator.plan.seconds * 1000 // communicator.plan.attempts
+    longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
+    return Deadline(min(longest, communicator.deadline.remaining_ms()))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -394,62 +438,5 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    # The table names an address that other hosts know this one by, behind translation: any will do.
+    # Behind address translation the table has an address that only other hosts know this one by.
     return listening_socket(("0.0.0.0", port))
-
-
-class CommunicatorAdmission:
-    """See ``listener.py:AdmissionPolicy``. All on the control thread.
-
-    Args:
-        lock: Guards the communicator.
-        note: Keeps the reason why a member did not become a link.
-        fail: Ends a preparation that cannot succeed.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        lock: threading.Lock,
-        note: Callable[[Communicator, str, str | None], None],
-        fail: Callable[[Communicator, str], None],
-    ) -> None:
-        self._communicator = communicator
-        self._lock = lock
-        self._note = note
-        self._fail = fail
-
-    def check(self, hello: Hello) -> None:
-        """Let in who is expected.
-
-        Raises:
-            LinkRefused: ``LLM_NOT_YET_LINK``: somebody else, or a member that was met; try another port.
-                ``LLM_PARAM_INVALID``: a member with another idea of who is in it. ``LLM_LINK_FAILED``: no ``link()``.
-        """
-        meeting = hello.meeting
-        if meeting is None:
-            raise LinkRefused(
-                f"this port is for the members of {self._communicator} only; link_clusters needs a listen_ip_info"
-            )
-        with self._lock:
-            communicator = self._communicator
-            expected = communicator.preparing and communicator.is_for(meeting, hello.cluster_id)
-            taken = communicator.taken(meeting, hello.cluster_id)
-            difference = communicator.difference(meeting, hello.cluster_id)
-        if not expected or taken:
-            raise LinkRefused(
-                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
-        if difference is not None:
-            raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
-
-    def refused(self, hello: Hello, error: LLMException) -> None:
-        """A member did not become a link: what cannot come right ends the preparation, all else is kept."""
-        communicator = self._communicator
-        if hello.meeting is None or not communicator.is_for(hello.meeting, hello.cluster_id):
-            return
-        text = f"cluster {hello.cluster_id} was refused here: {error}"
-        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
-            self._fail(communicator, text)
-        elif error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self._note(communicator, text, error.phase)

@@ -5,29 +5,31 @@
     2                                      <------    Welcome (or Refused), token now valid at its rendezvous
     3  same-host rendezvous: fds both ways <----->    samehost listener
        data lanes, where one is needed     ------>    the same listener, by their token
-    4  chooses a transport, Met            ------>    chooses too; both must agree
+    4  chooses a transport, TransportChoice ----->    chooses too; both must agree
     5                                      <------    Linked (or Refused); the link is usable at the target
     6  the link is usable at the initiator
 
-Any failure ends only this connection. The target gives a stranger :data:`GREETING_SECONDS` for all of it. This module
-is the initiator's half, ``_links/handshake.py`` the target's.
+:class:`Dial` is the initiator's end, :class:`Listener` the target's; they share frames and checks, which do no I/O.
+Any failure ends only this connection. The target gives a stranger :data:`GREETING_SECONDS` for all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
-from llm_datadist._links.link import Peer
+from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
+    Greeting,
     Hello,
     Linked,
     Refused,
@@ -35,6 +37,8 @@ from llm_datadist._links.messages import (
     Welcome,
     decode,
     frame,
+    refused,
+    remote_refusal,
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import agree
@@ -46,7 +50,7 @@ from llm_datadist._transport.connect import (
     exchange_memory_with,
 )
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, read_lane_greeting
-from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError, code_2_status
+from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,27 +64,98 @@ if TYPE_CHECKING:
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
 
-__all__ = ["GREETING_SECONDS", "AdmissionPolicy", "Dial", "Host", "Identity", "Listener", "bind", "listening_socket"]
-
 GREETING_SECONDS: Final = 10.0
+_RECEIVE_BYTES: Final = 1 << 16
+_BACKLOG: Final = 128
+#: Strangers in the middle of a handshake; a further one takes the place of the oldest of those that have not sent a
+#: Hello, else of the oldest of all.
+_MAX_GREETINGS: Final = 128
+_ACCEPT_PAUSE_SECONDS: Final = 1.0
+#: Characters of the reason for a choice that are sent.
+_MAX_REASON: Final = 4000
 M = TypeVar("M", bound="Message")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this end is, as it introduces itself."""
+class Endpoint:
+    """What this end needs for a handshake in either role."""
 
     cluster_id: int
-    incarnation: bytes
-    pid: int
-    host: str
     remote_accessible: bool
     transport: str | None  # forced, or None
+    exports: Exports
+    lanes: Lanes
+
+    def greeting(self) -> dict[str, Any]:
+        """Return the fields of :class:`Greeting`."""
+        return {
+            "version": PROTOCOL_VERSION,
+            "cluster_id": self.cluster_id,
+            "incarnation": self.exports.incarnation,
+            "remote_accessible": self.remote_accessible,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "transport": self.transport,
+            "cookie": self.exports.guards.cookie,
+            "cookie_address": self.exports.guards.segment.address,
+            "exports": self.exports.descriptors(),
+        }
+
+    def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
+        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
+        forced = agree(self.transport, theirs.transport)
+        peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
+        return ConnectionBuilder(peer, memory, forced)
 
 
-class _Wire:
-    """Blocking frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
+@dataclass(frozen=True, slots=True)
+class NewLink:
+    """The outcome of a handshake in either role: a link that lacks only its channel."""
+
+    peer: Peer
+    connection: DataPath
+    choice: Choice
+    origin: LinkOrigin
+    sock: socket.socket
+    leftover: bytes  # received after the handshake
+
+
+# --- both roles: frames and checks without I/O -----------------------------------------------------------------------
+
+
+def _take(parser: FrameParser) -> Message | None:
+    """Return the next message; None until it is complete. Raises ProtocolError."""
+    payload = parser.take()
+    return None if payload is None else decode(payload)
+
+
+def _expect(kind: type[M], message: Message) -> M:
+    """Return the message if it is of ``kind``; an echo of our own greeting is not."""
+    if not isinstance(message, kind):
+        raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
+    return message
+
+
+def _check_version(theirs: Greeting) -> None:
+    if theirs.version != PROTOCOL_VERSION:
+        raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
+
+
+def _check_access(mine: Endpoint, theirs: Greeting) -> None:
+    if theirs.remote_accessible != mine.remote_accessible:
+        raise LinkRefused(
+            f"llm.EnableRemoteCacheAccessible differs: {int(theirs.remote_accessible)} at cluster "
+            f"{theirs.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
+            status_code=LLMStatusCode.LLM_PARAM_INVALID,
+        )
+
+
+# --- the initiator ---------------------------------------------------------------------------------------------------
+
+
+class _BlockingFrames:
+    """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
 
     def __init__(self, deadline: Deadline, what: str) -> None:
         self.parser = FrameParser()
@@ -99,23 +174,19 @@ class _Wire:
         self._call("handshake", lambda: self.socket.sendall(data))
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message, which must be of ``kind``; a Refused raises LinkRefused with its code."""
+        """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
-            while (payload := self.parser.take()) is None:
-                data = self._call("handshake", lambda: self.socket.recv(65536))
+            while (message := _take(self.parser)) is None:
+                data = self._call("handshake", lambda: self.socket.recv(_RECEIVE_BYTES))
                 if not data:
-                    raise LinkRefused(
-                        f"{self._what}: the peer closed the connection in the handshake", phase="handshake"
-                    )
+                    text = f"{self._what}: the peer closed the connection in the handshake"
+                    raise LinkRefused(text, phase="handshake")
                 self.parser.feed(data)
-            message = decode(payload)
+            if isinstance(message, Refused):
+                raise remote_refusal(message, self._what)
+            return _expect(kind, message)
         except ProtocolError as error:
             raise LinkRefused(f"{self._what}: it does not speak this protocol: {error}") from error
-        if isinstance(message, Refused):
-            raise _refusal(self._what, message)
-        if not isinstance(message, kind):
-            raise LinkRefused(f"{self._what}: expected {kind.__name__}, the peer sent {type(message).__name__}")
-        return message
 
     def _call(self, phase: str, operation: Callable[[], R]) -> R:
         """Do one socket call within what is left of the deadline."""
@@ -131,20 +202,16 @@ class _Wire:
 
 
 class Dial:
-    """One handshake, seen from the initiator. Used by one thread, as a context manager; :meth:`hang_up` by any.
+    """One handshake, seen from the initiator. A context manager.
 
-    What it holds is given back at the end of the block, unless it was taken.
+    Threads: one; :meth:`hang_up` any.
+
+    What it holds is given back at the end of the block, unless it was taken. ``peer``, ``connection`` and ``choice``
+    are set by :meth:`greet`.
 
     Args:
-        again: The incarnation that must answer, when a lost link is dialled again.
-        meeting: The communicator that this is for, and that must be known there; None: ``link_clusters`` asks.
-
-    Attributes:
-        peer: Who answered.
-        connection: The data connection, open.
-        choice: Its transport, and why.
-        address: Where it dials.
-        by_table: True when it is for a communicator.
+        incarnation: The one that must answer, when a lost link is dialled again.
+        communicator: What this is for, and must be known there; None: ``link_clusters`` asks.
     """
 
     peer: Peer
@@ -153,125 +220,103 @@ class Dial:
 
     def __init__(
         self,
+        endpoint: Endpoint,
         address: tuple[str, int],
-        identity: Identity,
-        exports: Exports,
-        lanes: Lanes,
         deadline: Deadline,
         *,
-        again: bytes | None = None,
-        meeting: CommunicatorId | None = None,
+        incarnation: bytes | None = None,
+        communicator: CommunicatorId | None = None,
     ) -> None:
         self._what = f"link to {address[0]}:{address[1]}"
-        self.address = address
-        self.by_table = meeting is not None
-        self._again = again
-        self._meeting = meeting
-        self._identity = identity
-        self._exports = exports
-        self._lanes = lanes
+        self._address = address
+        self._incarnation = incarnation
+        self._communicator = communicator
+        self._endpoint = endpoint
         self._deadline = deadline
-        self._wire = _Wire(deadline, self._what)
+        self._frames = _BlockingFrames(deadline, self._what)
         self._undo = ExitStack()
-        self._undo.callback(self._wire.socket.close)
+        self._undo.callback(self._frames.socket.close)
 
     def greet(self, wanted: int | None) -> None:
-        """Steps 1 to 4, without the Met: connect, introduce, meet, choose.
+        """Do steps 1 to 3: connect, introduce this end, open the data connection.
 
         Raises:
-            DeadlineExceeded: Not done in time, in whichever phase.
-            LinkRefused: Unreachable, refused, speaks something else, or no transport reaches it.
+            DeadlineExceeded: Not done in time.
+            LinkRefused: Unreachable, refused, speaks another protocol, or no transport reaches it.
         """
-        token = secrets.token_bytes(16)
-        self._wire.connect(self.address)
-        self._wire.send(CONTROL_PREAMBLE + frame(self._hello(wanted, token)))
-        welcome = self._wire.receive(Welcome)
-        self._check(welcome, wanted)
-        forced = self._agree(welcome)
-        memory = exchange_memory_with(
-            welcome.rendezvous, token, welcome.incarnation, self._exports, forced, self._deadline
-        )
-        try:
-            self._open(welcome, memory, forced)
-        except LinkRefused as error:
-            raise LinkRefused(f"{self._what}: {error}") from error
-        self._undo.callback(self.connection.close)
-        self.peer = Peer(welcome.cluster_id, welcome.incarnation, welcome.pid, welcome.host)
-
-    def _agree(self, welcome: Welcome) -> str | None:
-        try:
-            return agree(self._identity.transport, welcome.transport)
-        except LinkRefused as error:
-            raise LinkRefused(f"{self._what}: {error}") from error
-
-    def _open(self, welcome: Welcome, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
-        """Choose the transports, dial the lanes where one goes over them, open the connection."""
-        claim = PeerIdentity(welcome.incarnation, welcome.cookie, welcome.cookie_address, welcome.exports)
-        with closing(ConnectionBuilder(claim, memory, forced)) as opening:
-            dialer = LaneDialer(self.address, welcome.lane_token)
-            group = self._lanes.open(dialer.dial(LANES_PER_LINK, self._deadline) if opening.wants_lanes else ())
-            self._undo.callback(self._lanes.shut, group)
-            self.connection = opening.open(self._lanes, group, writable=self._exports.writable, reconnect=dialer.dial)
-            self.choice = opening.choice
-
-    def settle(self, sequence: int, *, present: bool = False) -> int:
-        """Steps 4 to 6: tell the choice and this end's number, return the target's.
-
-        ``present``: the link with that number is to be used, not this one.
-        """
-        self._wire.send(frame(TransportChoice(self.choice.name, self.choice.reason[:4000], sequence, present)))
-        return self._wire.receive(Linked).sequence
-
-    def take(self) -> tuple[socket.socket, bytes]:
-        """Return the socket and what came after the handshake; they and the connection are the caller's from now on."""
-        self._undo.pop_all()
-        return self._wire.socket, self._wire.parser.rest()
-
-    def hang_up(self) -> None:
-        """Let the call that waits for the peer fail at once. Any thread; what was taken is hung up on too."""
-        with suppress(OSError):
-            self._wire.socket.shutdown(socket.SHUT_RDWR)
-
-    def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket, and say nothing to the peer."""
-        self._wire.socket.close()
-
-    def _hello(self, wanted: int | None, token: bytes) -> Hello:
-        mine = self._identity
-        return Hello(
-            version=PROTOCOL_VERSION,
-            cluster_id=mine.cluster_id,
-            incarnation=mine.incarnation,
-            remote_accessible=mine.remote_accessible,
-            pid=mine.pid,
-            host=mine.host,
+        hello = Hello(
+            **self._endpoint.greeting(),
             wanted=wanted,
-            redials=self._again is not None,
-            token=token,
-            cookie=self._exports.guards.cookie,
-            cookie_address=self._exports.guards.segment.address,
-            exports=self._exports.descriptors(),
-            transport=mine.transport,
-            meeting=self._meeting,
+            reconnects=self._incarnation is not None,
+            token=secrets.token_bytes(TOKEN_BYTES),
+            communicator=self._communicator,
         )
+        self._frames.connect(self._address)
+        self._frames.send(CONTROL_PREAMBLE + frame(hello))
+        welcome = self._frames.receive(Welcome)
+        try:
+            self._check(welcome, wanted)
+            self._open(welcome, hello.token)
+        except LinkRefused as error:
+            raise LinkRefused(f"{self._what}: {error}", status_code=error.status_code) from error
+        self.peer = Peer.of(welcome)
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
-        """What the target has checked in our Hello is checked in its answer too."""
-        if welcome.version != PROTOCOL_VERSION:
-            raise LinkRefused(f"{self._what}: it speaks version {welcome.version}, this end {PROTOCOL_VERSION}")
-        if self._again not in (None, welcome.incarnation):
+        _check_version(welcome)
+        if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
-                f"{self._what}: another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
+                f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
         if wanted is not None and welcome.cluster_id != wanted:
-            raise LinkRefused(f"{self._what}: remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
-        if welcome.remote_accessible != self._identity.remote_accessible:
-            raise LinkRefused(
-                f"{self._what}: llm.EnableRemoteCacheAccessible differs: {int(welcome.remote_accessible)} there, "
-                f"{int(self._identity.remote_accessible)} here",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
+            raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
+        _check_access(self._endpoint, welcome)
+
+    def _open(self, welcome: Welcome, token: bytes) -> None:
+        """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
+        exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
+        forced = agree(self._endpoint.transport, welcome.transport)
+        memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
+        with closing(self._endpoint.builder(welcome, memory)) as builder:
+            dialer = LaneDialer(self._address, welcome.lane_token)
+            group = lanes.open(dialer.dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
+            self._undo.callback(lanes.shut, group)
+            self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dialer.dial)
+            self._undo.callback(self.connection.close)
+            self.choice = builder.choice
+
+    def settle(self, sequence: int, *, present: bool = False) -> int:
+        """Do steps 4 to 6: send the choice and this end's number, return the target's.
+
+        ``present``: the link with that number is to be used, not this one.
+        """
+        reason = self.choice.reason[:_MAX_REASON]
+        self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present)))
+        return self._frames.receive(Linked).sequence
+
+    def take(self, sequence: int, peer_sequence: int) -> NewLink:
+        """Give the link with these numbers of both ends to the caller."""
+        self._undo.pop_all()
+        by_communicator = self._communicator is not None
+        origin = LinkOrigin(
+            dialled=True,
+            sequence=sequence,
+            peer_sequence=peer_sequence,
+            # The listener of a communicator is about to close: such a link is not dialled again.
+            address=None if by_communicator else self._address,
+            reconnected=self._incarnation is not None,
+            by_communicator=by_communicator,
+        )
+        sock, leftover = self._frames.socket, self._frames.parser.rest()
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover)
+
+    def hang_up(self) -> None:
+        """Make a waiting call fail at once; also ends what was taken."""
+        _shut_down(self._frames.socket)
+
+    def abandon(self) -> None:
+        """In a forked child: close the child's copy of the socket only."""
+        self._frames.socket.close()
 
     def __enter__(self) -> Self:
         return self
@@ -280,50 +325,28 @@ class Dial:
         self._undo.close()
 
 
-def _refusal(what: str, message: Refused) -> LinkRefused:
-    """Nothing that is raised carries success (R29), whatever the peer says; its words go on one line."""
-    code = code_2_status(message.code)
-    if code is LLMStatusCode.LLM_SUCCESS:
-        code = LLMStatusCode.LLM_LINK_FAILED
-    return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=code)
-
-
-_BACKLOG: Final = 128
-#: Strangers in the middle of a handshake; beyond, one makes room: the oldest of those who have not said who they are,
-#: else the oldest of all.
-_MAX_GREETINGS: Final = 128
-_ACCEPT_PAUSE_SECONDS: Final = 1.0
+# --- the target ------------------------------------------------------------------------------------------------------
 
 
 class Host(Protocol):
-    """What the listener asks of the link manager. All on the control thread."""
+    """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
-    async def admit(self, hello: Hello) -> None:
-        """Raise LinkError when there may be no link to that peer now."""
-
-    def install(
-        self,
-        hello: Hello,
-        met: TransportChoice,
-        connection: DataPath,
-        choice: Choice,
-        sock: socket.socket,
-        leftover: bytes,
-    ) -> None:
-        """Make the link usable, then send Linked. Owns connection and socket, unless it raises LinkError."""
-
-    def recognise(self, hello: Hello) -> int:
-        """A communicator is to use the link that there is; return its number. Raises LinkError if there is none."""
+    async def admit(self, hello: Hello) -> None: ...
+    def install(self, new: NewLink) -> None: ...
+    def recognise(self, hello: Hello) -> int: ...
 
 
-class AdmissionPolicy(Protocol):
-    """Who is let in at a listener that is not open to everybody. All on the control thread."""
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """Which peers a listener admits. Both are called on the control thread.
 
-    def check(self, hello: Hello) -> None:
-        """Raise LinkError unless this listener is there for that peer."""
+    Attributes:
+        check: Raises LinkError unless the listener is there for that peer.
+        refused: Called when a peer that sent a Hello did not become a link.
+    """
 
-    def refused(self, hello: Hello, error: LLMException) -> None:
-        """A peer that said hello did not become a link."""
+    check: Callable[[Hello], None]
+    refused: Callable[[Hello, LLMException], None]
 
 
 def listening_socket(address: tuple[str, int]) -> socket.socket:
@@ -355,19 +378,19 @@ def bind(address: tuple[str, int]) -> socket.socket:
         ) from error
 
 
-class _Stream:
-    """Frames on a non-blocking socket, for the control thread's coroutines."""
+class _AsyncFrames:
+    """Frames on a non-blocking socket, for the control thread's coroutines. Raises OSError and ProtocolError."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self._loop = loop
-        self._sock = sock
+        self.socket = sock
         self.parser = FrameParser()
 
     async def preamble(self) -> bytes:
-        """Read the preamble and not a byte more: what follows on a lane is not ours."""
+        """Read the preamble only: what follows on a lane is not ours."""
         data = b""
         while len(data) < PREAMBLE_BYTES:
-            more = await self._loop.sock_recv(self._sock, PREAMBLE_BYTES - len(data))
+            more = await self._loop.sock_recv(self.socket, PREAMBLE_BYTES - len(data))
             if not more:
                 raise ProtocolError("the connection ended before its preamble")
             data += more
@@ -376,22 +399,19 @@ class _Stream:
         return data
 
     async def send(self, message: Message) -> None:
-        await self._loop.sock_sendall(self._sock, frame(message))
+        await self._loop.sock_sendall(self.socket, frame(message))
 
     async def receive(self, kind: type[M]) -> M:
-        while (payload := self.parser.take()) is None:
-            data = await self._loop.sock_recv(self._sock, 65536)
+        while (message := _take(self.parser)) is None:
+            data = await self._loop.sock_recv(self.socket, _RECEIVE_BYTES)
             if not data:
                 raise ProtocolError("the connection ended inside the handshake", phase="handshake")
             self.parser.feed(data)
-        message = decode(payload)
-        if not isinstance(message, kind):
-            raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
-        return message
+        return _expect(kind, message)
 
 
 class Listener:
-    """One listening address. Made and closed on the control thread; a bad stranger costs its own socket only.
+    """One listening address, on the control thread. A bad stranger costs its own socket only.
 
     With ``admission`` it serves for one communicator only; without one it lets no communicator in.
     """
@@ -400,38 +420,32 @@ class Listener:
         self,
         control: ControlLoop,
         sock: socket.socket,
-        identity: Identity,
-        exports: Exports,
+        endpoint: Endpoint,
         rendezvous: SameHostListener,
-        lanes: Lanes,
         host: Host,
         admission: AdmissionPolicy | None = None,
     ) -> None:
         self._control = control
         self._sock = sock
-        self._identity = identity
-        self._exports = exports
+        self._endpoint = endpoint
         self._rendezvous = rendezvous
-        self._lanes = lanes
         self._host = host
         self._admission = admission
-        #: The oldest first, as below.
+        #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
         self._greetings: dict[socket.socket, None] = {}
-        #: Those of them that have not said who they are.
         self._silent: dict[socket.socket, None] = {}
         self._resume: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = sock.getsockname()[:2]
         self._listen()
 
     def close(self) -> None:
-        """Stop listening and drop who is still shaking hands. Links that exist are not touched."""
+        """Stop listening and end the handshakes in progress. Links that exist are not touched."""
         if self._resume is not None:
             self._resume.cancel()
         self._control.loop.remove_reader(self._sock)
         self._sock.close()
         for sock in list(self._greetings):
-            self._greetings.pop(sock)
-            _hang_up(sock)
+            self._hang_up(sock)
 
     def abandon(self) -> None:
         """In a forked child: close the child's copies of the sockets, and touch nothing else."""
@@ -447,94 +461,91 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            self._pause(error)
+            # Out of descriptors: the backlog stays readable, so without a pause the loop would do nothing else.
+            logger.warning("listener %s:%d cannot accept and pauses: %s", *self.address, error)
+            self._control.loop.remove_reader(self._sock)
+            self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
             return
         if len(self._greetings) >= _MAX_GREETINGS:
-            self._make_room()
+            self._hang_up(next(iter(self._silent or self._greetings)))
         sock.setblocking(False)
         self._greetings[sock] = None
         self._silent[sock] = None
         self._control.spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
 
-    def _pause(self, error: OSError) -> None:
-        # Out of descriptors: the backlog stays readable, so without a pause the loop would do nothing else.
-        logger.warning("listener %s:%d cannot accept and pauses: %s", *self.address, error)
-        self._control.loop.remove_reader(self._sock)
-        self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
+    def _hang_up(self, sock: socket.socket) -> None:
+        """End a handshake: its coroutine sees the end of the stream, and closes the socket."""
+        self._silent.pop(sock, None)
+        self._greetings.pop(sock, None)
+        _shut_down(sock)
 
-    def _make_room(self) -> None:
-        """Hang up on whoever has been silent for longest, or else has been at it for longest."""
-        oldest = next(iter(self._silent or self._greetings))
-        self._silent.pop(oldest, None)
-        self._greetings.pop(oldest, None)
-        _hang_up(oldest)
-
-    async def _greet(self, sock: socket.socket, who: str) -> None:
+    async def _greet(self, sock: socket.socket, stranger: str) -> None:
         handed_over = False
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                handed_over = await self._shake(sock)
+                handed_over = await self._shake_hands(sock)
         except (TimeoutError, OSError, LLMException) as error:
-            logger.info("a connection from %s came to nothing: %s", who, str(error) or "it took too long")
+            logger.info("a connection from %s came to nothing: %s", stranger, str(error) or "it took too long")
         finally:
             self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
             if not handed_over:
                 sock.close()
 
-    async def _shake(self, sock: socket.socket) -> bool:
-        stream = _Stream(self._control.loop, sock)
-        if await stream.preamble() == LANE_PREAMBLE:
+    async def _shake_hands(self, sock: socket.socket) -> bool:
+        """Do all steps; return True when the socket has another owner."""
+        frames = _AsyncFrames(self._control.loop, sock)
+        if await frames.preamble() == LANE_PREAMBLE:
             await self._take_lane(sock)
             return True
         tune(sock)
-        hello = await stream.receive(Hello)
+        hello = await frames.receive(Hello)
         self._silent.pop(sock, None)
-        group = self._lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
+        group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
         try:
             self._check(hello)
             await self._host.admit(hello)
-            met, memory = await self._meet(sock, stream, hello, group)
-            if met.present:
-                await self._recognise(stream, hello, memory, group)
+            choice, memory = await self._exchange_memory(frames, hello, group)
+            if choice.present:
+                await self._recognise(frames, hello, memory, group)
                 return False
-            self._settle(sock, stream, hello, met, memory, group)
+            self._settle(frames, hello, choice, memory, group)
         except BaseException as error:
-            self._lanes.shut(group)
+            self._endpoint.lanes.shut(group)
             if isinstance(error, LLMException):
-                await self._refuse(stream, hello, error)
+                await self._refuse(frames, hello, error)
             raise
         return True
 
-    async def _refuse(self, stream: _Stream, hello: Hello, error: LLMException) -> None:
+    async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
         try:
-            await stream.send(Refused(int(error.status_code), str(error)[:4000]))
+            await frames.send(refused(error))
         finally:
             # Last, because it may close this listener, and every connection here with it.
             if self._admission is not None:
                 self._admission.refused(hello, error)
 
     async def _recognise(
-        self, stream: _Stream, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
+        self, frames: _AsyncFrames, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
     ) -> None:
-        """The two ends are linked already: nothing of this handshake is kept."""
+        """Answer with the number of the present link; keep nothing of this handshake."""
         if memory is not None and not isinstance(memory, LinkError):
             memory.close()
-        self._lanes.shut(group)
-        await stream.send(Linked(self._host.recognise(hello)))
+        self._endpoint.lanes.shut(group)
+        await frames.send(Linked(self._host.recognise(hello)))
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
-        token, _ = await read_lane_greeting(self._control.loop, sock)
-        group = self._lanes.find(token)
+        lanes = self._endpoint.lanes
+        token = await read_lane_greeting(self._control.loop, sock)
+        group = lanes.find(token)
         await accept_lane(self._control.loop, sock)
         self._greetings.pop(sock, None)
-        self._lanes.add(group, sock)
+        lanes.add(group, sock)
 
     def _check(self, hello: Hello) -> None:
-        mine = self._identity
-        if hello.version != PROTOCOL_VERSION:
-            raise LinkRefused(f"protocol version {hello.version}: this end speaks {PROTOCOL_VERSION}")
+        mine = self._endpoint
+        _check_version(hello)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
                 f"remote_cluster_id={hello.wanted}: the listener at {self.address[0]}:{self.address[1]} is cluster "
@@ -542,78 +553,66 @@ class Listener:
             )
         if self._admission is not None:
             self._admission.check(hello)
-        elif hello.meeting is not None:
+        elif hello.communicator is not None:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        if hello.remote_accessible != mine.remote_accessible:
-            raise LinkRefused(
-                f"llm.EnableRemoteCacheAccessible differs: {int(hello.remote_accessible)} at cluster "
-                f"{hello.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
+        _check_access(mine, hello)
 
-    async def _meet(
-        self, sock: socket.socket, stream: _Stream, hello: Hello, group: LaneGroup
+    async def _exchange_memory(
+        self, frames: _AsyncFrames, hello: Hello, group: LaneGroup
     ) -> tuple[TransportChoice, PeerMemory | LinkError | None]:
-        """Let the peer into the rendezvous, and wait until it says what came of it."""
+        """Admit the peer to the rendezvous; return its choice and the memory it left."""
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
-            await stream.send(self._welcome(group.token))
-            met = await stream.receive(TransportChoice)
-            if sock not in self._greetings:
-                # Its last word came, but this end has hung up meanwhile and can tell it nothing any more.
+            welcome = self._endpoint.greeting()
+            await frames.send(Welcome(**welcome, rendezvous=self._rendezvous.name, lane_token=group.token))
+            choice = await frames.receive(TransportChoice)
+            if frames.socket not in self._greetings:
+                # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
                 raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            return met, outcome.pop() if outcome else None
+            return choice, outcome.pop() if outcome else None
         finally:
             self._rendezvous.forget(hello.token)
             for unused in outcome:
                 if not isinstance(unused, LinkError):
                     unused.close()
 
-    def _welcome(self, lane_token: bytes) -> Welcome:
-        mine = self._identity
-        return Welcome(
-            version=PROTOCOL_VERSION,
-            cluster_id=mine.cluster_id,
-            incarnation=mine.incarnation,
-            remote_accessible=mine.remote_accessible,
-            pid=mine.pid,
-            host=mine.host,
-            rendezvous=self._rendezvous.name,
-            cookie=self._exports.guards.cookie,
-            cookie_address=self._exports.guards.segment.address,
-            exports=self._exports.descriptors(),
-            transport=mine.transport,
-            lane_token=lane_token,
-        )
-
     def _settle(
         self,
-        sock: socket.socket,
-        stream: _Stream,
+        frames: _AsyncFrames,
         hello: Hello,
-        met: TransportChoice,
+        theirs: TransportChoice,
         memory: PeerMemory | LinkError | None,
         group: LaneGroup,
     ) -> None:
-        """Both ends must have chosen alike; then the link is usable here before the peer hears so."""
-        claim = PeerIdentity(hello.incarnation, hello.cookie, hello.cookie_address, hello.exports)
-        with closing(ConnectionBuilder(claim, memory, agree(self._identity.transport, hello.transport))) as opening:
-            mine = opening.choice
-            if met.transport != mine.name:
-                theirs = " ".join(f"{met.transport} ({met.reason})".split())
-                raise LinkRefused(f"the ends chose differently: {theirs} there, {mine.name} ({mine.reason}) here")
-            connection = opening.open(self._lanes, group, writable=self._exports.writable)
+        """Open the connection if both ends chose alike, and install the link."""
+        lanes = self._endpoint.lanes
+        with closing(self._endpoint.builder(hello, memory)) as builder:
+            mine = builder.choice
+            if theirs.transport != mine.name:
+                there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
+                raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+            connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
         try:
-            self._host.install(hello, met, connection, opening.choice, sock, stream.parser.rest())
+            by_communicator = hello.communicator is not None
+            origin = LinkOrigin(
+                dialled=False,
+                sequence=0,  # the host gives it one
+                peer_sequence=theirs.sequence,
+                reconnected=hello.reconnects,
+                by_communicator=by_communicator,
+                greetings=[hello] if by_communicator else [],
+            )
+            sock, leftover = frames.socket, frames.parser.rest()
+            self._host.install(NewLink(Peer.of(hello), connection, builder.choice, origin, sock, leftover))
         except BaseException:
             connection.close()
             raise
-        if not opening.wants_lanes:
-            self._lanes.shut(group)
+        if not builder.wants_lanes:
+            lanes.shut(group)
 
 
-def _hang_up(sock: socket.socket) -> None:
-    """End a greeting: not closed but shut down, so that its coroutine sees the end and closes."""
+def _shut_down(sock: socket.socket) -> None:
+    """End the connection in both directions; the descriptor stays open for its owner."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Beats: telling every peer that this process lives, and finding out which peers do not."""
+"""Liveness: heartbeats, and the end of links whose peers are silent or gone. No thread of its own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.table import LinkTable
 
-__all__ = ["Heartbeat", "LinkConflicts", "peer_responds"]
-
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
-#: With a small ``llm.PeerTimeout`` this end beats, looks and asks more often, whatever the peer's own setting is.
+#: With a small ``llm.PeerTimeout`` this end sends and checks more often, whatever the peer's own setting is.
 _BEATS_PER_TIMEOUT: Final = 4
-#: A peer whose data connection broke is given so long to show that the link is not at its end.
-_SURVIVAL_MS: Final = 1000
-_SURVIVAL_POLL_SECONDS: Final = 0.002
+#: How long a peer may take to answer a ping: after its data connection broke, and when another process claims its id.
+_RESPONSE_MS: Final = 1000
+_ANSWER_SECONDS: Final = 1.0
+_RESPONSE_POLL_SECONDS: Final = 0.002
+_ANSWER_POLL_SECONDS: Final = 0.01
 
 
 class End(Protocol):
@@ -36,12 +36,14 @@ class End(Protocol):
 
 
 class Heartbeat:
-    """The heart of one LLMDataDist: one timer for all links. Made anywhere, used on the control thread.
+    """One timer for all links: sends heartbeats, and ends links whose peers are silent.
+
+    Threads: the control thread.
 
     Args:
         links: Returns every link.
         end: Ends one.
-        on_tick: Called every beat with the monotonic time.
+        on_tick: Called at every beat with the monotonic time.
         peer_timeout: Seconds of silence after which a peer counts as dead.
     """
 
@@ -64,20 +66,20 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the timer."""
         self._last_tick = time.monotonic()
         self._timer = self._control.loop.call_later(self._period, self._tick)
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        # First of all, so that nothing that goes wrong below stops the heart.
+        # First of all, so that no error below stops the heartbeat.
         self._timer = self._control.loop.call_later(self._period, self._tick)
         now = time.monotonic()
-        # If this process itself was stopped or deaf, the silence was ours: every bound moves by as much.
+        # While this process itself was stopped it heard nothing: every bound moves by as much.
         overslept = max(0.0, now - self._last_tick - 2 * self._period)
         self._last_tick = now
         self._count += 1
@@ -99,82 +101,72 @@ class Heartbeat:
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
             link.send(Beat(self._count))
             if silence > 2 * self._period:
-                link.ping()  # it may beat at its own, slower pace
+                link.ping()  # its own heartbeat may be slower
 
 
 def peer_responds(link: Link, deadline: Deadline) -> bool:
-    """Return True when the peer answers after a transfer broke; False when the link ends, or time does, first.
-
-    Waits in a caller's thread.
-    """
+    """Return True when the peer answers a ping in time. Waits in a caller's thread."""
     number = link.ping()
-    give_up = Deadline(min(_SURVIVAL_MS, deadline.remaining_ms()))
+    give_up = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
     while link.last_pong < number:
         if link.ended or give_up.expired():
             return False
-        time.sleep(_SURVIVAL_POLL_SECONDS)
+        time.sleep(_RESPONSE_POLL_SECONDS)
     return not link.ended
 
 
-#: A link has so long to show that its peer lives.
-_ANSWER_SECONDS: Final = 1.0
-_POLL_SECONDS: Final = 0.01
-
-
 class LinkConflicts:
-    """Asks the peers of links that are in the way, and ends the links of those who do not answer.
+    """Links that stand in the way of new ones: their peers must answer a ping.
 
     Args:
-        table: Where the links are; touched whenever one has answered.
-        end: Ends one.
+        table: Touched whenever a link has been answered.
+        end: Ends a link.
     """
 
     def __init__(self, table: LinkTable, end: End) -> None:
         self._table = table
         self._end = end
 
-    # --- callers' threads ------------------------------------------------------------------------------------------
-
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer shows in time that it lives and knows this link."""
+        """Return True when the peer answers a ping over this link in time."""
         ping = link.ping()
         seconds = min(_ANSWER_SECONDS, deadline.remaining())
         self._table.wait(lambda: link.last_pong >= ping or not link.usable, seconds)
         return link.usable and link.last_pong >= ping
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
-        """``peer`` has answered a dial: end the link to an earlier process of its cluster, unless that one answers."""
-        old = self._table.rival(peer)
+        """End the link to another process of ``peer``'s cluster, unless that answers."""
+        old = self._table.conflict(peer)
         if old is not None and not self.answers(old, deadline):
             self.lose(old, f"silent while {peer} took its place", deadline)
 
     def lose(self, link: Link, reason: str, deadline: Deadline) -> None:
-        """End a link whose peer did not answer, unless somebody else is doing that.
+        """End a link whose peer did not answer, unless another thread does.
 
         Raises:
-            DeadlineExceeded: It had less time to answer than it may take.
+            DeadlineExceeded: The peer had less time to answer than it may take.
         """
         deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
         if link.usable:
             self._end(link, reason, lost=True)
 
-    # --- the control thread ----------------------------------------------------------------------------------------
-
     async def give_way(self, peer: Peer) -> None:
-        """``peer`` dials this end: return once no link to another process of its cluster is in the way.
+        """Return once no other process of the cluster of ``peer`` is linked.
+
+        Threads: the control thread.
 
         Raises:
-            AlreadyLinked: That process lives.
+            AlreadyLinked: The other process lives.
         """
-        old = self._table.rival(peer)
+        old = self._table.conflict(peer)
         if old is None:
             return
         ping = old.ping()
         give_up = time.monotonic() + _ANSWER_SECONDS
         # A restarted peer may dial before the end of its old connection has been read.
-        while self._table.rival(peer) is old and time.monotonic() < give_up:
+        while self._table.conflict(peer) is old and time.monotonic() < give_up:
             if old.last_pong >= ping:
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
-            await asyncio.sleep(_POLL_SECONDS)
-        if self._table.rival(peer) is old:
+            await asyncio.sleep(_ANSWER_POLL_SECONDS)
+        if self._table.conflict(peer) is old:
             self._end(old, f"silent while {peer} took its place", lost=True)

@@ -1,4 +1,7 @@
-"""The control thread: one asyncio loop per LLMDataDist, for sockets and timers and nothing that blocks."""
+"""The control thread: one asyncio loop per LLMDataDist, for sockets and timers; nothing on it may block.
+
+An error in a callback or a coroutine is logged and ends that one only, never the loop.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
-__all__ = ["ControlLoop"]
-
 T = TypeVar("T")
 
 
@@ -26,11 +27,12 @@ class _HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-class _Selector(selectors.BaseSelector):
-    """What asyncio asks for events, which serves some descriptors by itself before it answers.
+class _DirectSelector(selectors.BaseSelector):
+    """An epoll that calls some callbacks itself and passes other events to asyncio.
 
-    From an event by way of asyncio's keys and handles to a callback it is some thirty calls, and after a sleep each of
-    them finds nothing of itself in the processor's caches. Whoever is served here is called with the first of them.
+    Why: between an event and its callback asyncio makes some thirty Python calls, and after a sleep none of their code
+    is in the processor's caches. That costs more than a small control message. Here the callback comes first.
+
     """
 
     def __init__(self) -> None:
@@ -40,18 +42,18 @@ class _Selector(selectors.BaseSelector):
         self._served: dict[int, Callable[[], None]] = {}
 
     def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever there is something to read."""
+        """Call ``callback`` whenever ``file`` can be read. On the control thread."""
         self._served[file.fileno()] = callback
         self._epoll.register(file, select.EPOLLIN)
 
     def dismiss(self, file: select.epoll) -> None:
-        """Call nobody any more; a file that is not served is ignored."""
+        """End :meth:`serve`, before ``file`` is closed. On the control thread, or once that has ended."""
         if self._served.pop(file.fileno(), None) is not None:
             with suppress(ValueError):  # closed meanwhile, with the loop
                 self._epoll.unregister(file)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait, serve, and return what is left to asyncio."""
+        """Wait, call the direct callbacks, and return the other events."""
         asked = False
         for descriptor, _ in self._epoll.poll(None if timeout is None else max(timeout, 0)):
             callback = self._served.get(descriptor)
@@ -61,11 +63,10 @@ class _Selector(selectors.BaseSelector):
                 except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
             asked |= descriptor == self._inner.fileno()
-        # Last of all: a callback may have removed, and closed, what would have been found before it.
+        # Last: a callback may have removed, and closed, a file that asyncio waited for.
         return self._inner.select(0) if asked else []
 
     def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
-        """As every selector, and so are all below."""
         return self._inner.register(fileobj, events, data)
 
     def unregister(self, fileobj: int | _HasFileno) -> selectors.SelectorKey:
@@ -84,14 +85,12 @@ class _Selector(selectors.BaseSelector):
 
 
 class ControlLoop:
-    """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize.
-
-    Whatever goes wrong in a callback or a coroutine is logged and ends that callback only, never the loop.
-    """
+    """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize."""
 
     def __init__(self) -> None:
-        self._selector = _Selector()
-        self.loop = asyncio.SelectorEventLoop(self._selector)
+        selector = _DirectSelector()
+        self.serve, self.dismiss = selector.serve, selector.dismiss  # see _DirectSelector
+        self.loop = asyncio.SelectorEventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
         self._lock = threading.Lock()
@@ -126,7 +125,7 @@ class ControlLoop:
         return done.result()
 
     def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        """Run ``function`` on the control thread soon; what is accepted here runs, also when a stop follows.
+        """Run ``function`` on the control thread soon, also when a stop follows.
 
         Raises:
             StateError: The loop has stopped.
@@ -136,22 +135,14 @@ class ControlLoop:
                 raise StateError("the control thread has stopped")
             self.loop.call_soon_threadsafe(function, *args)
 
-    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on the control thread whenever ``file`` can be read, by the shortest way. Called there."""
-        self._selector.serve(file, callback)
-
-    def dismiss(self, file: select.epoll) -> None:
-        """End :meth:`serve`, before ``file`` is closed; called on the control thread, or once that has ended."""
-        self._selector.dismiss(file)
-
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the control thread, which must be the caller's. Unfinished ones end with the loop."""
+        """Run a coroutine. Called on the control thread; the loop's end cancels it."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
     def stop(self) -> None:
-        """Run what was posted, cancel what still runs, stop the loop, join the thread. Idempotent."""
+        """Run what was posted, cancel coroutines, stop the loop, join the thread. Idempotent."""
         with self._lock:
             if self._stopped:
                 return
@@ -169,7 +160,7 @@ class ControlLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        # One more turn, so that every coroutine has begun: one that is cancelled before gives nothing back.
+        # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
         self.loop.run_until_complete(asyncio.sleep(0))
         for task in list(self._tasks):
             task.cancel()

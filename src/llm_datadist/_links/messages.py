@@ -1,8 +1,9 @@
-"""What goes over the control connection: one frozen struct per message, schema-checked, never pickle.
+"""The messages of the control connection: one frozen struct each, schema-checked, never pickle; no I/O.
 
 Wire format: a 12-byte preamble once per connection (magic, protocol version, purpose), then frames of a 4-byte
 big-endian length and a msgpack array whose first element is the message's tag. A frame above 1 MiB, an unknown tag or
-a field of the wrong type is a ProtocolError and costs the connection.
+a field of the wrong type is a ProtocolError and ends the connection. Errors travel as :class:`Failed` and
+:class:`Refused`.
 """
 
 from __future__ import annotations
@@ -13,45 +14,17 @@ from typing import Annotated, Final
 import msgspec
 
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist.errors import ProtocolError
-
-__all__ = [
-    "CONTROL_PREAMBLE",
-    "FRAME_HEADER",
-    "FRAME_LIMIT",
-    "MAX_LOCATE",
-    "MAX_MEMBERS",
-    "MAX_NAME",
-    "MAX_VERIFY_RUNS",
-    "PREAMBLE_BYTES",
-    "PROTOCOL_VERSION",
-    "Beat",
-    "CommunicatorId",
-    "Consumed",
-    "Failed",
-    "Guarded",
-    "Hello",
-    "Linked",
-    "Locate",
-    "Located",
-    "Message",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Release",
-    "Resolve",
-    "Resolved",
-    "TransportChoice",
-    "UnlinkAck",
-    "UnlinkCancel",
-    "UnlinkRequest",
-    "Verified",
-    "Verify",
-    "Welcome",
-    "decode",
-    "encode",
-    "frame",
-]
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    LinkError,
+    LinkRefused,
+    LLMException,
+    LLMStatusCode,
+    ProtocolError,
+    TransferFailed,
+    code_2_status,
+)
 
 PROTOCOL_VERSION: Final = 1
 FRAME_LIMIT: Final = 1 << 20
@@ -60,15 +33,18 @@ _MAGIC: Final = b"ODATDIST"
 CONTROL_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 0)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
-#: Runs of one :class:`Verify`: 256 KiB, so that some that wait cost little.
+#: Runs of one :class:`Verify`: 256 KiB, so that waiting messages cost little.
 MAX_VERIFY_RUNS: Final = 1 << 14
 
-#: Addresses of one :class:`Locate`: two per layer, so that one message does for any model.
+#: Addresses of one :class:`Locate`: two per layer, so that one message is enough for any model.
 MAX_LOCATE: Final = 1 << 12
 
 #: What a communicator may have (API §3.5): characters of its name, members.
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
+
+#: Characters of an error text that are sent: fewer than :data:`Text` has room for.
+_MAX_REASON: Final = 4000
 
 #: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -80,12 +56,12 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of everything on the control connection."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
+    """Base of every message. The tag is the class name in lower case."""
 
 
-class CommunicatorId(Message, frozen=True, array_like=True):
-    """Which communicator a :class:`Hello` is for: both ends called ``link()`` with this name, these ranks, this table.
+class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
+    """Which communicator a :class:`Hello` is for: name, ranks and table given to ``link()``.
 
     ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` tells one ``link()`` of the
     initiator from the next one with the same arguments.
@@ -97,15 +73,12 @@ class CommunicatorId(Message, frozen=True, array_like=True):
     token: Identity16
 
 
-class Hello(Message, frozen=True, array_like=True, tag="hello"):
-    """Initiator -> target, first frame: who I am and what I want.
+class Greeting(Message, frozen=True):
+    """What each end says about itself first. The tag tells its role.
 
-    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``redials`` says that no user asked for
-    this link now: the initiator has lost it and wants it back. ``token`` opens the same-host
-    rendezvous once; ``cookie`` is what the rendezvous must find in the header of our guard page, and
-    what cma must find at ``cookie_address`` of our address space. ``exports`` are what we export, for a
-    transport that maps nothing. ``transport`` is the one that this end's ``llm.Transport`` asks for, if any. With
-    ``meeting`` it is ``link()`` that asks, and only the same communicator of the target will do.
+    ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page, and what cma must
+    find at ``cookie_address`` of its address space. ``exports`` are its regions, for a transport that maps nothing.
+    ``transport`` is the one that its ``llm.Transport`` asks for, if any.
     """
 
     version: int
@@ -114,44 +87,44 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     remote_accessible: bool
     pid: Id
     host: Text
-    wanted: U64 | None
-    redials: bool
-    token: Identity16
     cookie: Identity16
     cookie_address: U64
     exports: Regions
     transport: Name | None
-    meeting: CommunicatorId | None = None
 
 
-class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
-    """Target -> initiator: who answers, and where its same-host rendezvous listens. ``transport`` as in :class:`Hello`.
+class Hello(Greeting, frozen=True):
+    """Initiator -> target, first frame: who I am and what I want.
+
+    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``reconnects`` says that no user asked
+    for this link now: the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once. With
+    ``communicator`` it is ``link()`` that asks, and only the same communicator of the target will do.
+    """
+
+    wanted: U64 | None
+    reconnects: bool
+    token: Identity16
+    communicator: CommunicatorId | None = None
+
+
+class Welcome(Greeting, frozen=True):
+    """Target -> initiator: who answers, and where its same-host rendezvous listens.
 
     ``lane_token`` opens the target's listener to the data lanes of this link, until it ends.
     """
 
-    version: int
-    cluster_id: U64
-    incarnation: Identity16
-    remote_accessible: bool
-    pid: Id
-    host: Text
     rendezvous: Text
-    cookie: Identity16
-    cookie_address: U64
-    exports: Regions
-    transport: Name | None
     lane_token: Identity16
 
 
-class Refused(Message, frozen=True, array_like=True, tag="refused"):
+class Refused(Message, frozen=True):
     """Target -> initiator: no link, with the status code and the reason in one line."""
 
     code: int
     text: Text
 
 
-class TransportChoice(Message, frozen=True, array_like=True, tag="met"):
+class TransportChoice(Message, frozen=True):
     """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
 
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
@@ -164,51 +137,51 @@ class TransportChoice(Message, frozen=True, array_like=True, tag="met"):
     present: bool = False
 
 
-class Linked(Message, frozen=True, array_like=True, tag="linked"):
-    """Target -> initiator: the link is ready on this side too. The last frame of the handshake.
+class Linked(Message, frozen=True):
+    """Target -> initiator, last frame of the handshake: the link is ready here too.
 
-    ``sequence`` is the target's own number for the link, as in :class:`Met`.
+    ``sequence`` is the target's own number for the link, as in :class:`TransportChoice`.
     """
 
     sequence: Id
 
 
-class Beat(Message, frozen=True, array_like=True, tag="beat"):
+class Beat(Message, frozen=True):
     """Either way, every second: I am alive."""
 
     count: Id
 
 
-class Ping(Message, frozen=True, array_like=True, tag="ping"):
+class Ping(Message, frozen=True):
     """Either way: are you alive? Answered by :class:`Pong` at once."""
 
     id: Id
 
 
-class Pong(Message, frozen=True, array_like=True, tag="pong"):
+class Pong(Message, frozen=True):
     """Answer to :class:`Ping`."""
 
     id: Id
 
 
-class UnlinkRequest(Message, frozen=True, array_like=True, tag="goodbye"):
-    """Either way: let us unlink. Answered by :class:`UnlinkAck` as soon as the receiver's own operations are done."""
+class UnlinkRequest(Message, frozen=True):
+    """Either way: unlink. Answered by :class:`UnlinkAck` as soon as the receiver's own operations are done."""
 
     id: Id
 
 
-class UnlinkAck(Message, frozen=True, array_like=True, tag="farewell"):
+class UnlinkAck(Message, frozen=True):
     """Answer to :class:`UnlinkRequest`: no operation runs here now. The asking end closes, or sends UnlinkCancel."""
 
     id: Id
 
 
-class UnlinkCancel(Message, frozen=True, array_like=True, tag="stay"):
-    """Takes a :class:`UnlinkRequest` back: its answer did not come in time, the link is kept (API §3.4)."""
+class UnlinkCancel(Message, frozen=True):
+    """Either way: take the :class:`UnlinkRequest` back; the link is kept (API §3.4)."""
 
 
-class Resolve(Message, frozen=True, array_like=True, tag="resolve"):
-    """Initiator -> target: where is this cache?
+class Resolve(Message, frozen=True):
+    """Initiator -> target: where is this cache? Answered by :class:`Resolved` or :class:`Failed`.
 
     Exactly one way of naming it: ``key`` (namespace, id, model id), or ``cache_id`` and ``row``. ``budget_ms`` is what
     is left of the caller's deadline: a pin does not outlive it by much.
@@ -222,17 +195,17 @@ class Resolve(Message, frozen=True, array_like=True, tag="resolve"):
     budget_ms: Id
 
 
-class Guarded(Message, frozen=True, array_like=True):
+class Guarded(msgspec.Struct, frozen=True, array_like=True):
     """A guard slot of the target and the generation that makes the answer valid."""
 
     slot: Id
     generation: U64
 
 
-class Resolved(Message, frozen=True, array_like=True, tag="resolved"):
-    """Target -> initiator: the cache's geometry, where its tensors are, and what proves it is still the same.
+class Resolved(Message, frozen=True):
+    """Target -> initiator: the cache's geometry, its tensors, and the guards of this answer.
 
-    ``geometry`` is passed through undecoded: this layer does not know what a cache is.
+    ``geometry`` is passed through undecoded: this package does not know what a cache is.
     ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor. ``pin`` 0: nothing to release, and
     the answer may be kept for as long as the guards hold.
     """
@@ -247,7 +220,7 @@ class Resolved(Message, frozen=True, array_like=True, tag="resolved"):
     pin: Id
 
 
-class Failed(Message, frozen=True, array_like=True, tag="failed"):
+class Failed(Message, frozen=True):
     """Target -> initiator: the request ``id`` ended with this status; the link is fine."""
 
     id: Id
@@ -255,15 +228,15 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     text: Text
 
 
-class Release(Message, frozen=True, array_like=True, tag="release"):
-    """Initiator -> target: done with the pin; ``count`` tensors from ``first`` on arrived (0: none did)."""
+class Release(Message, frozen=True):
+    """Initiator -> target: the pin may end; ``count`` tensors from ``first`` arrived."""
 
     pin: Id
     first: Id
     count: Id
 
 
-class Consumed(Message, frozen=True, array_like=True, tag="consumed"):
+class Consumed(Message, frozen=True):
     """Initiator -> target: these tensors of this row have been pushed (R5)."""
 
     cache_id: int
@@ -272,11 +245,12 @@ class Consumed(Message, frozen=True, array_like=True, tag="consumed"):
     count: Id
 
 
-class Locate(Message, frozen=True, array_like=True, tag="locate"):
+class Locate(Message, frozen=True):
     """Initiator -> target: in which caches do these addresses of your process lie?
 
     ``addresses`` are uint64, little-endian; ``nbytes`` bytes from each on must lie inside one tensor. What is located
-    may be written over this link by pushes, without remote cache access too. Answered by :class:`Located`.
+    may be written over this link by pushes, without remote cache access too. Answered by :class:`Located` or
+    :class:`Failed`.
     """
 
     id: Id
@@ -284,11 +258,10 @@ class Locate(Message, frozen=True, array_like=True, tag="locate"):
     nbytes: Id
 
 
-class Located(Message, frozen=True, array_like=True, tag="located"):
-    """Target -> initiator: for each address its cache (uint64), tensor (uint32) and offset in that (uint64).
+class Located(Message, frozen=True):
+    """Target -> initiator: for each address cache (uint64), tensor (uint32) and offset (uint64).
 
     Little-endian, in their order. ``allocated``: one of these caches is memory of the target's pools, not of its user.
-    Or :class:`Failed`.
     """
 
     id: Id
@@ -298,13 +271,14 @@ class Located(Message, frozen=True, array_like=True, tag="located"):
     allocated: bool
 
 
-class Verify(Message, frozen=True, array_like=True, tag="verify"):
+class Verify(Message, frozen=True):
     """Initiator -> target: digest these bytes of this cache, as your memory holds them now.
 
     The cache is named by ``pin``, or by ``cache_id`` alone where an answer without a pin was kept. ``guards`` are those
     of the answer; ``push`` says that the bytes were written there. ``runs`` are pairs of uint64, little-endian: offset
     in a tensor of ``extent`` bytes, and length; tensors ``first`` to ``first + count``. ``each_run`` asks for a digest
     of every run of one tensor, otherwise there is one for each tensor. ``nonce`` keys the digests of this request.
+    Answered by :class:`Verified` or :class:`Failed`.
     """
 
     id: Id
@@ -321,35 +295,17 @@ class Verify(Message, frozen=True, array_like=True, tag="verify"):
     budget_ms: Id
 
 
-class Verified(Message, frozen=True, array_like=True, tag="verified"):
-    """Target -> initiator: 16 bytes for each tensor, or for each run, in their order. Or :class:`Failed`."""
+class Verified(Message, frozen=True):
+    """Target -> initiator: 16 bytes for each tensor, or for each run, in their order."""
 
     id: Id
     digests: bytes
 
 
-_ANY = (
-    Hello
-    | Welcome
-    | Refused
-    | TransportChoice
-    | Linked
-    | Beat
-    | Ping
-    | Pong
-    | UnlinkRequest
-    | UnlinkAck
-    | UnlinkCancel
-    | Resolve
-    | Resolved
-    | Failed
-    | Release
-    | Consumed
-    | Locate
-    | Located
-    | Verify
-    | Verified
-)
+_HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
+_LINK = Beat | Ping | Pong | UnlinkRequest | UnlinkAck | UnlinkCancel
+_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
+_ANY = _HANDSHAKE | _LINK | _TRANSFER
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_ANY)
 
@@ -379,8 +335,53 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     """
     try:
         message: Message = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
-    except (UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"peer sent a broken message: {error}") from error
     return message
+
+
+# --- errors <-> messages ---------------------------------------------------------------------------------------------
+
+
+class RemoteFailure(LLMException):
+    """The target answered a request with a status and a text; the link is fine."""
+
+    def typed(self, what: str) -> LLMException:
+        """Return it as the exception that a caller of this end expects."""
+        kind = _KINDS.get(self.status_code, TransferFailed)
+        return kind(f"{what}: {self}", status_code=self.status_code, peer=self.peer, phase=self.phase)
+
+
+_KINDS: Final[dict[LLMStatusCode, type[LLMException]]] = {
+    LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: CacheNotFound,
+    LLMStatusCode.LLM_PARAM_INVALID: CacheMismatch,
+    LLMStatusCode.LLM_LINK_BUSY: LinkError,
+}
+
+
+def failed(number: int, error: LLMException) -> Failed:
+    """Return the answer that reports an error to the peer whose request had that number."""
+    return Failed(number, int(error.status_code), str(error)[:_MAX_REASON])
+
+
+def refused(error: LLMException) -> Refused:
+    """Return the message that reports to the initiator why there is no link."""
+    return Refused(int(error.status_code), str(error)[:_MAX_REASON])
+
+
+def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
+    """Return the error that a peer reported about a request."""
+    status = _status(message, LLMStatusCode.LLM_FAILED)
+    return RemoteFailure(" ".join(message.text.splitlines()), status_code=status, peer=peer, phase=phase)
+
+
+def remote_refusal(message: Refused, what: str) -> LinkRefused:
+    """Return the error that a target reported instead of a link; ``what`` was asked for."""
+    status = _status(message, LLMStatusCode.LLM_LINK_FAILED)
+    return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=status)
+
+
+def _status(message: Failed | Refused, failure: LLMStatusCode) -> LLMStatusCode:
+    """Return the peer's status; ``failure`` instead of success, which no exception carries (R29)."""
+    status = code_2_status(message.code)
+    return failure if status is LLMStatusCode.LLM_SUCCESS else status

@@ -1,13 +1,14 @@
-"""Rank tables: where the members of a communicator are (API §3.5), and the ports at which they meet.
+"""Rank tables: where the members of a communicator are (API §3.5), and at which ports they listen.
 
-Pure but for one environment variable. A rank table names addresses and no ports; both ends derive the ports from what
-they share, the communicator's name and the cluster id of the member that listens.
+A rank table names addresses and no ports; both ends derive the ports from what they share, the communicator's name and
+the cluster id of the member that listens. No state; reads one environment variable.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -19,12 +20,10 @@ from llm_datadist.errors import ParamError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PORTS_VARIABLE", "RankTable", "is_ip", "ports"]
-
 #: "low-high", both included; every member must have the same. Below the range that Linux gives to outgoing connections.
 PORTS_VARIABLE: Final = "LLM_DATADIST_LINK_PORTS"
 _DEFAULT_PORTS: Final = (27000, 31999)
-#: A port that somebody else has taken costs only the next one.
+#: Ports that are tried: the first ones may be taken by other processes.
 _CANDIDATES: Final = 8
 _DIGEST_BYTES: Final = 16
 _MAX_PORT: Final = 65535
@@ -33,11 +32,11 @@ _MAX_RANK: Final = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """A rank table that was read and found well formed.
+    """A well-formed rank table.
 
     Attributes:
         addresses: Rank -> IPv4 address of its host; None where the table has none.
-        digest: 16 bytes that are equal where two tables say the same, whatever their spaces and the order of fields.
+        digest: 16 bytes, equal for tables that differ in spaces and in the order of fields only.
     """
 
     addresses: dict[int, str | None]
@@ -87,7 +86,7 @@ class RankTable:
 
 
 def ports(name: str, listener: int) -> list[int]:
-    """Return the ports at which cluster ``listener`` may wait for the members of communicator ``name``, in order.
+    """Return the ports at which cluster ``listener`` may listen for communicator ``name``, in order.
 
     Raises:
         ParamError: The environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
@@ -98,15 +97,9 @@ def ports(name: str, listener: int) -> list[int]:
     first = int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
     # A stride without a common factor visits every port of the range, and is not the same for every name.
     stride = 1 + (first >> 32) % count
-    while _common(stride, count) != 1:
+    while math.gcd(stride, count) != 1:
         stride = 1 + stride % count
     return [low + (first + i * stride) % count for i in range(min(_CANDIDATES, count))]
-
-
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def _port_range(text: str) -> tuple[int, int]:
@@ -119,7 +112,7 @@ def _port_range(text: str) -> tuple[int, int]:
 
 
 def _entries(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, object) for each element of a JSON array of objects, which must have some."""
+    """Yield (name, object) for each element of a non-empty JSON array of objects."""
     check_rule(isinstance(value, list) and value, f"{name}: {_kind(value)}, a JSON array with entries is needed")
     for i, entry in enumerate(value if isinstance(value, list) else ()):
         check_rule(isinstance(entry, dict), f"{name}[{i}]: {_kind(entry)}, a JSON object is needed")

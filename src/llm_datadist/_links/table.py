@@ -1,10 +1,11 @@
-"""LinkTable: which links there are, and which one stays when two compete (rule 8). No I/O; one lock; any thread.
+"""LinkTable: which links there are, and which one stays when two compete. No I/O; one lock; any thread.
 
-Both ends of a pair may dial at once, from several threads, while links end. What makes the outcome the same at both:
+Both ends of a pair may dial at once, from several threads, while links end. The outcome is the same at both because:
 
-* a dial is *committed* (before its Met is sent) only while there is no link to that incarnation and no other dial of
-  this end is committed to it; a link of the peer is *admitted* (before its Linked is sent) only while no dial of the
-  smaller incarnation is committed here. Either way it is in the table of the target before the initiator can use it;
+* a dial is *committed* (before its TransportChoice is sent) only while there is no link to that incarnation and no
+  other dial of this end is committed to it; a link of the peer is *admitted* (before its Linked is sent) only while no
+  dial of the smaller incarnation is committed here. Either way it is in the table of the target before the initiator
+  can use it;
 * every commit and every admission takes the next number of its end, and tells it. A dial committed before the newest
   link was admitted is stale and refused; one committed after it means that its end has lost that link: it replaces it.
 """
@@ -22,24 +23,22 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
 
-__all__ = ["LinkTable"]
-
 #: Unlinked clusters that are remembered.
-_MAX_PARTED: Final = 4096
+_MAX_UNLINKED: Final = 4096
 
 
 class LinkTable:
-    """Links by the cluster id that the peer announced, dials that are committed, and the numbers that order both."""
+    """Links by the peer's cluster id, committed dials, and the numbers that order both."""
 
     def __init__(self, incarnation: bytes) -> None:
         self._mine = incarnation
         self._changed = threading.Condition(threading.Lock())
         self._links: dict[int, Link] = {}
-        #: The accepted ends of links to ourselves; the dialled ends are in the table like any other.
+        #: The accepted ends of links to this process itself; the dialled ends are in the table like any other.
         self._loopback: set[Link] = set()
         self._dialling: set[bytes] = set()
-        #: Clusters that this end has unlinked, the oldest first: they may not come back by redialling.
-        self._parted: dict[int, None] = {}
+        #: Clusters that this end has unlinked, the oldest first: they may not reconnect.
+        self._unlinked: dict[int, None] = {}
         self._sequence = 0
         self._closed = False
 
@@ -53,11 +52,11 @@ class LinkTable:
             return self.snapshot()
 
     def snapshot(self) -> list[Link]:
-        """Return every link, without the lock: under it, or in a forked child, where it may be held for ever."""
+        """Return every link; without the lock, which a forked child may find held."""
         return [*self._links.values(), *self._loopback]
 
     def dials(self) -> list[str]:
-        """Return what is being dialled, and will be a link unless the peer refuses."""
+        """Return the committed dials, which will be links unless the peer refuses."""
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
@@ -66,18 +65,18 @@ class LinkTable:
         return self._sequence
 
     def close(self) -> list[Link]:
-        """Take no link any more; return those there are."""
+        """Refuse further links; return those there are."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             return self.snapshot()
 
-    # --- the initiator's side: callers' threads --------------------------------------------------------------------
+    # --- links that this end dialled: callers' threads -------------------------------------------------------------
 
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
-        """Commit a dial to ``peer``, or return the usable link to it that there is by now.
+        """Commit a dial to ``peer``, or return the usable link that exists by now.
 
-        Waits while another dial or an unlink is going on. Followed by :meth:`withdraw` in any case.
+        Waits while another dial or an unlink goes on. :meth:`withdraw` must follow.
 
         Raises:
             AlreadyLinked: The cluster id is linked to another process.
@@ -102,13 +101,13 @@ class LinkTable:
                     raise deadline.error(f"link to {peer}: another call links or unlinks it", "link", peer.cluster_id)
 
     def withdraw(self, peer: Peer) -> None:
-        """The committed dial is over, whichever way."""
+        """End a committed dial, successful or not."""
         with self._changed:
             self._dialling.discard(peer.incarnation)
             self._changed.notify_all()
 
     def install(self, link: Link) -> Link | None:
-        """The committed dial has succeeded: put its link in; return one that is to be ended in its place.
+        """Put in a committed dial's link; return one that the caller must end.
 
         Raises:
             LinkRefused: The table is closed.
@@ -117,63 +116,60 @@ class LinkTable:
             self._refuse_if_closed()
             old = self._links.get(link.peer.cluster_id)
             self._links[link.peer.cluster_id] = link
-            self._parted.pop(link.peer.cluster_id, None)
+            self._unlinked.pop(link.peer.cluster_id, None)
             self._changed.notify_all()
             return old
 
-    # --- the target's side: the control thread ---------------------------------------------------------------------
+    # --- links that the peer dialled: the control thread -----------------------------------------------------------
 
-    def rival(self, peer: Peer) -> Link | None:
+    def conflict(self, peer: Peer) -> Link | None:
         """Return the link to another process under the same cluster id."""
         old = self._links.get(peer.cluster_id)
-        same = old is None or old.ended or old.peer.incarnation == peer.incarnation
-        return None if same else old
+        return None if old is None or old.ended or old.peer.incarnation == peer.incarnation else old
 
     def admit(self, link: Link) -> Link | None:
-        """Put in a link that the peer dialled, and number it; return one that is to be ended in its place.
+        """Put in and number a link that the peer dialled; return one to end.
 
         Raises:
-            LinkRefused: With ``LLM_LINK_BUSY`` when a dial of this end goes on instead, or the peer's is stale; the
-                cluster id belongs to another process; it redials what this end has unlinked
-                (``LLM_NOT_YET_LINK``); the table is closed.
+            AlreadyLinked: The cluster id belongs to another process.
+            LinkRefused: With ``LLM_LINK_BUSY`` when a dial of this end goes on instead, or the peer's is stale; with
+                ``LLM_NOT_YET_LINK`` when it reconnects what this end has unlinked; the table is closed.
         """
         peer = link.peer
         with self._changed:
             self._refuse_if_closed()
-            link.sequence = self._next()
+            link.origin.sequence = self._next()
             if peer.incarnation == self._mine:
                 self._loopback.add(link)
                 return None
             old = self._links.get(peer.cluster_id)
-            if self.rival(peer) is not None and old is not None:
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {old.peer}")
-            if link.redialled and peer.cluster_id in self._parted:
+            if (other := self.conflict(peer)) is not None:
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
+            if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
                     f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
                     status_code=LLMStatusCode.LLM_NOT_YET_LINK,
                 )
             dials_here = peer.incarnation in self._dialling and self._mine < peer.incarnation
-            if dials_here or (old is not None and link.peer_sequence < old.peer_sequence):
+            if dials_here or (old is not None and link.origin.peer_sequence < old.origin.peer_sequence):
                 raise LinkRefused(
                     "both ends dialled at once; the call of the other end goes on",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             self._links[peer.cluster_id] = link
-            self._parted.pop(peer.cluster_id, None)
+            self._unlinked.pop(peer.cluster_id, None)
             return old
 
-    def part(self, cluster_id: int) -> None:
-        """This end unlinks a cluster: until somebody links it explicitly, no redial of the peer is admitted."""
+    def refuse_reconnects(self, cluster_id: int) -> None:
+        """Admit no reconnect of an unlinked cluster until a call links it again."""
         with self._changed:
-            self._parted.pop(cluster_id, None)
-            self._parted[cluster_id] = None
-            if len(self._parted) > _MAX_PARTED:
-                del self._parted[next(iter(self._parted))]
-
-    # --- both ------------------------------------------------------------------------------------------------------
+            self._unlinked.pop(cluster_id, None)
+            self._unlinked[cluster_id] = None
+            if len(self._unlinked) > _MAX_UNLINKED:
+                del self._unlinked[next(iter(self._unlinked))]
 
     def remove(self, link: Link) -> None:
-        """The link is over."""
+        """Take a link out that has ended, or is about to."""
         with self._changed:
             if self._links.get(link.peer.cluster_id) is link:
                 del self._links[link.peer.cluster_id]
@@ -181,12 +177,12 @@ class LinkTable:
             self._changed.notify_all()
 
     def touch(self) -> None:
-        """A link has become usable: wake who waits for that."""
+        """Wake the callers of :meth:`wait`: a link has changed."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the condition holds; looked at whenever the table changes."""
+        """Wait until the condition holds, evaluated at every change; return False when time is over."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
@@ -207,6 +203,3 @@ class LinkTable:
             for link in self._loopback:
                 if link.peer.incarnation != self._mine:
                     raise AssertionError(f"{link!r} is filed as a link to ourselves")
-
-    def __repr__(self) -> str:
-        return f"<LinkTable: {len(self._links)} links, {len(self._dialling)} dials, number {self._sequence}>"

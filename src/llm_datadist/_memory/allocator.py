@@ -1,4 +1,4 @@
-"""Arithmetic on byte offsets: which ranges of a pool are taken. Knows no bytes, no lock and no device."""
+"""Allocator: which byte ranges of a pool are taken. Arithmetic only: no bytes, no lock, no device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def format_mib(nbytes: int) -> str:
 
 
 class PageAllocator:
-    """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges what comes back with its neighbours.
+    """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges freed ranges with free neighbours.
 
     Used by one thread at a time: the pool that owns it holds a lock around every call.
 
@@ -21,11 +21,16 @@ class PageAllocator:
         capacity: Bytes to manage; rounded down to whole pages.
         page_shift: Base-2 logarithm of the page size, at least 0.
 
+    Attributes:
+        capacity: Bytes managed, whole pages.
+        page_bytes: Bytes of one page.
+        used_bytes: Bytes handed out, whole pages.
+
     Raises:
         ValueError: ``capacity`` holds no whole page, or ``page_shift`` is negative.
     """
 
-    __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "_used", "capacity")
+    __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
 
     def __init__(self, capacity: int, page_shift: int) -> None:
         if page_shift < 0:
@@ -34,7 +39,8 @@ class PageAllocator:
         if self.capacity <= 0:
             raise ValueError(f"capacity is {capacity} bytes: must hold at least one page of {1 << page_shift} bytes")
         self._page_shift = page_shift
-        self._used = 0
+        self.page_bytes = 1 << page_shift
+        self.used_bytes = 0
         self._live: dict[int, int] = {}  # offset -> bytes
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted: best fit by bisection
         self._hole_at: dict[int, int] = {}  # start -> bytes of every hole
@@ -42,19 +48,9 @@ class PageAllocator:
         self._add_hole(0, self.capacity)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return 1 << self._page_shift
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes handed out, whole pages."""
-        return self._used
-
-    @property
     def free_bytes(self) -> int:
         """Bytes not handed out, over all holes."""
-        return self.capacity - self._used
+        return self.capacity - self.used_bytes
 
     @property
     def largest_hole(self) -> int:
@@ -71,7 +67,7 @@ class PageAllocator:
         return -(-nbytes >> self._page_shift) << self._page_shift
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` bytes, rounded up to pages, from the smallest hole that fits (the lowest of equal ones).
+        """Take ``nbytes`` bytes, in whole pages, from the smallest (then lowest) hole that fits.
 
         Returns:
             The offset in bytes, or None when no hole fits (then nothing has changed).
@@ -90,7 +86,7 @@ class PageAllocator:
         if size > need:
             self._add_hole(offset + need, size - need)
         self._live[offset] = need
-        self._used += need
+        self.used_bytes += need
         return offset
 
     def free(self, offset: int) -> None:
@@ -102,7 +98,7 @@ class PageAllocator:
         size = self._live.pop(offset, None)
         if size is None:
             raise ValueError(f"offset {offset} is not allocated: unknown or freed twice")
-        self._used -= size
+        self.used_bytes -= size
         start, end = offset, offset + size
         left = self._hole_before.get(start)
         if left is not None:
@@ -115,17 +111,15 @@ class PageAllocator:
         self._add_hole(start, end - start)
 
     def check_integrity(self) -> None:
-        """Check every invariant: live ranges and holes tile the capacity, holes are merged, indexes and totals agree.
-
-        Raises:
-            AssertionError: One does not hold; the text names it.
-        """
+        """Raise AssertionError unless ranges tile the capacity, holes are merged, and indexes and totals agree."""
         self._check_tiling()
         holes = sorted((size, offset) for offset, size in self._hole_at.items())
         _require(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
         ends = {offset + size: offset for offset, size in self._hole_at.items()}
         _require(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
-        _require(self._used == sum(self._live.values()), f"used {self._used} is not the sum of the live ranges")
+        _require(
+            self.used_bytes == sum(self._live.values()), f"used {self.used_bytes} is not the sum of the live ranges"
+        )
 
     def _check_tiling(self) -> None:
         ranges = sorted(
@@ -152,11 +146,11 @@ class PageAllocator:
     def __repr__(self) -> str:
         return (
             f"<PageAllocator {format_mib(self.capacity)} in pages of {self.page_bytes} bytes: {self.live} live, "
-            f"{format_mib(self._used)} used, largest hole {format_mib(self.largest_hole)}>"
+            f"{format_mib(self.used_bytes)} used, largest hole {format_mib(self.largest_hole)}>"
         )
 
 
 def _require(holds: bool, text: str) -> None:
-    # Not an assert statement: the check stays under python -O.
+    # Not an assert statement, which python -O removes.
     if not holds:
         raise AssertionError(text)

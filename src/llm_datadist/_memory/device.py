@@ -1,4 +1,4 @@
-"""Where caches live: what a device must offer, and the host as the simplest one."""
+"""Devices: where pools take their memory from. What a device must offer, and the host as the simplest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Device", "HostDevice"]
 
 
 class Device(Protocol):
-    """Memory with a name and ways to copy into, out of and inside it. Every method may be called from any thread.
+    """Provides memory, and copies into, out of and inside it. Every method may be called from any thread.
 
     Addresses are those of this process; the caller keeps both ranges allocated during a copy, and a copy is complete
     when its method returns.
@@ -22,12 +22,12 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages and statistics."""
+        """Name in messages and statistics."""
         ...
 
     @property
     def needs_staging(self) -> bool:
-        """True when host memory reaches single blocks only through staging buffers on the device (R10)."""
+        """True if host memory reaches single blocks only through staging buffers on the device (R10)."""
         ...
 
     def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
@@ -52,7 +52,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """Host memory as the device: shared segments, plain copies, nothing to stage. Has no state: any thread."""
+    """Host memory as a device: shared segments, plain copies, no staging. Has no state; any thread."""
 
     name = "host"
     needs_staging = False
@@ -61,17 +61,11 @@ class HostDevice:
         """Return a new shared segment of zero bytes, owned by the caller; see :meth:`SharedSegment.create`."""
         return SharedSegment.create(name, nbytes, peers_may_write=peers_may_write, prefault=prefault)
 
-    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes; the GIL is released."""
-        ctypes.memmove(dst, src, nbytes)
-
-    def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes; the GIL is released."""
-        ctypes.memmove(dst, src, nbytes)
-
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes, which may overlap; the GIL is released."""
+        """Copy ``nbytes`` bytes, which may overlap, without the GIL."""
         ctypes.memmove(dst, src, nbytes)
+
+    copy_to_device = copy_from_device = copy_on_device
 
     def __repr__(self) -> str:
         return "<HostDevice>"

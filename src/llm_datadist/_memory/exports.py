@@ -1,7 +1,7 @@
-"""What a process offers to a peer: regions with their ids, and its guards.
+"""What a process offers to a peer: exported regions, guards, and pages to announce writes in. Values only; any thread.
 
-A region id names memory of one process: :data:`PRIVATE` is its own, not exported memory, addressed by absolute
-address; ids from 1 are exported segments, addressed by offset.
+A region id names memory of one process: ids from 1 are exported segments, addressed by offset; :data:`PRIVATE` is all
+other memory, addressed by absolute address.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["ADDRESS_SPACE", "PRIVATE", "Exports", "RegionDescriptor"]
 
 PRIVATE: Final = 0
-"""Region id of a process's own memory that is not exported; its "offset" is an absolute address in the owner."""
+"""Region id of memory that is not exported; its "offset" is an absolute address in the owner."""
 
-# The address space of a process: above it no tensor can end, so offset arithmetic cannot wrap.
 ADDRESS_SPACE: Final = (1 << 63) - 1
+"""Bound of every tensor's end, so that offset arithmetic cannot wrap."""
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One exported segment as announced to a peer; the limits are checked whenever one is decoded.
+    """Describe one exported segment to a peer. Decoding checks the limits.
 
     Attributes:
         region: Id of the region in its owner, from 1.
         nbytes: Size in bytes.
         name: Pool name, for messages only.
-        writable: True when the peer may map it for writing (RCA).
+        writable: True if the peer may map it for writing (RCA).
     """
 
     region: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
@@ -46,15 +46,14 @@ class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """What this process offers to a peer. The segments and the guard table stay owned by whoever built this value.
+    """What this process offers to a peer. Segments and guard table are owned, and closed, by the maker of this value.
 
     Attributes:
-        incarnation: Random id of this process incarnation (rule 8).
+        incarnation: Random id of this process incarnation: a peer that restarts under the same address has another.
         regions: Exported segments by region id, from 1.
         guards: The guard slots; never writable for a peer.
-        writable: True when peers may write (remote cache access).
-        writers: Where they announce it.
-        by_address: True when they may write, without RCA too, what they were told to lie at an address.
+        writable: True if peers may map regions for writing (remote cache access).
+        writers: Where peers announce writes. Without remote cache access too: addresses may be granted to them.
     """
 
     incarnation: bytes
@@ -62,7 +61,6 @@ class Exports:
     guards: GuardTable
     writable: bool
     writers: WriteIntents = field(default_factory=WriteIntents)
-    by_address: bool = False
 
     def descriptors(self) -> list[RegionDescriptor]:
         """Return one descriptor per exported region, in the order of the mapping."""

@@ -1,4 +1,7 @@
-"""Guards: generations in a shared page, by which a foreign reader sees that what it read has changed meanwhile."""
+"""Guards: generations in a shared table, from which a peer sees that the memory it used has changed meanwhile.
+
+Threads: any. A guard that cannot be allocated leaves the table as it was.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ _DEFAULT_SLOTS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A promise that holds for as long as slot ``slot`` still shows ``generation`` (never 0)."""
+    """A promise about memory, valid while slot ``slot`` shows ``generation`` (never 0)."""
 
     slot: int
     generation: int
 
 
 def slot_address(base: int, slot: int, nbytes: int) -> int:
-    """Return the address of a slot in a guard table of ``nbytes`` bytes mapped at ``base``.
+    """Return the address of a slot in a guard table mapped at ``base``.
 
     Raises:
-        ProtocolError: No such guard slot; slot 0 is the header and none either.
+        ProtocolError: No such guard slot; slot 0 is the header.
     """
     if not 1 <= slot < nbytes // SLOT_BYTES:
         raise ProtocolError(f"guard slot {slot} must be in [1, {nbytes // SLOT_BYTES}) of a table of {nbytes} bytes")
@@ -55,14 +58,14 @@ def read_cookie(segment: Segment) -> bytes:
 
 
 class GuardTable:
-    """Our generations, which peers map and cannot write.
+    """The generations of this process, which peers map and cannot write.
 
-    Layout: slots of 64 bytes. Slot 0 is the header, its first 16 bytes a random cookie by which a peer knows that it
-    mapped this very table. Every other slot begins with a generation, an unsigned 64-bit count that only ever grows,
-    through release and reuse too: a reader's old (slot, generation) never becomes valid again.
+    Layout: slots of 64 bytes. Slot 0 is the header; its first 16 bytes are a random cookie, by which a peer knows that
+    it mapped this table. Every other slot begins with a generation, an unsigned 64-bit count that only grows, also
+    through release and reuse: an old (slot, generation) never becomes valid again.
 
-    Touched by callers and by the control thread, which allocate, advance and release under one lock; :meth:`load`
-    takes none. Owns its segment; its memory is sparse, 64 bytes a guard ever used at one time.
+    Threads: callers and the control thread, under one lock; :meth:`load` takes none. Owns its segment, whose memory is
+    sparse: 64 bytes for each slot ever used.
 
     Args:
         slots: Size of the table, the header included.
@@ -76,7 +79,7 @@ class GuardTable:
             raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
-        # Also keeps the memory mapped under a load() that a close() overtakes.
+        # Keeps the memory mapped for a load() that runs during close().
         self._memory: NDArray[np.uint8] | None = self.segment.view()
         self._memory[:COOKIE_BYTES] = bytearray(self.cookie)
         self._base = self.segment.address
@@ -95,36 +98,30 @@ class GuardTable:
         """Number of guards allocated and not released."""
         return len(self._live)
 
-    @property
-    def closed(self) -> bool:
-        """True after :meth:`close`."""
-        return self._memory is None
-
     def allocate(self) -> Guard:
-        """Return a guard with a generation that its slot has never shown before.
+        """Return a guard with a generation that its slot has never shown before. Raises as :meth:`allocate_many`."""
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, count: int) -> list[Guard]:
+        """Return ``count`` guards as :meth:`allocate`: all of them, or none.
 
         Raises:
-            OutOfMemory: Every slot is taken.
+            OutOfMemory: Too few slots are free.
             StateError: The table is closed.
         """
         with self._lock:
             self._check_open()
-            slot = self._take_slot()
-            if slot is not None:
-                generation = self._live[slot] = advance_generation(self.address_of(slot))
-        if slot is None:
-            raise OutOfMemory(
-                f"guard table is full: all {self.capacity} guards are live; unbind keys or free caches",
-                pool=self.segment.name,
-                requested=SLOT_BYTES,
-            )
-        return Guard(slot, generation)
+            if count <= self.capacity - len(self._live):
+                return [self._take_slot() for _ in range(count)]
+        raise OutOfMemory(
+            f"guard table is full: all {self.capacity} guards are live, or would be after this call; unbind keys or "
+            "free caches",
+            pool=self.segment.name,
+            requested=count * SLOT_BYTES,
+        )
 
     def advance(self, slot: int) -> int:
-        """Make what was promised under this slot void, visibly to peers before this returns.
-
-        Returns:
-            The new generation.
+        """Void the promise under this slot, visibly to peers before this returns; return the new generation.
 
         Raises:
             ValueError: The slot is not allocated.
@@ -136,7 +133,7 @@ class GuardTable:
         return generation
 
     def void(self, guard: Guard) -> None:
-        """Make a promise void, unless it is so already: advanced, released, or its slot promised anew meanwhile.
+        """Void this promise only: ignore it if its slot has another generation by now.
 
         Raises:
             StateError: The table is closed.
@@ -154,18 +151,13 @@ class GuardTable:
             StateError: The table is closed.
         """
         with self._lock:
-            if slot not in self._live:
-                self._check_live(slot)  # says why not
+            self._check_live(slot)
             advance_generation(self._base + slot * SLOT_BYTES)
             del self._live[slot]
             self._reusable.append(slot)
 
     def address_of(self, slot: int) -> int:
-        """Return the address of a slot's generation in this process, allocated or not; valid until closed.
-
-        Raises:
-            ProtocolError: There is no such slot.
-        """
+        """Return the address of a slot's generation, allocated or not. Raises ProtocolError: no such slot."""
         return slot_address(self._base, slot, self.segment.nbytes)
 
     def load(self, slot: int) -> int:
@@ -181,12 +173,7 @@ class GuardTable:
         return load_generation(self.address_of(slot))
 
     def check_integrity(self) -> None:
-        """Check that each slot is live, reusable or fresh, that memory shows every live generation, and the cookie.
-
-        Raises:
-            AssertionError: One of them does not hold; the text names it.
-            StateError: The table is closed.
-        """
+        """Raise AssertionError if slots, their generations in memory, or the cookie are inconsistent."""
         with self._lock:
             self._check_open()
             known = sorted([*self._live, *self._reusable])
@@ -202,7 +189,7 @@ class GuardTable:
                 raise AssertionError("the cookie in the header was overwritten")
 
     def close(self) -> None:
-        """Void every live guard, so that peers who still map the table see it, then close. Idempotent."""
+        """Void every live guard, visibly to peers that still map the table, then close it. Idempotent."""
         with self._lock:
             if self._memory is None:
                 return
@@ -212,14 +199,14 @@ class GuardTable:
             self._memory = None
         self.segment.close()
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self) -> Guard:
         if self._reusable:
-            return self._reusable.pop()
-        slot = self._next_fresh
-        if slot > self.capacity:
-            return None
-        self._next_fresh += 1
-        return slot
+            slot = self._reusable.pop()
+        else:
+            slot = self._next_fresh
+            self._next_fresh += 1
+        generation = self._live[slot] = advance_generation(self.address_of(slot))
+        return Guard(slot, generation)
 
     def _check_open(self) -> None:
         if self._memory is None:
@@ -231,5 +218,5 @@ class GuardTable:
             raise ValueError(f"guard slot {slot} is not allocated: unknown or released twice")
 
     def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
+        state = "" if self._memory is not None else ", closed"
         return f"<GuardTable {self.capacity} guards: {self.live} live{state}>"

@@ -1,4 +1,4 @@
-"""How much memory this process may use at most: the host's, or less where a cgroup says so."""
+"""The limit of host memory of this process: the host's memory, or less if a cgroup limits it. Any thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIMIT_FILES: Final = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes
 def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
     """Return the smaller of the host's memory and every cgroup limit this process is under.
 
-    Looks at cgroup v2 (``memory.max``) and v1 (``memory.limit_in_bytes``), at our own group and all its ancestors
-    that are mounted here.
+    Reads cgroup v2 (``memory.max``) and v1 (``memory.limit_in_bytes``) of our own group and of all its ancestors that
+    are mounted here.
 
     Args:
-        proc: Where procfs is; a test puts its own files there.
+        proc: Where procfs is mounted.
 
     Returns:
-        The limit in bytes, and what sets it: ``host memory`` or ``cgroup limit <file>``.
+        The limit in bytes, and its source: ``host memory`` or ``cgroup limit <file>``.
 
     Raises:
         OSError: ``<proc>/meminfo`` cannot be read or has no MemTotal.
@@ -44,7 +44,7 @@ def _host_bytes(proc: Path) -> int:
 
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
-    """Yield every limit file above us that holds a number, with that number."""
+    """Yield every limit file of our groups that holds a number, with that number."""
     groups = _own_groups(proc)
     for kind, root, mountpoint in _memory_mounts(proc):
         if kind not in groups:
@@ -52,12 +52,12 @@ def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
         for folder in _folders(groups[kind], root, mountpoint):
             path = folder / _LIMIT_FILES[kind]
             text = _read(path).strip()
-            if text.isdecimal():  # v2 says "max" where nothing is set
+            if text.isdecimal():  # v2 has "max" for no limit
                 yield path, int(text)
 
 
 def _own_groups(proc: Path) -> dict[str, str]:
-    """Return our group's path in the v2 hierarchy and in v1's memory hierarchy, those that exist."""
+    """Return the paths of our group in the v2 hierarchy and in v1's memory hierarchy."""
     groups = {}
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -69,7 +69,7 @@ def _own_groups(proc: Path) -> dict[str, str]:
 
 
 def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield (filesystem kind, root inside the hierarchy, mount point) of the hierarchies that may limit memory."""
+    """Yield (filesystem kind, root, mount point) of each hierarchy that may limit memory."""
     for line in _read(proc / "self" / "mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = filesystem.split(" ", 2)
@@ -81,7 +81,7 @@ def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
 def _folders(group: str, root: str, mountpoint: Path) -> Iterator[Path]:
     """Yield the folder of ``group`` and of each ancestor, up to the mount point."""
     path = PurePosixPath(group)
-    # Outside of its root, as in some containers, a mount shows at least the limit at its own top.
+    # A group outside the mount's root, as in some containers: use the limit at the top of the mount.
     inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
     yield mountpoint / inside
     for ancestor in inside.parents:
@@ -94,7 +94,7 @@ def _unescape(text: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text; nothing where it is missing or closed to us, as the root group's limit is."""
+    """Return a file's text, or "" if it is missing or may not be read."""
     try:
         # A mount point may have any bytes in its name.
         return path.read_text(encoding="utf-8", errors="surrogateescape")

@@ -1,4 +1,7 @@
-"""Pools: one segment, an allocator over it, and the lock that lets many threads take from it."""
+"""Pools: a segment with an allocator over it. Also memory straight from a device, where there is no pool.
+
+Threads: any; each pool has one lock. An allocation that raises leaves the pool as it was.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -24,11 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["Allocation", "DirectMemory", "MemoryPool", "PoolStatistics", "create_pool"]
 
 _MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
+_DIRECT_PAGE_SHIFT: Final = 12
+_DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
+
+#: Memory that was in use when its :class:`DirectMemory` was closed. It stays mapped until the process ends, because
+#: unmapping it under a reader would end the process.
+_kept_mapped: list[NDArray[np.uint8]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """A pool at one moment. Sizes in bytes, whole pages."""
+    """Figures of a pool at one moment. Sizes in bytes, whole pages."""
 
     name: str
     capacity_bytes: int
@@ -38,43 +45,35 @@ class PoolStatistics:
     live_allocations: int
     page_bytes: int
     peak_used_bytes: int
-    quarantined_bytes: int = 0  # of the used ones: given back, but a foreign writer may still write there
+    quarantined_bytes: int = 0  # part of the used ones: given back, but a foreign writer may still write there
 
 
 class Allocation:
-    """Equal tensors in a pool, allocated together and freed together. Any thread may use and free it.
+    """Equal tensors in a pool, allocated together and freed together. Any thread.
 
-    Whoever got it from :meth:`MemoryPool.allocate_many` owns it. Dropped without :meth:`free` its memory stays taken.
+    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`.
 
     Attributes:
         pool: Where the tensors are.
         offsets: Byte offset of each tensor in the pool's segment, shape (count,).
         addresses: Address of each tensor in this process, shape (count,); valid until freed or the pool is closed.
         nbytes: Bytes asked for per tensor.
+        freed: True after :meth:`free`.
+        detained: Bytes in quarantine, in whole pages; 0 before :meth:`detain` and after :meth:`free`.
     """
 
-    __slots__ = ("_detained", "_freed", "addresses", "nbytes", "offsets", "pool")
+    __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
 
     def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
         self.pool = pool
         self.offsets = offsets
         self.addresses = tuple([base + offset for offset in offsets])
         self.nbytes = nbytes
-        self._freed = False
-        self._detained = 0
-
-    @property
-    def freed(self) -> bool:
-        """True after :meth:`free`."""
-        return self._freed
-
-    @property
-    def detained(self) -> int:
-        """Bytes of it, in whole pages, that are quarantined; 0 before :meth:`detain` and once freed."""
-        return 0 if self._freed else self._detained
+        self.freed = False
+        self.detained = 0
 
     def detain(self) -> None:
-        """Nobody here needs it any more, but it cannot be used again yet: quarantined until :meth:`free`."""
+        """Count it as quarantined until :meth:`free`: it cannot be used again yet."""
         self.pool._detain(self)
 
     def free(self) -> None:
@@ -82,20 +81,20 @@ class Allocation:
         self.pool._free(self)
 
     def __repr__(self) -> str:
-        state = "freed" if self._freed else "live"
+        state = "freed" if self.freed else "live"
         return f"<Allocation {len(self.offsets)} x {self.nbytes} bytes in pool {self.pool.name}: {state}>"
 
 
 class MemoryPool:
-    """Owns a segment and says which bytes of it are taken.
-
-    Touched by callers (allocate, free), by the control thread (free after the last pin is gone) and by whoever reads
-    statistics; one lock guards the allocator, and nothing else happens under it.
+    """Owns a segment and allocates from it. Any thread; nothing but arithmetic happens under its lock.
 
     Args:
         name: For messages, ``device`` or ``host``.
         segment: The memory; owned and closed by the pool.
         page_shift: Base-2 logarithm of the page size.
+
+    Attributes:
+        closed: True after :meth:`close`.
 
     Raises:
         ParamError: The segment holds no whole page, or ``page_shift`` is out of range.
@@ -106,36 +105,33 @@ class MemoryPool:
         self.name = name
         self.segment = segment
         self._base = segment.address
-        self._lock = threading.Lock()  # guards the four below, and Allocation._freed and _detained
+        self._lock = threading.Lock()  # guards the four below, and freed and detained of allocations
         self._allocator = PageAllocator(segment.nbytes, page_shift)
         self._peak_used = 0
         self._quarantined = 0
-        self._closed = False
+        self.closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
         """Take ``count`` tensors of ``nbytes`` bytes each: all of them, or none.
 
         Raises:
             ParamError: ``count`` or ``nbytes`` is not positive.
-            OutOfMemory: Not all of them fit now; nothing has changed. The text has every figure.
+            OutOfMemory: Not all of them fit now. The text has every figure.
             StateError: The pool is closed.
         """
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"pool {self.name}: count {count} and nbytes {nbytes} must both be positive")
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise StateError(f"pool {self.name} is closed: nothing can be allocated")
             offsets = self._take(count, nbytes)
             if offsets is None:
-                free, hole, held = self._allocator.free_bytes, self._allocator.largest_hole, self._quarantined
-            else:
-                self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-        if offsets is None:
-            raise self._shortage(count, nbytes, free, hole, held)
+                raise self._shortage(count, nbytes)
+            self._peak_used = max(self._peak_used, self._allocator.used_bytes)
         return Allocation(self, offsets, self._base, nbytes)
 
     def statistics(self) -> PoolStatistics:
-        """Return the pool's figures at this moment."""
+        """Return the figures of the pool at this moment."""
         with self._lock:
             allocator = self._allocator
             return PoolStatistics(
@@ -151,11 +147,7 @@ class MemoryPool:
             )
 
     def check_integrity(self) -> None:
-        """Check the allocator's invariants and the peak.
-
-        Raises:
-            AssertionError: One does not hold; the text names it.
-        """
+        """Raise AssertionError if the allocator contradicts itself, or its totals do not fit the pool's."""
         with self._lock:
             self._allocator.check_integrity()
             if not 0 <= self._quarantined <= self._allocator.used_bytes:
@@ -163,19 +155,14 @@ class MemoryPool:
             if self._peak_used < self._allocator.used_bytes:
                 raise AssertionError(f"peak {self._peak_used} is below the used {self._allocator.used_bytes} bytes")
 
-    @property
-    def closed(self) -> bool:
-        """True after :meth:`close`."""
-        return self._closed
-
     def close(self) -> None:
-        """Close the segment, live allocations or not: the caller has made sure that nobody uses them. Idempotent."""
+        """Close the segment, which no allocation uses any more. Idempotent."""
         with self._lock:
-            self._closed = True
+            self.closed = True
         self.segment.close()
 
     def _take(self, count: int, nbytes: int) -> tuple[int, ...] | None:
-        """Allocate all or, after giving back what was taken, none (None). The lock is held."""
+        """Take all tensors, or none and return None if they do not fit. Under the lock."""
         taken: list[int] = []
         for _ in range(count):
             offset = self._allocator.allocate(nbytes)
@@ -188,20 +175,22 @@ class MemoryPool:
 
     def _free(self, allocation: Allocation) -> None:
         with self._lock:
-            if allocation._freed:
+            if allocation.freed:
                 return
-            allocation._freed = True
-            self._quarantined -= allocation._detained
+            allocation.freed = True
+            self._quarantined -= allocation.detained
+            allocation.detained = 0
             for offset in allocation.offsets:
                 self._allocator.free(offset)
 
     def _detain(self, allocation: Allocation) -> None:
         with self._lock:
-            if not allocation._freed and not allocation._detained:
-                allocation._detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
-                self._quarantined += allocation._detained
+            if not allocation.freed and not allocation.detained:
+                allocation.detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
+                self._quarantined += allocation.detained
 
-    def _shortage(self, count: int, nbytes: int, free: int, hole: int, quarantined: int) -> OutOfMemory:
+    def _shortage(self, count: int, nbytes: int) -> OutOfMemory:
+        free, hole = self._allocator.free_bytes, self._allocator.largest_hole
         requested = count * self._allocator.rounded(nbytes)
         return OutOfMemory(
             f"pool {self.name} cannot hold {count} x {nbytes} bytes: requested {requested} bytes in whole pages of "
@@ -211,12 +200,12 @@ class MemoryPool:
             requested=requested,
             free=free,
             largest_hole=hole,
-            quarantined=quarantined,
+            quarantined=self._quarantined,
         )
 
     def __repr__(self) -> str:
         now = self.statistics()
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return (
             f"<MemoryPool {self.name} {format_mib(now.capacity_bytes)}: {now.live_allocations} live, "
             f"{format_mib(now.used_bytes)} used, largest hole {format_mib(now.largest_hole_bytes)}{state}>"
@@ -224,32 +213,24 @@ class MemoryPool:
 
 
 def create_pool(
-    name: str,
-    device: Device,
-    nbytes: int,
-    page_shift: int,
-    *,
-    peers_may_write: bool,
-    prefault: bool,
-    limit: Callable[[], tuple[int, str]] = host_memory_limit,
+    name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
 ) -> MemoryPool:
-    """Create a pool of ``nbytes`` bytes on ``device``, after holding its size against the memory there is (R11).
+    """Create a pool on ``device``, if this process may use that much memory (R11).
 
     Args:
         name: For messages, ``device`` or ``host``.
         device: Provides the memory.
         nbytes: Size in bytes; the pool uses whole pages of it.
         page_shift: Base-2 logarithm of the page size.
-        peers_may_write: Whether linked peers may map it for writing.
+        peers_may_write: True to let linked peers map it for writing.
         prefault: Take all the memory now instead of at first use.
-        limit: Gives the most bytes this process may use, and what sets that limit.
 
     Raises:
         ParamError: The pool is smaller than one page.
         OutOfMemory: The pool is larger than the host or its cgroup, both figures in the text; or the device refuses.
     """
     _check_page(name, nbytes, page_shift)
-    most, source = limit()
+    most, source = host_memory_limit()
     if nbytes > most:
         raise OutOfMemory(
             f"pool {name}: memory_size is {nbytes} bytes, larger than the {most} bytes of {source}",
@@ -269,31 +250,20 @@ def _check_page(name: str, nbytes: int, page_shift: int) -> None:
         raise ParamError(f"pool {name}: memory_size is {nbytes} bytes, must hold a page of {1 << page_shift} bytes")
 
 
-_PAGE_SHIFT: Final = 12
-_PAGE: Final = 1 << _PAGE_SHIFT
-
-#: What somebody in this process was still using at the end: mapped until the process ends, because unmapping it under
-#: a reader would end the process.
-_kept_mapped: list[NDArray[np.uint8]] = []
-
-
 class DirectMemory:
-    """Takes a segment from the device for every allocation and gives it back with it. Any thread.
+    """Takes a new segment from the device for each allocation, in place of a :class:`MemoryPool`. Any thread.
 
-    It stands where a :class:`MemoryPool` would, and each segment is a pool of its own that is used once, so that
-    freeing and quarantine are the pools'. The segments are made after linking and not exported: peers reach them as
-    private memory.
+    Each segment is a pool of its own that is used once, so that freeing and quarantine work as in other pools. The
+    segments are made after linking and are not exported: peers reach them as private memory.
 
     Args:
         name: For messages.
         device: Where the memory comes from.
-        limit: Gives the most bytes this process may use, and what sets that limit.
     """
 
-    def __init__(self, name: str, device: Device, *, limit: Callable[[], tuple[int, str]] = host_memory_limit) -> None:
+    def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._limit = limit
         self._lock = threading.Lock()  # guards the four below
         self._pools: set[_OneUsePool] = set()
         self._taken = 0
@@ -305,12 +275,12 @@ class DirectMemory:
 
         Raises:
             ParamError: ``count`` or ``nbytes`` is not positive.
-            OutOfMemory: More than this host or its cgroup has, with what is taken already; or the device refuses.
+            OutOfMemory: With what is taken already, more than this host or its cgroup has; or the device refuses.
             StateError: Closed.
         """
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"memory {self.name}: count {count} and nbytes {nbytes} must both be positive")
-        wanted = count * -(-nbytes // _PAGE) * _PAGE
+        wanted = count * -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
         self._reserve(wanted)
         try:
             segment = self._device.allocate(wanted, self.name, peers_may_write=False, prefault=False)
@@ -320,14 +290,14 @@ class DirectMemory:
                 self._taken -= wanted
             raise
         if isinstance(segment, SharedSegment):
-            segment.close_descriptor()  # nobody is given it
+            segment.close_descriptor()  # it is sent to no peer
         with self._lock:
             self._pools.add(pool)
             self._peak = max(self._peak, self._taken)
         return pool.allocate_many(count, nbytes)
 
     def _reserve(self, wanted: int) -> None:
-        most, source = self._limit()
+        most, source = host_memory_limit()
         with self._lock:
             if self._closed:
                 raise StateError(f"memory {self.name} is closed: nothing can be allocated")
@@ -352,7 +322,7 @@ class DirectMemory:
                 self._taken -= pool.segment.nbytes
 
     def statistics(self) -> PoolStatistics:
-        """Return the figures at this moment, as a pool's; what is free is what the last look at the host said."""
+        """Return the figures at this moment, as those of a pool that is full."""
         with self._lock:
             pools, taken, peak = list(self._pools), self._taken, self._peak
         return PoolStatistics(
@@ -362,13 +332,13 @@ class DirectMemory:
             free_bytes=0,
             largest_hole_bytes=0,
             live_allocations=sum(pool.statistics().live_allocations for pool in pools),
-            page_bytes=_PAGE,
+            page_bytes=_DIRECT_PAGE,
             peak_used_bytes=peak,
             quarantined_bytes=sum(pool.statistics().quarantined_bytes for pool in pools),
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the segments and what is counted differ, or one of them contradicts itself."""
+        """Raise AssertionError if a segment contradicts itself, or more is mapped than counted."""
         with self._lock:
             pools, taken = list(self._pools), self._taken
         for pool in pools:
@@ -378,7 +348,7 @@ class DirectMemory:
             raise AssertionError(f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
 
     def close(self) -> None:
-        """Allocate no more. What is still allocated now is in use, and stays mapped. Idempotent."""
+        """Refuse further allocations; keep what is allocated mapped, because it is in use. Idempotent."""
         with self._lock:
             self._closed = True
             pools, self._pools = list(self._pools), set()
@@ -393,10 +363,10 @@ class DirectMemory:
 
 
 class _OneUsePool(MemoryPool):
-    """A pool over one segment for one allocation; freeing that gives the segment back."""
+    """A pool over one segment for one allocation; freeing the allocation gives the segment back."""
 
     def __init__(self, owner: DirectMemory, segment: Segment) -> None:
-        super().__init__(owner.name, segment, _PAGE_SHIFT)
+        super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)
         self._owner = owner
 
     def _free(self, allocation: Allocation) -> None:

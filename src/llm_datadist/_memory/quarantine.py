@@ -1,4 +1,7 @@
-"""Quarantine: pool memory that was given back while foreign writers were at work in it, until they are not."""
+"""Quarantine: pool memory that was given back while foreign writers were still writing it.
+
+Giving memory back never waits; taking memory may. Threads: any.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ __all__ = ["Quarantine", "writers_named"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class _Quarantined:
     allocation: Allocation
     hazards: tuple[Hazard, ...]
 
 
 class Quarantine:
-    """Who gives memory back never waits, who needs it may. Any thread; calls nobody under its lock.
+    """Keeps allocations until their writers have ended. Its lock is held across no call out of here.
 
-    What is held here is counted by its pool as used, and as quarantined, until the moment it is free.
+    A pool counts what is kept here as used, and as quarantined, until it is freed.
 
     Args:
         writers: Knows which writers have ended.
@@ -36,79 +39,77 @@ class Quarantine:
     def __init__(self, writers: WriteIntents) -> None:
         self._writers = writers
         self._lock = threading.Lock()  # guards the list
-        self._held: list[_Held] = []
+        self._held: list[_Quarantined] = []
 
     def free(self, allocation: Allocation, hazards: tuple[Hazard, ...]) -> None:
-        """Free the memory, or once these writers have ended: see :meth:`sweep`."""
+        """Free the memory now, or by :meth:`sweep` once all ``hazards`` are over."""
         if not hazards:
             allocation.free()
             return
         allocation.detain()
         with self._lock:
-            self._held.append(_Held(allocation, hazards))
+            self._held.append(_Quarantined(allocation, hazards))
 
     def sweep(self) -> bool:
-        """Free what nobody writes any more; True when there was some."""
+        """Free the memory whose writers have ended; return True if there was any."""
         over = {each for each in self._snapshot() if not self._writers.pending(each.hazards)}
         for each in over:
             each.allocation.free()
-        # Only now: until its memory can be taken again, whoever looks for memory must see that some is held.
+        # After freeing: until then allocate() must see that there is something to wait for.
         if over:
             with self._lock:
                 self._held = [each for each in self._held if each not in over]
         return bool(over)
 
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
-        """``pool.allocate_many``, which waits for quarantined memory where that could be enough.
+        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough.
 
         Raises:
-            OutOfMemory: There is not enough, or foreign writers still had it when the deadline passed; the text says
-                who they are.
+            OutOfMemory: There is not enough, or writers that the text names still had it when the deadline passed.
         """
         if not self._held:
             try:
                 return pool.allocate_many(count, nbytes)
             except OutOfMemory as error:
                 if not error.quarantined:
-                    raise  # nothing to wait for, as below
+                    raise  # nothing to wait for
         shortage: OutOfMemory
         taken: list[Allocation] = []
 
-        def try_it() -> bool:
+        def take_or_give_up() -> bool:
             nonlocal shortage
             self.sweep()
             try:
                 taken.append(pool.allocate_many(count, nbytes))
             except OutOfMemory as error:
                 shortage = error
-                # Nothing to wait for: the caller hears at once.
                 return not error.quarantined or error.free + error.quarantined < error.requested
             return True
 
-        deadline.poll(try_it)
+        deadline.poll(take_or_give_up)
         if taken:
             return taken[0]
         raise self._explained(shortage)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, in whole pages."""
+        """Bytes in quarantine, in whole pages."""
         return sum(each.allocation.detained for each in self._snapshot())
 
     def release_all(self) -> None:
-        """Free everything, written or not: the pools are closed next."""
+        """Free everything, even under a writer: the pools are closed next."""
         with self._lock:
             held, self._held = self._held, []
         for each in held:
             each.allocation.free()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when something is held for nothing."""
+        """Raise AssertionError if an allocation is kept without a writer."""
         for each in self._snapshot():
             if not each.hazards:
                 raise AssertionError(f"{each.allocation!r} is held in quarantine for nobody")
 
-    def _snapshot(self) -> list[_Held]:
+    def _snapshot(self) -> list[_Quarantined]:
         with self._lock:
             return list(self._held)
 
@@ -132,5 +133,5 @@ class Quarantine:
 
 
 def writers_named(hazards: Iterable[Hazard]) -> str:
-    """Return who they are, each once, for a message."""
+    """Return the names of the writers, each once, for a message."""
     return ", ".join(sorted({each.page.who for each in hazards})) or "nobody any more"

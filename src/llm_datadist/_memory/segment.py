@@ -1,4 +1,7 @@
-"""Segments: contiguous bytes at an address of this process, shared with peers or owned by the user."""
+"""Segments: contiguous bytes at an address of this process, shared with peers or owned by the user.
+
+Threads: any. A segment that cannot be made leaves no descriptor and no mapping behind.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,29 @@ import os
 import sys
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 
-from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "F_SEAL_FUTURE_WRITE",
-    "AddressRange",
-    "ExternalSegment",
-    "Mapping",
-    "Segment",
-    "SharedSegment",
-    "host_memory_limit",
-]
+__all__ = ["F_SEAL_FUTURE_WRITE", "AddressRange", "ExternalSegment", "Mapping", "Segment", "SharedSegment"]
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
 _ADDRESS_END: Final = 1 << 64
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# What the kernel answers when it is short of memory, address space or descriptors.
+# errno values of a lack of memory, address space or descriptors.
 _EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 
-class Segment(ABC):
+class Segment:
     """Bytes at an address of this process.
 
-    Whoever creates it owns it and closes it, once, from any thread, when nobody uses the *address* any more. Arrays
-    from :meth:`view` are safe beyond that: they keep the memory themselves. Everything else may be called from any
-    thread at any time.
+    Its creator owns it and closes it once the *address* is not used any more. Arrays from :meth:`view` keep the memory
+    themselves, and stay valid beyond that.
 
     Attributes:
         name: For messages.
@@ -72,9 +64,9 @@ class Segment(ABC):
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Return bytes ``[offset, offset + nbytes)``, by default all after ``offset``, as an array without a copy.
+        """Return bytes ``[offset, offset + nbytes)`` as an array without a copy.
 
-        The array has shape (nbytes,), is read-only where the segment is, and stays valid after :meth:`close`.
+        By default all after ``offset``. The array has shape (nbytes,), and is read-only if the segment is.
 
         Raises:
             ParamError: The range is not inside the segment.
@@ -88,14 +80,13 @@ class Segment(ABC):
         return self._open_memory().array()[offset : offset + count]
 
     def close(self) -> None:
-        """Give up the memory: it is returned when the last array over it is gone. Idempotent."""
+        """Give up the memory; the last array over it unmaps it. Idempotent."""
         if self._memory is not None:
             self._memory = None
             self._release()
 
-    @abstractmethod
     def _release(self) -> None:
-        """Return what the segment holds besides its address range; called once."""
+        """Release what a subclass holds besides its address range; called once."""
 
     def _open_memory(self) -> AddressRange:
         memory = self._memory
@@ -111,15 +102,15 @@ class Segment(ABC):
 
     def __repr__(self) -> str:
         memory = self._memory
-        place = "closed" if memory is None else f"at {memory.address:#x}"
-        return f"<{type(self).__name__} {self.name!r} {self.nbytes} bytes {place}>"
+        state = "closed" if memory is None else f"at {memory.address:#x}"
+        return f"<{type(self).__name__} {self.name!r} {self.nbytes} bytes {state}>"
 
 
 class SharedSegment(Segment):
-    """A memfd mapped here, which peers map through its descriptor. No name in any file system, so no residue.
+    """A memfd mapped here, which peers map through its descriptor. It has no name in any file system.
 
-    The owner's (:meth:`create`) holds the one descriptor until :meth:`close` or :meth:`close_descriptor`; a peer's
-    (:meth:`attach`) holds none. Sealed against resizing: a mapped reader dies of SIGBUS when the owner shrinks it.
+    The owner (:meth:`create`) holds the descriptor until :meth:`close` or :meth:`close_descriptor`; a peer
+    (:meth:`attach`) holds none. Sealed against resizing: a reader would die of SIGBUS if the owner shrank it.
     """
 
     def __init__(self, name: str, mapping: Mapping, fd: int | None) -> None:
@@ -133,7 +124,7 @@ class SharedSegment(Segment):
         Args:
             name: Shown by the kernel in /proc, and in messages.
             nbytes: Size in bytes, positive; pages take memory when they are first used.
-            peers_may_write: False seals it so that nobody but this mapping can ever write.
+            peers_may_write: False seals it so that only this mapping can ever write.
             prefault: Take all the memory now.
 
         Raises:
@@ -156,7 +147,7 @@ class SharedSegment(Segment):
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
-        """Map a peer's segment; takes ``fd`` over and closes it, also when it raises.
+        """Map a peer's segment; takes ``fd`` and closes it, also if this raises.
 
         Args:
             fd: Descriptor that the peer sent.
@@ -165,7 +156,7 @@ class SharedSegment(Segment):
 
         Raises:
             ProtocolError: The descriptor is not a memfd of exactly that size, sealed against resizing, or refuses
-                this kind of mapping. Nothing has been mapped.
+                this kind of mapping.
             OutOfMemory: No address space is left.
         """
         try:
@@ -190,12 +181,8 @@ class SharedSegment(Segment):
             raise StateError(f"segment {self.name!r} holds no descriptor: it is closed, or attached from a peer")
         return self._fd
 
-    def fileno(self) -> int:
-        """Return :attr:`fd`."""
-        return self.fd
-
     def close_descriptor(self) -> None:
-        """Keep the mapping only: the last peer has been given the descriptor. Idempotent."""
+        """Keep the mapping only; the descriptor is sent to no further peer. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -212,9 +199,9 @@ class SharedSegment(Segment):
 
 
 class ExternalSegment(Segment):
-    """Memory of the user, who keeps it allocated for as long as this object or a view of it is used.
+    """Memory of the user, who keeps it allocated while this object or a view of it is used.
 
-    Constructing and closing it never touch the bytes; it may be dropped without closing.
+    The bytes are never touched. It may be dropped without closing.
 
     Args:
         address: Of the first byte, positive.
@@ -229,19 +216,16 @@ class ExternalSegment(Segment):
             raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
         super().__init__("external", AddressRange(address, nbytes, writable=True))
 
-    def _release(self) -> None:
-        pass
-
 
 def _fill_memfd(fd: int, nbytes: int, *, peers_may_write: bool, prefault: bool) -> Mapping:
     os.ftruncate(fd, nbytes)
     if prefault:
-        # Reserve first: running out is an error here and would be a SIGBUS in the loop below.
+        # Reserve first: a lack of memory is an error here, and would be a SIGBUS when the pages are touched below.
         os.posix_fallocate(fd, 0, nbytes)
     mapping = Mapping(fd, nbytes, writable=True)
     if prefault:
         mapping.array()[:: mmap.PAGESIZE] = 0
-    # After our own mapping: the last seal refuses every later writable one.
+    # After our own mapping: F_SEAL_FUTURE_WRITE refuses every later writable one.
     seals = _SIZE_SEALS | fcntl.F_SEAL_SEAL | (0 if peers_may_write else F_SEAL_FUTURE_WRITE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return mapping
@@ -292,19 +276,19 @@ class AddressRange:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        """What NumPy needs to lay an array over the range; such an array keeps the range object alive."""
+        """Describe the range to NumPy; an array made from it keeps this object alive."""
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, not self.writable)}
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the whole range as an array, shape (nbytes,), no copy; it keeps this object alive."""
+        """Return the range as an array of shape (nbytes,), which keeps this object alive."""
         # NumPy's ArrayLike does not list __array_interface__.
         return np.asarray(cast("Any", self))
 
 
 class Mapping(AddressRange):
-    """A shared mapping of a descriptor, unmapped when the last reference to it dies: its segment's or an array's.
+    """A shared mapping of a descriptor, unmapped with the last reference to it: of its segment or of an array.
 
-    It does not need the descriptor any more once it exists. Whichever thread drops the last reference unmaps.
+    It does not need the descriptor once it exists. The thread that drops the last reference unmaps.
 
     Raises:
         OSError: mmap refused; errno says why (EPERM: sealed against this kind of mapping).

@@ -1,11 +1,13 @@
-"""Writers: pages in which peers announce what they write, so that memory is not used again under their hands.
+"""Write intents: a peer announces a write in a page of the owner, so that memory is not reused under it.
 
-Foreign readers are never waited for, they fail by a generation. A foreign writer cannot fail once it has begun: it
-announces itself, looks at the generation, writes, and says that it is done. The owner who wants the memory back
-advances the generation first; whoever announces after that sees it and writes nothing, so the owner waits for those
-only whom it finds then, until each of them is done or its process has ended. A lost link proves neither.
+A foreign reader is never waited for: its guard's generation tells it that it read the wrong bytes. A foreign writer
+cannot be stopped once it has begun. It therefore announces itself, checks the generation, writes, and ends the
+announcement. An owner that wants the memory back advances the generation first. A writer that announces itself later
+sees that and writes nothing, so the owner waits only for the writers that it finds then: until each has ended its
+announcement or its process has ended. A lost link proves neither. Readers in the same process announce themselves
+too: memory of the user that is freed under one is a segmentation fault.
 
-In one process a reader needs the same: memory of the user that is freed under it is a segmentation fault.
+Threads: any. On failure an announcement is refused, and nothing may be written.
 """
 
 from __future__ import annotations
@@ -40,13 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = ["WRITER_PAGE_BYTES", "Hazard", "IntentWriter", "WriteIntent", "WriteIntents", "WriterPage"]
 
-#: How often somebody who found every slot of a page taken looks again, if nobody wakes it.
-_FULL_PAUSE_S: Final = 0.05
+_FULL_PAGE_PAUSE_S: Final = 0.05  # how long to wait for a free slot before the deadline is checked again
 _MAX_GUARD: Final = 1 << 62
 
 
-def _what(guard: int, *, reading: bool) -> int:
-    """Return the word that a slot shows for a guard slot number."""
+def _slot_word(guard: int, *, reading: bool) -> int:
+    """Return what a slot shows while its writer, or reader, works under guard slot ``guard``."""
     return guard * 2 + reading
 
 
@@ -54,7 +55,7 @@ def _what(guard: int, *, reading: bool) -> int:
 
 
 class WriterPage:
-    """One page, of the owner of the memory: who may write there announces it here. Made by :class:`WriteIntents`.
+    """One page of the owner of the memory, in which one peer announces its writes. Made by :class:`WriteIntents`.
 
     Its fields are guarded by the lock of its :class:`WriteIntents`.
 
@@ -68,7 +69,7 @@ class WriterPage:
 
     def __init__(self, writers: WriteIntents, segment: SharedSegment | None, who: str) -> None:
         self.segment = segment
-        # Keeps the memory until the page is let go, whatever became of the segment.
+        # Keeps the memory mapped until the page is released, even if the segment is closed earlier.
         self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
         self.address: int = self._memory.ctypes.data
         self.who = who
@@ -79,38 +80,38 @@ class WriterPage:
         self._pidfd = -1
 
     def belongs_to(self, pid: int, pidfd: int) -> None:
-        """The peer is process ``pid``; its pidfd stays the caller's until :meth:`retire`."""
+        """Set the peer's process; the caller keeps the pidfd until :meth:`retire`."""
         self.who = f"pid {pid}"
         self._pidfd = pidfd
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Learn the peer's name, for messages."""
+        """Set the peer's name, for messages."""
         self.who, self.cluster_id = who, cluster_id
 
     def intent_writer(self) -> IntentWriter:
-        """Return the writer's side, for a peer in this process. Before :meth:`retire`."""
+        """Return the writer's side for a peer in this process. Call it before :meth:`retire`."""
         assert self._memory is not None
         return IntentWriter(self._memory)
 
     def retire(self) -> None:
-        """The link is over: nobody may begin any more; takes the pidfd over. The page goes when nobody writes.
+        """Refuse new writers, because the link is over, and take the pidfd.
 
-        Takes no lock that it would have to wait for, so that a ``__del__`` may call it.
+        The page is released after its last writer. Does not wait for a lock, so that a ``__del__`` may call it.
         """
         if self._memory is None:
             return
         if os.getpid() == self._owner:
             close_writers(self.address)
             self._writers._retire(self)
-        else:
-            # A forked child: the page, and who writes there, are the parent's.
+        else:  # in a forked child the page and its writers are the parent's
             self._release()
 
     def _ended(self) -> bool:
-        """Return True when the peer's process cannot write any more, or no peer was ever met. Under the lock."""
-        if self.segment is None:
-            return False
-        return self._pidfd < 0 or readable(self._pidfd)
+        """Return True if the peer's process has ended or is unknown. Under the lock."""
+        return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
+
+    def _is_idle(self) -> bool:
+        return self._ended() or not find_writers(np.array([self.address], np.uint64), [], True)
 
     def _release(self) -> None:
         if self._pidfd >= 0:
@@ -126,7 +127,7 @@ class WriterPage:
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """A piece of work that was going on when the owner looked: over when its slot shows another sequence."""
+    """A write, or read, that was going on when the owner looked. It is over when its slot shows another sequence."""
 
     page: WriterPage
     slot: int
@@ -136,7 +137,7 @@ class Hazard:
 class WriteIntents:
     """All pages of one process, as the owner of the memory. Any thread.
 
-    One lock; under it memory is looked at and a pidfd is asked whether it is readable, neither of which blocks.
+    One lock. Under it pages are read and pidfds are polled, neither of which blocks.
     """
 
     def __init__(self) -> None:
@@ -151,7 +152,7 @@ class WriteIntents:
 
         Raises:
             OutOfMemory: No memory or descriptor is left.
-            LinkError: This process is being finalised.
+            LinkError: This process is being finalized.
         """
         segment = SharedSegment.create("writers", WRITER_PAGE_BYTES, peers_may_write=True)
         try:
@@ -161,25 +162,21 @@ class WriteIntents:
             raise
 
     def open_here(self) -> WriterPage:
-        """Return a page for a peer in this process.
-
-        Raises:
-            LinkError: The owner is being finalised.
-        """
+        """Return a page for a peer in this process. Raises LinkError during finalize."""
         return self._add(WriterPage(self, None, f"a thread of this process (pid {os.getpid()})"))
 
     def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
-        """Return who writes (or ``readers``: reads, in this process) under a guard that was advanced just now."""
+        """Return the writers, or also local ``readers``, under a guard that was just advanced."""
         if not self._pages:
-            return ()  # nobody may write: a page made after this was asked for meets the advanced guard
-        wanted = [_what(guard, reading=False)] + ([_what(guard, reading=True)] if readers else [])
+            return ()  # a page made later meets the advanced guard
+        wanted = [_slot_word(guard, reading=False)] + ([_slot_word(guard, reading=True)] if readers else [])
         with self._lock:
             self._tidy()
             found = find_writers(self._addresses, wanted, False)
             return tuple([Hazard(self._pages[page], slot, sequence) for page, slot, sequence in found])
 
     def pending(self, hazards: Iterable[Hazard]) -> tuple[Hazard, ...]:
-        """Return those that are not over yet."""
+        """Return the hazards that are not over yet."""
         with self._lock:
             self._tidy()
             return tuple(
@@ -193,40 +190,39 @@ class WriteIntents:
             )
 
     def tidy(self) -> None:
-        """Let retired pages go in which nobody writes any more."""
+        """Release the retired pages that have no writer left."""
         if self._retiring or any(page.retired for page in self._pages):
             with self._lock:
                 self._tidy()
 
     @property
     def lost(self) -> int:
-        """Number of pages kept for peers that are no longer linked and have not ended a write."""
+        """Number of pages kept because a peer lost its link before it ended a write."""
         self.tidy()
         return sum(page.retired for page in list(self._pages))
 
     def shut(self) -> None:
-        """Let nobody begin any more, on any page, and make no new ones: finalize."""
+        """Refuse new writers on every page, and new pages, for finalize."""
         with self._lock:
             self._closed = True
             for page in self._pages:
                 close_writers(page.address)
 
     def close(self) -> None:
-        """Give up every page. Idempotent; whoever still writes is not seen any more."""
+        """Release every page, even under a writer. Idempotent."""
         self.shut()
         with self._lock:
             self._tidy()
             pages, self._pages = self._pages, []
             self._index()
             for page in pages:
-                # One that is not retired yet borrows its pidfd, whose owner still closes it.
                 if page.retired:
                     page._release()
-                elif page.segment is not None:
+                elif page.segment is not None:  # borrows its pidfd: the owner of that still closes it
                     page.segment.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the list of pages and what is scanned differ."""
+        """Raise AssertionError if the list of pages and the scanned addresses differ."""
         with self._lock:
             if [page.address for page in self._pages] != self._addresses.tolist():
                 raise AssertionError("pages of writers: the scanned addresses are not those of the pages")
@@ -242,7 +238,7 @@ class WriteIntents:
 
     def _retire(self, page: WriterPage) -> None:
         self._retiring.append(page)
-        # A __del__ may interrupt whoever holds the lock in this very thread; then the next call does it.
+        # A __del__ may interrupt the holder of the lock in this very thread; then the next call tidies.
         if self._lock.acquire(blocking=False):
             try:
                 self._tidy()
@@ -250,13 +246,13 @@ class WriteIntents:
                 self._lock.release()
 
     def _tidy(self) -> None:
-        """Under the lock."""
+        """Retire the pages of ended links, and release idle ones. Under the lock."""
         while self._retiring:
             page = self._retiring.popleft()
             page.retired = True
             if page not in self._pages:
                 page._release()  # closed already
-        idle = [page for page in self._pages if page.retired and (page._ended() or not _at_work(page))]
+        idle = [page for page in self._pages if page.retired and page._is_idle()]
         for page in idle:
             self._pages.remove(page)
             page._release()
@@ -267,11 +263,8 @@ class WriteIntents:
         self._addresses = np.array([page.address for page in self._pages], np.uint64)
 
     def __repr__(self) -> str:
-        return f"<Writers {len(self._pages)} pages, {sum(page.retired for page in list(self._pages))} of lost peers>"
-
-
-def _at_work(page: WriterPage) -> bool:
-    return bool(find_writers(np.array([page.address], np.uint64), [], True))
+        lost = sum(page.retired for page in list(self._pages))
+        return f"<WriteIntents {len(self._pages)} pages, {lost} of lost peers>"
 
 
 def _private_page() -> NDArray[np.uint8]:
@@ -284,16 +277,16 @@ def _private_page() -> NDArray[np.uint8]:
 
 
 class IntentWriter:
-    """The writer's side of one page: its slots, each one call's at a time. Any thread.
+    """The writer's side of one page: hands out its slots, one to each announcement. Any thread.
 
     Args:
-        page: The page, mapped here; kept mapped for as long as somebody is announced.
+        page: The page, mapped here; stays mapped while an announcement lasts.
 
     Attributes:
-        pid: The process whose slots these are; a forked child's are not.
+        pid: Process that the slots belong to; a forked child must not use them.
 
     Raises:
-        ProtocolError: It is no page.
+        ProtocolError: The memory is not a page.
     """
 
     def __init__(self, page: NDArray[np.uint8]) -> None:
@@ -302,15 +295,15 @@ class IntentWriter:
         self.pid = os.getpid()
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
-        # The last one back is the next one out: the owner looks no further than the highest that was ever used.
+        # Used as a stack: the owner scans up to the highest slot that was ever used.
         self._free = deque(range(WRITER_SLOTS, 0, -1))
-        self._someone_waits = 0
-        self._came_back = threading.Condition()
+        self._waiting = 0
+        self._slot_freed = threading.Condition()
 
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
-        """Say that memory under the guard slot ``guard`` is being written from now on, or read.
+        """Announce a write, or a read, of the memory under guard slot ``guard``.
 
-        Generations must be looked at after this, and are decisive.
+        Check the generation after this; it decides whether the work may begin.
 
         Raises:
             LinkError: The owner has closed the page, or this side has.
@@ -325,39 +318,39 @@ class IntentWriter:
         try:
             slot = self._free.pop()
         except IndexError:
-            slot = self._wait(deadline)
-        announced = WriteIntent(self, page, self._address, slot)
-        if not announce_writer(self._address, slot, _what(guard, reading=reading)):
-            announced.end()
+            slot = self._wait_for_slot(deadline)
+        intent = WriteIntent(self, page, self._address, slot)
+        if not announce_writer(self._address, slot, _slot_word(guard, reading=reading)):
+            intent.end()
             raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
-        return announced
+        return intent
 
     def close(self) -> None:
-        """Announce nobody any more. The page stays mapped for those who are. Idempotent."""
+        """Refuse new announcements; the page stays mapped for those that last. Idempotent."""
         self._page = None
 
-    def _wait(self, deadline: Deadline) -> int:
-        with self._came_back:
-            self._someone_waits += 1
+    def _wait_for_slot(self, deadline: Deadline) -> int:
+        with self._slot_freed:
+            self._waiting += 1
             try:
                 while True:
                     try:
                         return self._free.pop()
                     except IndexError:
                         deadline.check(f"{WRITER_SLOTS} writes to this peer are going on already", "copy")
-                        self._came_back.wait(min(_FULL_PAUSE_S, deadline.remaining()))
+                        self._slot_freed.wait(min(_FULL_PAGE_PAUSE_S, deadline.remaining()))
             finally:
-                self._someone_waits -= 1
+                self._waiting -= 1
 
     def _give_back(self, slot: int) -> None:
         self._free.append(slot)
-        if self._someone_waits:
-            with self._came_back:
-                self._came_back.notify()
+        if self._waiting:
+            with self._slot_freed:
+                self._slot_freed.notify()
 
     def __repr__(self) -> str:
         state = "closed" if self._page is None else "open"
-        return f"<Announcer {state}: {WRITER_SLOTS - len(self._free)} at work>"
+        return f"<IntentWriter {state}: {WRITER_SLOTS - len(self._free)} at work>"
 
 
 class WriteIntent:
@@ -372,7 +365,7 @@ class WriteIntent:
         self._slot = slot
 
     def end(self) -> None:
-        """The work is over, whatever came of it. Idempotent."""
+        """Tell the owner that the work is over, done or not. Idempotent."""
         if self._page is not None:
             retract_writer(self._address, self._slot)
             self._page = None
@@ -385,8 +378,7 @@ class WriteIntent:
         self.end()
 
     def __del__(self) -> None:
-        # A signal's exception may come between announcing and the work, or on the way out of it. In a forked child
-        # the work is the parent's, and goes on.
+        # An exception of a signal handler may prevent end(). In a forked child the work is the parent's, and goes on.
         if self._page is not None and os.getpid() == self._intent_writer.pid:
             retract_writer(self._address, self._slot)
             self._intent_writer._free.append(self._slot)

@@ -1,11 +1,11 @@
 """Native code behind a checking wrapper: parse block lists, plan copies, execute them, read and advance generations.
 
-Everything here works on numbers, offsets and addresses; what they mean is known above.
+Works on numbers, offsets and addresses only. Arguments are checked before any memory is touched. Threads: any.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from llm_datadist._native.lanes import (
     LaneLost,
     Outcome,
     ReadAsked,
-    Served,
     WriteAsked,
     check_plan,
 )
@@ -66,8 +65,8 @@ __all__ = [
     "Meter",
     "Outcome",
     "Plan",
+    "ProcessMemory",
     "ReadAsked",
-    "Served",
     "Tensors",
     "Timer",
     "UseGate",
@@ -98,21 +97,23 @@ NO_DEADLINE: Final = 2**63 - 1
 
 
 def parse_blocks(name: str, values: object) -> BlockList:
-    """Return a caller's list of block numbers, as the planner takes it.
+    """Check a caller's list of block numbers and return it for the planner.
 
     Args:
-        name: What the caller calls the list; errors begin with it.
+        name: The caller's name of the list; errors begin with it.
         values: A list or tuple of ints (anything with ``__index__``), or a 1-D integer array.
 
     Raises:
         NoneArgument: ``values`` is None.
-        TypeError: It is another container, or an element is no integer.
+        TypeError: It is another container, or an element is not an integer.
         ParamError: An element is negative or does not fit int64.
     """
     try:
         parsed = _native.parse_blocks(name, values)
     except TypeError:
-        _refuse_none(name, values)
+        for i, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+            if value is None:
+                raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
         raise
     if parsed is not None:
         return parsed
@@ -126,12 +127,6 @@ def parse_blocks(name: str, values: object) -> BlockList:
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
     return parse_blocks(name, values).array
-
-
-def _refuse_none(name: str, values: object) -> None:
-    for i, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
-        if value is None:
-            raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
 
 
 def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
@@ -151,14 +146,11 @@ def execute(
     pool: CopyPool | None,
     deadline_ns: int,
     cancelled: bytearray | None = None,
-    *,
-    pid: int | None = None,
-    write: bool = False,
 ) -> int:
     """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
 
-    The interpreter lock is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered.
-    A run whose two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
+    The GIL is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered. A run whose
+    two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
 
     Args:
         plan: What to move.
@@ -167,52 +159,44 @@ def execute(
         pool: Threads to help, or None.
         deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
         cancelled: One byte: the copy stops once it is not zero. None: only the deadline stops it.
-        pid: See :func:`execute_process`; None: both ends are in this process.
-        write: See there.
 
     Returns:
-        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
+        Bytes done: fewer than ``plan.nbytes`` only if it had to stop, which is checked about every 4 MiB.
 
     Raises:
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
             nothing is written.
     """
-    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled, pid, write)
+    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled)
+
+
+class ProcessMemory(NamedTuple):
+    """Tensors of process ``pid`` of this host, by its addresses there; ``write`` is True to write them, else read."""
+
+    pid: int
+    tensors: Tensors
+    write: bool
 
 
 def execute_process(
     plan: Plan,
     local: Tensors,
-    remote: Tensors,
-    pid: int,
+    remote: ProcessMemory,
     pool: CopyPool | None,
     deadline_ns: int,
     cancelled: bytearray | None = None,
-    *,
-    write: bool,
 ) -> int:
-    """Move the bytes of ``plan`` between this process and another one of the same host, by the kernel's hand.
+    """Move the bytes of ``plan`` between this process and ``remote``, by system calls. Otherwise as :func:`execute`.
 
-    As :func:`execute`, but the two ends must not overlap in any memory that the processes share. Nothing says that
-    process ``pid`` is still the one that was meant: the caller asks its pidfd after the copy.
-
-    Args:
-        plan: What to move; the destination is ``remote`` when writing, else ``local``.
-        local: Memory of this process.
-        remote: Memory of process ``pid``, by its addresses there.
-        pid: The other process.
-        pool: Threads to help, or None.
-        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
-        cancelled: As :func:`execute`.
-        write: True to move from ``local`` to ``remote``.
-
-    Returns:
-        Bytes done: fewer than ``plan.nbytes`` only when it had to stop, which is asked about every 4 MiB.
+    The two ends must not overlap in memory that the processes share. The caller checks the process's pidfd after the
+    copy: another process may have got its pid meanwhile.
 
     Raises:
         OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
             any more; ``PermissionError``: it may not be touched; ``errno.EFAULT``: an end is not mapped that way.
         ParamError: As :func:`execute`; nothing is written.
     """
-    dst, src = (remote, local) if write else (local, remote)
-    return execute(plan, dst, src, pool, deadline_ns, cancelled, pid=pid, write=write)
+    pid, tensors, write = remote
+    dst, src = (tensors, local) if write else (local, tensors)
+    stop_ns = min(deadline_ns, NO_DEADLINE)
+    return _native.execute(plan, dst.native, src.native, pool, stop_ns, cancelled, pid, write)

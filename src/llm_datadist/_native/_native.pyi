@@ -26,34 +26,34 @@ class TensorList:
 
     def __init__(self, bases: NDArray[np.uint64], extent: int) -> None: ...
     def same_bases(self, other: TensorList) -> bool:
-        """Return True when both have the same addresses."""
+        """Return True if both have the same addresses."""
 
 @final
 class UseGate:
-    """Counts who is inside of something that can be shut. Any thread; takes no lock, each call is one step.
+    """Counts the users inside a gate that can be shut. Any thread; takes no lock, each call is atomic.
 
-    Whoever is inside when it is shut leaves by :meth:`leave`, where the last one finds 0.
+    A user that is inside when it is shut leaves by :meth:`leave`, which returns 0 to the last.
     """
 
     def __init__(self, is_open: bool = True) -> None: ...
     def try_enter(self) -> bool:
-        """Count one more inside; False, and nothing happened, when it is shut."""
+        """Count one user more inside; return False, without counting, if it is shut."""
     def try_leave(self) -> bool:
-        """Count one less inside; False, and nothing happened, when it is shut: somebody may wait for the last."""
+        """Count one user less inside; return False, without counting, if it is shut: use :meth:`leave`."""
     def enter(self) -> None:
-        """Count one more inside, even if it is shut."""
+        """Count one user more inside, even if it is shut."""
     def leave(self) -> int:
-        """Count one less inside, open or shut; return how many are left."""
+        """Count one user less inside, open or shut; return how many are left."""
     def open(self) -> None:
-        """Let them in, from now on. Idempotent."""
+        """Let users in. Idempotent."""
     def shut(self) -> int:
-        """Let nobody in any more; return how many are inside, -1 when it was shut already."""
+        """Let no user in any more; return how many are inside, -1 if it was shut already."""
     @property
     def is_open(self) -> bool:
-        """False once it was shut."""
+        """True if users may enter."""
     @property
     def inside(self) -> int:
-        """How many are inside."""
+        """Number of users inside."""
 
 @final
 class Meter:
@@ -73,14 +73,14 @@ class Meter:
 
 @final
 class Timer:
-    """Adds the block it is around to a meter, with the bytes that :attr:`nbytes` was set to. Used by one thread."""
+    """Adds its with block to a meter as one operation of :attr:`nbytes` bytes. Used by one thread."""
 
     nbytes: int
 
     def __init__(self, meter: Meter) -> None: ...
     @property
     def seconds(self) -> float:
-        """How long the block took, once it has ended."""
+        """Duration of the block, once it has ended."""
     def __enter__(self) -> Timer: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
@@ -133,13 +133,13 @@ class GuardSet:
 
     def __init__(self, promised: list[tuple[int, int]], slot_bytes: int) -> None: ...
     def unchanged(self, base: int, nbytes: int) -> bool:
-        """Return True while every slot of the table at ``base`` shows its generation, loaded as by load_generation.
+        """Return True if every slot of the table at ``base`` shows its generation, loaded as by load_generation.
 
         ParamError: a slot outside the table.
         """
 
 def parse_blocks(name: str, values: object) -> BlockList | None:
-    """Return the numbers of a list, a tuple, or a 1-D int64 array without a negative one; None for anything else."""
+    """Return the numbers of a list, a tuple, or a 1-D int64 array without negatives; None for anything else."""
 
 def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the (keys, values) of a dict of int to int, or of int to list of int when ``lists``, pair by pair in the
@@ -147,11 +147,11 @@ def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], 
     """
 
 def readable(fd: int) -> bool:
-    """Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits."""
+    """Return True if a descriptor can be read without waiting, or is invalid; False for -1. Never waits."""
 
 @final
 class BlockPlanner:
-    """Plans blocks between two caches whose geometries have been compared: what does not change from call to call."""
+    """Plans blocks between two caches whose geometries were compared once; each call gives the lists only."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class BlockPlanner:
         alias: bool,
         tensors: tuple[int, int, int] = (0, 0, 1),
     ) -> None:
-        """Take what :func:`plan_blocks` takes, but for the lists."""
+        """Take the arguments of :func:`plan_blocks` except the lists."""
     def plan(
         self,
         dst: BlockList | NDArray[np.int64],
@@ -260,23 +260,23 @@ def advance_generation(address: int) -> int:
     """
 
 def announce_writer(page: int, slot: int, what: int) -> bool:
-    """Say in a slot, which is the caller's alone, that ``what`` is being written; False when the page is closed.
+    """Show in a slot, which only the caller uses, that ``what`` is being written; False if the page is closed.
 
     Generations that are loaded afterwards are newer than what the owner did before it could see this.
     ParamError: no such slot, or an impossible address.
     """
 
 def retract_writer(page: int, slot: int) -> None:
-    """Say that the work is over, after everything that was written. ParamError: as ``announce_writer``."""
+    """Show that the work is over, after everything that was written. ParamError: as ``announce_writer``."""
 
 def close_writers(page: int) -> None:
-    """Let nobody begin any more. ParamError: an impossible address."""
+    """Refuse new announcements in the page. ParamError: an impossible address."""
 
 def writer_sequence(page: int, slot: int) -> int:
     """Return the sequence a slot shows, odd while its writer works. ParamError: as ``announce_writer``."""
 
 def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[tuple[int, int, int]]:
-    """Return (index of the page, slot, sequence) of everybody who works on one of ``what``, or on anything.
+    """Return (index of the page, slot, sequence) of each writer at work on one of ``what``, or on ``any``.
 
     ParamError: an impossible address.
     """
@@ -349,7 +349,6 @@ class LaneEngine:
         tuple[Literal["read"], int, int, bytes]
         | tuple[Literal["write"], int, int, bytes, int]
         | tuple[Literal["lost"], int, str]
-        | tuple[Literal["done"], int, int, int, int]
     ]:
         """Return the events since the last call."""
     def start(

@@ -27,10 +27,10 @@ inline bool passed(std::int64_t deadline_ns) {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec >= deadline_ns;
 }
 
-// When work ends before it is done: at a time, or once somebody sets the flag.
+// When work ends before it is done: at a time, or once another thread sets the flag.
 struct Stop {
     std::int64_t deadline_ns;
-    const std::uint8_t* cancelled = nullptr;  // written by another thread of this process; null: by nobody
+    const std::uint8_t* cancelled = nullptr;  // written by another thread of this process; null: no flag
 
     bool now() const {
         return (cancelled != nullptr && __atomic_load_n(cancelled, __ATOMIC_RELAXED) != 0) || passed(deadline_ns);
@@ -40,7 +40,7 @@ struct Stop {
 // Carriers is a value whose carrier() makes each thread its own carrier:
 //
 //     bool add(char* dst, char* src, std::uint64_t bytes) noexcept;   moves a piece, at once or by the next flush
-//     bool flush() noexcept;           moves what was added; false, as from add: it failed, and everybody stops
+//     bool flush() noexcept;           moves what was added; false, as from add: it failed, and all threads stop
 //     std::uint64_t done() const noexcept;                            bytes moved so far
 //
 // Run by one thread alone the pieces are added in the order of the plan. Not for plans that are empty.

@@ -1,4 +1,4 @@
-"""How many processors this process may use: affinity and the cgroup's quota."""
+"""The number of processors that this process may use, by its affinity and its cgroup's quota. Any thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """Return the processors this process may keep busy: its affinity, or its cgroup's CPU quota rounded up if lower."""
+    """Return the lower of our CPU affinity and our cgroup's quota, rounded up."""
     affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(_CGROUP_ROOT, _MEMBERSHIP)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the lowest quota on the way from our cgroup to the root, in processors, or None without one.
+    """Return the lowest quota of our cgroup and its ancestors, in processors, or None.
 
     Args:
         root: Where cgroup file systems are mounted.
@@ -31,7 +31,7 @@ def cpu_quota(root: Path, membership: Path) -> float | None:
 
 
 def _folders(root: Path, membership: Path) -> list[Path]:
-    """Our cgroup's folder and its parents, version 2 (``0::/path``) and version 1 (``n:cpu,cpuacct:/path``)."""
+    """Return the folders of our cgroup and its parents, of v2 (``0::/path``) and v1 (``n:cpu,cpuacct:/path``)."""
     folders: list[Path] = []
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
@@ -49,7 +49,7 @@ def _quota_of(folder: Path) -> float | None:
     for fields in (v2, v1):
         try:
             quota, period = (int(field) for field in fields)
-        except ValueError:  # "max", or no such file: no quota here
+        except ValueError:  # "max", or no such file
             continue
         if quota > 0 and period > 0:
             return quota / period

@@ -12,14 +12,13 @@
 namespace datadist {
 
 struct Event {
-    enum class What { read, write, lost, done };
+    enum class What { read, write, lost };
 
     What what;
     std::uint64_t lane;
     std::uint64_t id = 0;
-    std::string text;           // read, write: meta; lost: the reason
-    std::uint64_t bytes = 0;    // write: of the payload; done: moved
-    std::uint32_t status = 0;   // done
+    std::string text;         // read, write: meta; lost: the reason
+    std::uint64_t bytes = 0;  // write: of the payload
 };
 
 // Bounded by its producers: a lane has a window of unanswered requests.

@@ -1,4 +1,4 @@
-// A file descriptor that is closed by whoever holds it last, and the eventfd that threads wake each other with.
+// A file descriptor that its last holder closes, and the eventfd that threads wake each other with.
 #pragma once
 
 #include <poll.h>

@@ -103,25 +103,22 @@ public:
 
     void serve(Grant grant) {
         Request* request = asked(Kind::read, grant.id);
-        if (request == nullptr) return tell_done(grant.id, lost, 0);
+        if (request == nullptr) return;
         request->answered = true;
-        const std::uint64_t bytes = grant.payload->total();
-        Frame frame{Kind::data, grant.id, encode_header({Kind::data, grant.id, 0, bytes})};
+        Frame frame{Kind::data, grant.id, encode_header({Kind::data, grant.id, 0, grant.payload->total()})};
         frame.payload = std::move(grant.payload);
         frame.guards = std::move(grant.guards);
         frame.tag = grant.tag;
-        frame.granted = true;
-        frame.bytes = bytes;
         sender_.push(std::move(frame));
     }
 
     void accept(Grant grant) {
         Request* request = asked(Kind::write, grant.id);
-        if (request == nullptr) return tell_done(grant.id, lost, 0);
+        if (request == nullptr) return;
         request->answered = true;
         const bool fits = request->payload_bytes == grant.payload->total();
         if (!fits || !grant.guards.current()) {
-            answer_write(grant.id, fits ? changed : misfit, 0);
+            push_status(grant.id, fits ? changed : misfit);
             return drop_payload(request->payload_bytes);
         }
         receive_payload(grant.payload, false);
@@ -146,10 +143,7 @@ public:
 
     // Fails everything that is on the lane.
     void lose(const std::string& why) {
-        sender_.clear([this](const Frame& frame) {
-            if (frame.granted) tell_done(frame.id, lost, 0);
-        });
-        if (accepted_) tell_done(accepted_->grant.id, lost, 0);
+        sender_.clear();
         accepted_.reset();
         for (auto& [id, job] : jobs_) job.ticket->finish({Ending::lost, 0, job.payload->done(), why});
         for (Job& job : waiting_) job.ticket->finish({Ending::lost, 0, 0, why});
@@ -220,7 +214,7 @@ private:
         else
             receiver_.expect_header();
         events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
-                      incoming_.payload_bytes, good});
+                      incoming_.payload_bytes});
     }
 
     void on_payload() {
@@ -229,7 +223,7 @@ private:
             Accepted accepted = std::move(*accepted_);
             accepted_.reset();
             if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = torn;
-            answer_write(accepted.grant.id, accepted.status, accepted.status == good ? incoming_.payload_bytes : 0);
+            push_status(accepted.grant.id, accepted.status);
         }
         receiver_.expect_header();
     }
@@ -347,17 +341,11 @@ private:
         enter_next_stages();
     }
 
-    void answer_write(std::uint64_t id, Status status, std::uint64_t bytes) {
-        push_result(id, status, text_of(status));
-        tell_done(id, status, bytes);
-    }
+
+    void push_status(std::uint64_t id, Status status) { push_result(id, status, text_of(status)); }
 
     void push_result(std::uint64_t id, std::uint32_t code, const std::string& why) {
         sender_.push({Kind::result, id, encode_result(id, code, why)});
-    }
-
-    void tell_done(std::uint64_t id, Status status, std::uint64_t bytes) {
-        events_.push({Event::What::done, number_, id, "", bytes, status});
     }
 
     void on_sent(const Frame& frame) {
@@ -366,7 +354,6 @@ private:
             if (found != jobs_.end() && found->second.kind == frame.kind) found->second.sent = true;
             return;
         }
-        if (frame.granted) tell_done(frame.id, frame.status, frame.status == good ? frame.bytes : 0);
         const auto found = requests_.find(frame.id);
         if (found == requests_.end()) return;
         their_meta_bytes_ -= found->second.meta_bytes;

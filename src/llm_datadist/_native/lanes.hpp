@@ -28,7 +28,7 @@ public:
 
     static constexpr int default_drain_ms = 10'000;
 
-    // `drain_ms`: how long a payload may take that nobody wants any more, before its lane is dropped.
+    // `drain_ms`: how long the payload of an abandoned job may take before its lane is dropped.
     explicit LaneEngine(int threads, int drain_ms = default_drain_ms) : threads_(threads) {
         if (threads < 1 || threads > max_threads)
             refuse("threads is ", threads, ": a LaneEngine has 1 to ", max_threads, " threads");
@@ -72,7 +72,7 @@ public:
 
     // Lanes.
 
-    // The number of a lane to come: whoever reads events can know it before the first one.
+    // The number of a lane to come: the reader of events can know it before the first one.
     std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
 
     std::uint64_t add_lane(int raw) {
@@ -155,7 +155,7 @@ public:
         return outcome.value_or(Outcome{});  // without a lane or a worker the ticket was finished before
     }
 
-    // The peer's requests, as the events tell of them. Answers to what is gone are dropped, grants with a done event.
+    // The peer's requests, as the events tell of them. Answers to what is gone are dropped.
 
     void serve(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::serve); }
     void accept(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::accept); }
@@ -226,13 +226,9 @@ private:
         const auto body = usable_body();
         if (!body) return;
         auto shared = std::make_shared<Grant>(std::move(grant));
-        const std::uint64_t id = shared->id;
-        EventQueue& events = body->events;
-        const bool posted = body->worker_of(lane).post([lane, id, shared, verb, &events](Worker& worker) {
-            if (!worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); }))
-                events.push({Event::What::done, lane, id, "", 0, lost});
+        body->worker_of(lane).post([lane, shared, verb](Worker& worker) {
+            worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
         });
-        if (!posted) events.push({Event::What::done, lane, id, "", 0, lost});
     }
 
     void remember(std::uint64_t id, Started started) {

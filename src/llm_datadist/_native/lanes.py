@@ -1,7 +1,7 @@
 """The engine of the data lanes: native threads that move the bytes of many jobs over many stream sockets.
 
-An *initiator* starts jobs and waits for them; a *target* is told of them by events and grants or refuses each. One
-engine is both at once, over the same lanes.
+An *initiator* starts jobs and waits for them. A *target* gets an event for each request and grants or refuses it. One
+engine has both roles at once, over the same lanes. Threads: any. On failure a lane is lost, and its jobs with it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ __all__ = [
     "LaneLost",
     "Outcome",
     "ReadAsked",
-    "Served",
     "WriteAsked",
     "check_plan",
 ]
 
 CHANGED: Final = 1
-"""Status of a job whose target's guard had changed: what was read is not to be used, of a write nothing is there."""
+"""Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""
 ABORTED: Final = 2
 """Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
-
 LOST: Final = 3
-"""Status of a granted job whose lane ended."""
+"""Status of a job whose lane ended because it was given up."""
 MISFIT: Final = 4
-"""Status of a write whose payload is not of the size of what was granted."""
+"""Status of a write whose payload has another size than what was granted."""
 TORN: Final = 5
-"""Status of a write whose guard changed, or whose memory was taken back, after it was granted: part may be there."""
+"""Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
 
 _NEVER: Final = 2**63 - 1
 
@@ -56,7 +54,7 @@ class Ending(IntEnum):
     REFUSED = 1  # by the target; the outcome has its code and text
     LOST = 2  # with its lane
     TIMEOUT = 3  # or given up
-    TRAILER = 4  # the bytes came, but the target says that they are not to be used; the outcome has its status
+    TRAILER = 4  # the bytes came, but the target's status in the outcome says that they must not be used
 
 
 class Outcome(NamedTuple):
@@ -64,8 +62,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         ending: How it ended.
-        code: What the target said, where it did: its own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`.
-            :data:`LOST` where giving the job up cost its lane. Else 0.
+        code: The target's own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if
+            giving the job up cost its lane; else 0.
         nbytes: Bytes that moved at this end.
         text: Why, in one line.
     """
@@ -78,7 +76,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadAsked:
-    """The peer asks for bytes: to be answered by :meth:`LaneEngine.serve_read` or :meth:`LaneEngine.refuse`."""
+    """The peer asks for bytes. Answer by :meth:`LaneEngine.serve_read` or :meth:`LaneEngine.refuse`."""
 
     lane: int
     id: int
@@ -87,9 +85,9 @@ class ReadAsked:
 
 @dataclass(frozen=True, slots=True)
 class WriteAsked:
-    """The peer brings ``nbytes`` bytes: to be answered by :meth:`LaneEngine.accept_write` or ``refuse``.
+    """The peer sends ``nbytes`` bytes. Answer by :meth:`LaneEngine.accept_write` or :meth:`LaneEngine.refuse`.
 
-    Until then nothing more is read from that lane.
+    Nothing more is read from that lane until then.
     """
 
     lane: int
@@ -100,34 +98,19 @@ class WriteAsked:
 
 @dataclass(frozen=True, slots=True)
 class LaneLost:
-    """A lane ended that this end did not drop."""
+    """A lane ended without :meth:`LaneEngine.drop_lane`."""
 
     lane: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A granted request has ended; each grant is followed by exactly one of these.
+LaneEvent = ReadAsked | WriteAsked | LaneLost
 
-    Attributes:
-        status: 0 for good, else :data:`CHANGED`, :data:`ABORTED`, :data:`LOST`, :data:`MISFIT` or :data:`TORN`.
-        nbytes: Bytes that moved for it, 0 unless good.
-    """
-
-    lane: int
-    id: int
-    status: int
-    nbytes: int
-
-
-LaneEvent = ReadAsked | WriteAsked | LaneLost | Served
-
-_EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost, "done": Served}
+_EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost}
 
 
 def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
-    """Check a plan against both ends without moving anything, as ``execute`` does before its first byte.
+    """Check a plan against both ends, as ``execute`` does before its first byte.
 
     Raises:
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``.
@@ -146,15 +129,15 @@ def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
 
 
 class LaneEngine:
-    """Native threads and the lanes they serve; owns both until :meth:`close`.
+    """Owns native threads and the lanes they serve until :meth:`close`. Any thread.
 
-    Any thread may call. A lane is one stream socket; jobs on it go one after the other in each direction, and lanes
-    take turns, so that a slow peer holds up nobody but itself. What a peer sends is checked before it is used: a
-    breach costs the lane. In a forked child everything but :meth:`close` raises.
+    A lane is one stream socket. Jobs on it run one after the other in each direction, and lanes take turns, so that a
+    slow peer delays only its own jobs. What a peer sends is checked before it is used, and a violation costs the lane.
+    In a forked child every method but :meth:`close` raises.
 
     Args:
         threads: Threads that move bytes, named ``lldd-data-<n>``, 1 to 64.
-        drain_ms: Milliseconds a payload may take that nobody wants any more, before its lane is dropped.
+        drain_ms: Milliseconds that the payload of an abandoned job may take before its lane is dropped.
     """
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
@@ -177,15 +160,15 @@ class LaneEngine:
     # Lanes
 
     def add_lane(self, fd: int) -> int:
-        """Take over a connected stream socket, also when this raises, and return the number of its lane.
+        """Take over a connected stream socket, also if this raises; return its lane number.
 
         Raises:
-            ParamError: No socket, or too many lanes (4096).
+            ParamError: Not a socket, or too many lanes (4096).
         """
         return self._native.add_lane(fd)
 
     def reserve_lane(self) -> int:
-        """Return the number of a lane to come, for those who must know it before its first event."""
+        """Return the number of a lane that is attached later: known before its first event."""
         return self._native.reserve_lane()
 
     def attach_lane(self, lane: int, fd: int) -> None:
@@ -193,28 +176,29 @@ class LaneEngine:
         self._native.attach_lane(lane, fd)
 
     def drop_lane(self, lane: int) -> None:
-        """Close a lane: its jobs end as lost, and no memory is touched for it any more. Unknown ones are ignored."""
+        """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
         self._native.drop_lane(lane)
 
     def event_fd(self) -> int:
-        """Return a descriptor that is readable while :meth:`poll_events` has something; owned by the engine."""
+        """Return the engine's descriptor, which is readable while :meth:`poll_events` has events."""
         return self._native.event_fd()
 
     def poll_events(self) -> list[LaneEvent]:
-        """Return what has happened since the last call, in order for each lane."""
+        """Return the events since the last call, in order for each lane."""
         return [_EVENTS[name](*fields) for name, *fields in self._native.poll_events()]
 
     # Initiator
 
     def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
-        """Ask the target for the bytes of ``plan`` and return the job's number, to be waited for or given up once.
+        """Ask the target for the bytes of ``plan`` and return the job's number.
 
-        The target must send exactly ``plan.nbytes`` bytes, in the plan's order.
+        Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the
+        order of the plan.
 
         Args:
-            lane: Which lane; when it is gone the job ends as lost.
-            meta: What the target needs to know, at most 1 MiB.
-            plan: What to move; only its destination side is looked at here.
+            lane: The lane; if it is gone the job ends as lost.
+            meta: The request as the target understands it, at most 1 MiB.
+            plan: What to move; only its destination side is used here.
             dst: Where to, in memory that stays valid until the job has ended.
 
         Raises:
@@ -226,26 +210,26 @@ class LaneEngine:
         )
 
     def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
-        """Bring the bytes of ``plan`` to the target and return the job's number; otherwise as :meth:`start_read`."""
+        """Send the bytes of ``plan``; return the job's number. Otherwise as :meth:`start_read`."""
         runs, nbytes = plan.runs, plan.nbytes
         return self._native.start(
             lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, runs, nbytes, src.mapped
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
-        """Return how a job ended; at the deadline (``time.monotonic_ns()``) it is given up. Signals are handled.
+        """Return how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
 
-        Within 50 ms it is given up as well once ``cancelled``, one byte, is not zero.
+        It is also given up within 50 ms once ``cancelled``, one byte, is not zero.
 
         Raises:
-            ParamError: The job's end was told before.
+            ParamError: The outcome of the job was returned before.
         """
         return _outcome(self._native.wait(job, min(deadline_ns, _NEVER), cancelled))
 
     def give_up(self, job: int) -> Outcome:
-        """End a job if it has not ended yet, and return how it did.
+        """End a job if it has not ended yet, and return how it ended.
 
-        What still arrives of a read is dropped. A write that is half sent costs its lane.
+        Bytes of a read that still arrive are dropped. A write that is half sent costs its lane.
         """
         return _outcome(self._native.give_up(job))
 
@@ -259,13 +243,13 @@ class LaneEngine:
         Args:
             lane: As in the event.
             id: As in the event.
-            plan: What to send; only its source side is looked at.
-            src: Where from, valid until :class:`Served` comes or :meth:`quiesce` returns.
-            guards: (address, generation) of what must still be true before the first byte and after the last.
-            tag: What :meth:`quiesce` will call this memory.
+            plan: What to send; only its source side is used.
+            src: Where from, valid until :meth:`quiesce` has returned for ``tag``.
+            guards: (address, generation) pairs that must hold before the first byte and after the last.
+            tag: Name of this memory for :meth:`quiesce`.
 
         Raises:
-            ParamError: The plan leaves ``src``: the request is still to be answered.
+            ParamError: The plan leaves ``src``; the request still needs an answer.
         """
         at, runs, nbytes = plan.src_first, plan.runs, plan.nbytes
         self._native.grant(
@@ -275,18 +259,18 @@ class LaneEngine:
     def accept_write(
         self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
-        """Receive a :class:`WriteAsked` into ``dst``; ``plan.nbytes`` must be its size. As :meth:`serve_read`."""
+        """Receive a :class:`WriteAsked` of ``plan.nbytes`` bytes into ``dst``. Otherwise as :meth:`serve_read`."""
         at, runs, nbytes = plan.dst_first, plan.runs, plan.nbytes
         self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
 
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
-        """Answer a request with a reason instead; ``code`` is unsigned, not 0, ``text`` cut at 4000 bytes."""
+        """Refuse a request: ``code`` is unsigned, not 0; ``text`` is cut at 4000 bytes."""
         self._native.refuse(lane, id, code, text)
 
     def quiesce(self, tag: int) -> None:
-        """Stop using memory that was granted under ``tag``; when this returns none of it is touched any more.
+        """Stop using memory granted under ``tag``; it is not touched once this returns.
 
-        Its jobs end as :data:`ABORTED`. Advance its guards before: what is granted later is stopped by those.
+        Its jobs end as :data:`ABORTED`. Advance its guards before this: they stop what is granted later.
         """
         self._native.quiesce(tag)
 

@@ -92,10 +92,9 @@ inline nb::tuple event_tuple(const Event& event) {
         case Event::What::write:
             return nb::make_tuple("write", event.lane, event.id, nb::bytes(event.text.data(), event.text.size()),
                                   event.bytes);
-        case Event::What::lost: return nb::make_tuple("lost", event.lane, text_object(event.text));
-        case Event::What::done: break;
+        case Event::What::lost: break;
     }
-    return nb::make_tuple("done", event.lane, event.id, event.status, event.bytes);
+    return nb::make_tuple("lost", event.lane, text_object(event.text));
 }
 
 inline nb::list py_poll_events(LaneEngine& engine) {

@@ -55,7 +55,7 @@ inline void check_limit_pair(const LimitBlocks& dst, const LimitBlocks& src, std
 }
 
 // A limit is what all its threads reach at once: the kernel may leave a new one on the CPU of the thread that made it.
-// Called by the new one: to the system a thread that has ended is the one that asks, whose mask nobody may touch.
+// Called by the new thread itself: for an ended thread the system would change the mask of the calling thread.
 inline void keep_off(int cpu) {
     cpu_set_t allowed;
     if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;

@@ -124,7 +124,7 @@ struct Scrap {
 // The payload of one job. Detached, it moves the bytes that are left without touching the job's memory.
 class Payload {
 public:
-    // `mapped`: nobody can take the memory away while this lives, so that we may write it ourselves. The kernel says
+    // `mapped`: the memory cannot be unmapped while this lives, so that we may write it ourselves. The kernel says
     // EFAULT where we would crash.
     explicit Payload(Spans spans, bool mapped = false)
         : spans_(std::move(spans)),

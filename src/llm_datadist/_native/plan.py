@@ -1,9 +1,9 @@
-"""What native code executes: a copy in factored form, and the memory of one end."""
+"""Copy plans and what they are about: the memory of one end, its digest, and what of a plan can be compared later."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
 from llm_datadist._native._native import BlockList, Plan, TensorList
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
     from llm_datadist._native._native import CopyPool
 
-__all__ = ["DIGEST_BYTES", "NONCE_BYTES", "BlockList", "Plan", "Tensors", "digest", "standing"]
+__all__ = ["DIGEST_BYTES", "NONCE_BYTES", "BlockList", "Plan", "PlanEnd", "Tensors", "digest", "standing"]
 
 
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of one end, as mapped in this process. Not to be changed, but not frozen either: that would double
-    the time to make one, which is on the path of every pull by key.
+    """The tensors of one end, as mapped in this process.
+
+    Never changed. Not frozen either: that would double the time to make one, and each pull by key makes one.
 
     Attributes:
         bases: Shape ``(T,)``: address of each tensor. Native code has its own copy.
         extent: Bytes of each tensor; every run must end inside it.
-        mapped: Nobody but this library can unmap or protect that memory, so that native code may write it on behalf of
-            a peer by itself. Elsewhere it lets the kernel do it, which fails where we would crash.
-        native: The two, as native code takes them.
+        mapped: True if only this library can unmap or protect the memory. Then native code writes it for a peer
+            directly; else by a system call, which fails where a direct write would crash.
+        native: Bases and extent, as native code takes them.
     """
 
     bases: NDArray[np.uint64]
@@ -40,52 +41,54 @@ class Tensors:
 
 
 DIGEST_BYTES: Final = 16
-"""128 bits: the hash of a stripe has them anyway, and folding them would only add a way to collide."""
+"""128 bits, as many as the hash of a stripe has: folding them would only make collisions likelier."""
 NONCE_BYTES: Final = 16
 
 
+class PlanEnd(NamedTuple):
+    """One end of ``plan``: its ``tensors``, and whether it is the destination or the source."""
+
+    plan: Plan
+    tensors: Tensors
+    is_dst: bool
+
+
 def digest(
-    plan: Plan,
-    tensors: Tensors,
+    end: PlanEnd,
     pool: CopyPool | None,
     deadline_ns: int,
     nonce: bytes,
     *,
-    dst: bool,
     each_run: bool = False,
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None:
-    """Digest one end of ``plan``, in this thread and those of ``pool``.
+    """Digest one end of a plan, in this thread and those of ``pool``.
 
-    A digest depends on the bytes, in the order of the plan, on how many there are, and on the nonce: not on where they
-    lie, nor on how runs were merged or cut. The interpreter lock is released for more than 256 KiB; other threads help
-    above 1 MiB.
+    A digest depends on the bytes in the order of the plan, on their number and on the nonce; not on addresses, nor on
+    how runs were merged or split. The GIL is released for more than 256 KiB; other threads help above 1 MiB.
 
     Args:
-        plan: Which bytes.
-        tensors: The memory of that end.
+        end: Which bytes.
         pool: Threads to help, or None.
-        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; looked at about every 4 MiB.
-        nonce: 16 bytes that nobody could know before the bytes were written.
-        dst: True for the destination of the plan, False for its source.
+        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; checked about every 4 MiB.
+        nonce: 16 bytes that could not be known before the bytes were written.
         each_run: True for one digest of each run of each tensor, False for one of all runs of each tensor.
-        cancelled: One byte: no digest once it is not zero, as after the deadline. None: only the deadline stops it.
+        cancelled: One byte: the work stops once it is not zero. None: only the deadline stops it.
 
     Returns:
-        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None when it was stopped
-        first.
+        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None if it was stopped.
 
     Raises:
-        ParamError: A tensor that this end does not have, a run that ends outside it, or a nonce that is none.
+        ParamError: A tensor that this end does not have, a run that ends outside it, or a nonce of another length.
     """
-    first = plan.dst_first if dst else plan.src_first
+    plan, tensors, is_dst = end
     found = _native.digest(
         tensors.bases,
         tensors.extent,
-        first,
+        plan.dst_first if is_dst else plan.src_first,
         plan.count,
         plan.runs,
-        dst,
+        is_dst,
         each_run,
         nonce,
         pool,
@@ -96,10 +99,10 @@ def digest(
 
 
 def standing(plan: Plan, *, alias: bool) -> Plan:
-    """Return the part of ``plan`` that can be compared once it is done.
+    """Return the part of ``plan`` whose bytes can still be compared after it is done.
 
-    That is all of it, unless it is ordered (R26): then later runs may have written over what earlier ones wrote, and
-    over what they read where both ends are the same tensors (``alias``).
+    That is all of it, unless it is ordered (R26): then later runs may have overwritten what earlier ones wrote; and
+    also what they read, if both ends are the same tensors (``alias``).
     """
     if not plan.ordered:
         return plan

@@ -64,7 +64,7 @@ private:
     std::int64_t largest_ = -1;
 };
 
-// The tensors of one end. A copy of the addresses, so that nobody can change them under a check.
+// The tensors of one end. A copy of the addresses, so that they cannot change after a check.
 class TensorList {
 public:
     TensorList(const Addresses& bases, std::int64_t extent)
@@ -92,7 +92,7 @@ inline Pairing pairing_of(const Tensors& tensors) {
     return {std::get<0>(tensors), std::get<1>(tensors), std::get<2>(tensors)};
 }
 
-// A copy in factored form. The runs are the planner's own, or an array of somebody in Python, which is kept as it is.
+// A copy in factored form. The runs are the planner's own, or an array from Python, which is kept as it is.
 class MovePlan {
 public:
     using Shown = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;

@@ -45,7 +45,7 @@ public:
         if (pthread_getaffinity_np(thread_, sizeof allowed_, &allowed_) == 0) given_ = allowed_;
     }
 
-    // A mask that is not the one given here is somebody else's choice, and counts from then on.
+    // A mask other than the one set here was chosen outside of this library, and counts from then on.
     void keep_off(int cpu) noexcept {
         cpu_set_t mask;
         if (pthread_getaffinity_np(thread_, sizeof mask, &mask) != 0) return;  // more CPUs than a mask of this size has
@@ -240,7 +240,7 @@ private:
             lock.unlock();
             offer->task->run();
             lock.lock();
-            // Notified under the lock: the offer lives on its caller's stack, who goes on once the lock is free.
+            // Notified under the lock: the offer lives on the stack of its caller, which goes on once the lock is free.
             if (--offer->helpers == 0) offer->idle.notify_all();
         }
     }

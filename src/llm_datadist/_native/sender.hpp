@@ -29,10 +29,8 @@ struct Frame {
     std::shared_ptr<Payload> payload = nullptr;  // null: all is in the head
     Guards guards = {};                         // DATA: checked before the first byte and after the last
     std::int64_t tag = 0;                       // DATA: what quiesce() calls its memory
-    bool granted = false;                       // it was to be DATA: somebody waits to hear that it is done
-    Status status = good;                       // how that ended; the trailer
+    Status status = good;                       // DATA: how it ended; the trailer
     std::string tail = {};                      // DATA: the trailer, made once the payload is out
-    std::uint64_t bytes = 0;                    // DATA: of the payload
 
     bool requests() const { return kind == Kind::read || kind == Kind::write; }
 };
@@ -97,10 +95,9 @@ public:
         }
     }
 
-    // Gives every frame up, to `dropped`.
-    template <typename Dropped>
-    void clear(Dropped&& dropped) {
-        for (Frame& frame : std::exchange(frames_, {})) dropped(frame);
+    // Gives every frame up.
+    void clear() {
+        frames_.clear();
         begun_ = false;
     }
 

@@ -92,7 +92,7 @@ inline Mover best_streaming_mover() { return move_plain; }
 
 // Streaming stores pay once source and destination would not both stay in the caches. The cap is measured: on a Xeon
 // with 2 MiB of its own per core and 260 MiB that it shares, streaming won from there on even when all had just been
-// copied, and at every size when nothing had. Below it whoever reads the destination next finds it in a cache.
+// copied, and at every size when nothing had. Below it the next reader of the destination finds it in a cache.
 inline bool exceeds_caches(std::uint64_t bytes) {
     static const std::uint64_t limit = [] {
         constexpr std::uint64_t cap = 2u << 20;

@@ -1,4 +1,4 @@
-// Who is inside of something that can be shut, and totals: counts that Python code would need a lock for.
+// A gate that counts its users, and totals of operations: counts that Python code would need a lock for.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace datadist {
 
-// Called with the interpreter lock, which makes each call whole. Whoever shuts it gets to know in the same step who is
-// still inside; these leave by leave(), and the last one finds that it is the last.
+// Called with the GIL, which makes each call atomic. shut() also returns how many users are still inside. These leave by
+// leave(), which returns 0 to the last one.
 class UseGate {
 public:
     explicit UseGate(bool is_open) noexcept : open_(is_open) {}

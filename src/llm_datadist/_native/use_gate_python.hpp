@@ -39,18 +39,18 @@ inline void bind_counts(nb::module_& m) {
     using namespace nb::literals;
 
     nb::class_<UseGate>(m, "UseGate", nb::is_final(),
-                          "Counts who is inside of something that can be shut. Any thread; takes no lock, each call is\n"
-                          "one step. Whoever is inside when it is shut leaves by leave(), the last one finds 0.")
+                          "Counts the users inside a gate that can be shut. Any thread; takes no lock, each call is\n"
+                          "atomic. A user that is inside when it is shut leaves by leave(), which returns 0 to the last.")
         .def(nb::init<bool>(), "is_open"_a = true)
-        .def("try_enter", &UseGate::try_enter, "Count one more inside; False, and nothing happened, when it is shut.")
+        .def("try_enter", &UseGate::try_enter, "Count one user more inside; return False, without counting, if it is shut.")
         .def("try_leave", &UseGate::try_leave,
-             "Count one less inside; False, and nothing happened, when it is shut: somebody may wait for the last.")
-        .def("enter", &UseGate::enter, "Count one more inside, even if it is shut.")
-        .def("leave", &UseGate::leave, "Count one less inside, open or shut; return how many are left.")
-        .def("open", &UseGate::open, "Let them in, from now on. Idempotent.")
-        .def("shut", &UseGate::shut, "Let nobody in any more; return how many are inside, -1 when it was shut already.")
-        .def_prop_ro("is_open", &UseGate::is_open, "False once it was shut.")
-        .def_prop_ro("inside", &UseGate::inside, "How many are inside.");
+             "Count one user less inside; return False, without counting, if it is shut: use leave().")
+        .def("enter", &UseGate::enter, "Count one user more inside, even if it is shut.")
+        .def("leave", &UseGate::leave, "Count one user less inside, open or shut; return how many are left.")
+        .def("open", &UseGate::open, "Let users in. Idempotent.")
+        .def("shut", &UseGate::shut, "Let no user in any more; return how many are inside, -1 if it was shut already.")
+        .def_prop_ro("is_open", &UseGate::is_open, "True if users may enter.")
+        .def_prop_ro("inside", &UseGate::inside, "Number of users inside.");
 
     nb::class_<Meter>(m, "Meter", nb::is_final(), "Totals of one kind of operation. Any thread; takes no lock.")
         .def(nb::init<>())

@@ -1,7 +1,7 @@
 // One thread of the engine: an epoll loop over its lanes, and an inbox of commands that run between two slices.
 //
-// While that thread sleeps, whoever posts a command runs it by itself and saves waking it: lanes are touched by whoever
-// holds the turn.
+// While that thread sleeps, the thread that posts a command runs it instead of waking it. Only the thread that holds the
+// turn touches lanes.
 #pragma once
 
 #include <sys/epoll.h>
@@ -79,7 +79,7 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
-    // Runs the command now, or soon on the worker's thread; returns false when that has been told to stop.
+    // Runs the command now, or soon on the worker's thread; returns false once that thread is stopping.
     bool post(Command command) {
         if (run_here(command)) return true;
         bool first;

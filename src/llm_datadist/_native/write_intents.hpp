@@ -1,9 +1,9 @@
 // Announcements: a foreign process says in a shared page which guarded memory it is about to write, so that the owner
-// of that memory can wait for exactly those who began before it advanced the guard.
+// of that memory can wait for exactly the writers that began before it advanced the guard.
 //
 // A page is a header line and writer_slots lines of 64 bytes. A slot is one writer: its sequence is odd while it works,
-// and differs for every piece of work. Hazards, not a count: an owner waits for the sequences it saw, and nobody who
-// comes later can make it wait longer.
+// and differs for every piece of work. Hazards, not a count: an owner waits for the sequences it saw, and no later
+// writer can make it wait longer.
 //
 //   writer: sequence becomes odd  |  is the page closed?  |  generation as promised?  |  write  |  sequence even
 //   owner:  advance the generation  |  look for odd sequences
@@ -24,9 +24,9 @@ namespace datadist {
 constexpr std::uint64_t writer_slots = 255;
 constexpr std::uint64_t writer_page_bytes = 64 * (writer_slots + 1);
 
-// Written by both processes, so nothing in it is believed beyond what it says about the writer himself.
+// Written by both processes. A lying writer can only misreport its own work.
 struct alignas(64) WriterHeader {
-    std::uint64_t closed;  // by the owner: nobody may begin any more
+    std::uint64_t closed;  // by the owner: no writer may begin any more
     std::uint64_t used;    // by the writer: slots above this one have never been used
 };
 
@@ -100,8 +100,8 @@ struct Writing {
     std::uint64_t sequence;
 };
 
-// Finds who is at work on `what`, or on anything when `any`. What it does not find after a generation was advanced, or
-// a page closed, will see that.
+// Finds the writers at work on `what`, or on anything if `any`. A writer that it does not find, after a generation was
+// advanced or a page closed, sees that when it begins.
 class WriterScan {
 public:
     WriterScan(std::vector<std::uint64_t> what, bool any) : what_(std::move(what)), any_(any) {

@@ -1,15 +1,14 @@
-"""Raw addresses of a peer (``TransferConfig.dst_addrs``): which of its caches they are, and leave to write there.
+"""Raw addresses of a peer (``TransferConfig.dst_addrs``): which of its caches they are, and the right to write there.
 
-An address of another process means nothing here, and a peer that writes where it likes is not to be had. So the
-initiator asks first: ``Locate`` names addresses and how many bytes from each on will be written, and the target looks
-them up among the tensors of its caches. Outside all of them, or across the end of one, is ``LLM_PARAM_INVALID``. The
-answer, ``Located``, names cache, tensor and offset, and from then on the pushes are pushes like all others: by cache
-id, resolved, pinned where that is needed, under guards, planned against the true geometry.
+The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target looks them
+up among the tensors of its caches; an address outside all of them, or a range across the end of one, is
+``LLM_PARAM_INVALID``. Its answer ``Located`` names cache, tensor and offset. From then on the pushes are as all others:
+by cache id, resolved, under guards, planned against the true geometry.
 
-Without remote cache access (RCA) a target refuses pushes. It makes an exception for caches that it has located for this
-link (``Link.located``): ids are never used again within an ``init``, so the leave ends with the cache or with the link.
-The pools stay sealed against peers' writes: the target answers such a push with absolute addresses, which cma, the data
-lanes or the same process reach, and shared memory does not; the owner finds the writers as it does with RCA.
+Without remote cache access (RCA) a target allows pushes only into caches that it has located for this link
+(``PeerCacheView.located``). Ids are never used again within an ``init``, so that right ends with the cache or the
+link. The pools stay sealed against peers' writes: such a push is answered with absolute addresses, which cma, the
+data lanes and the same process reach, and shared memory does not.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist._cache.registry import State
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_LOCATE, Failed, Locate, Located
+from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
 
-__all__ = ["AddressBook", "Locations", "Locator", "RemoteOffset", "places_in"]
+__all__ = ["AddressBook", "Locations", "Locator", "RemoteOffset", "offsets_in"]
 
-#: Ids kept per link; beyond, those whose caches are gone are forgotten.
+#: Ids kept per link; beyond, those of caches that are gone are dropped.
 _MANY_IDS: Final = 1024
 
 
@@ -53,20 +51,17 @@ class RemoteOffset:
 
 @dataclass(frozen=True, slots=True)
 class Locations:
-    """Where all addresses of a question lie; ``allocated`` when one of them lies in memory of the peer's pools.
+    """Where all addresses of a question lie; ``allocated`` if one lies in memory of the peer's pools.
 
-    Such memory is a cache's only until that is freed; memory of the user is what it is, however it is registered.
+    Memory of a pool belongs to a cache only until that is freed; memory of the user stays what it is.
     """
 
-    places: list[RemoteOffset]
+    offsets: list[RemoteOffset]
     allocated: bool
 
 
-# --- the initiator ---------------------------------------------------------------------------------------------------
-
-
 class Locator:
-    """Asks peers what lies at their addresses. Any thread; keeps nothing."""
+    """Asks peers what lies at their addresses. Threads: any; keeps no state."""
 
     def __init__(self, links: LinkManager) -> None:
         self._links = links
@@ -74,7 +69,7 @@ class Locator:
     def locate(
         self, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
     ) -> Locations:
-        """Return the places of ``addresses``, from each of which on ``nbytes`` bytes are to be written.
+        """Return where ``addresses`` lie; ``nbytes`` bytes will be written at each.
 
         Raises:
             NotLinked: No link to the cluster.
@@ -84,33 +79,29 @@ class Locator:
             PeerLost: The link broke.
         """
         link = self._links.get(cluster_id)
+        found, allocated = [], False
         with link.operation():
-            parts = [
-                _ask(link, addresses[start : start + MAX_LOCATE], nbytes, deadline, what)
-                for start in range(0, len(addresses), MAX_LOCATE)
-            ]
-        places = [place for part in parts for place in part.places]
-        return Locations(places, any(part.allocated for part in parts))
+            for start in range(0, len(addresses), MAX_LOCATE):
+                part = addresses[start : start + MAX_LOCATE]
+                answer = _ask(link, part, nbytes, deadline, what)
+                found += offsets_in(answer, len(part), f"{what}: {link.peer}")
+                allocated |= answer.allocated
+        return Locations(found, allocated)
 
 
-def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Locations:
-    named = np.array(addresses, dtype="<u8").tobytes()
+def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Located:
+    named, asking = np.array(addresses, dtype="<u8").tobytes(), f"{what}: locating {len(addresses)} addresses"
     try:
-        answer = link.request(
-            lambda number: Locate(number, named, nbytes),
-            deadline,
-            f"{what}: locating {len(addresses)} addresses",
-            "locate",
-        )
+        answer = link.request(lambda number: Locate(number, named, nbytes), deadline, asking, "locate")
     except RemoteFailure as failure:
         raise failure.typed(what) from failure
     if not isinstance(answer, Located):
         raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
-    return Locations(places_in(answer, len(addresses), f"{what}: {link.peer}"), answer.allocated)
+    return answer
 
 
-def places_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
-    """Return the places in an answer about ``count`` addresses; whether a cache has such a place is seen at the push.
+def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
+    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets.
 
     Raises:
         ProtocolError: It is not about as many.
@@ -121,11 +112,8 @@ def places_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-# --- the target ------------------------------------------------------------------------------------------------------
-
-
 class AddressBook:
-    """Answers :class:`~llm_datadist._links.messages.Locate`. Runs on the control thread."""
+    """Answers :class:`~llm_datadist._links.messages.Locate`. Threads: control."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
@@ -135,41 +123,36 @@ class AddressBook:
         return {Locate: self.on_locate}
 
     def on_locate(self, link: Link, message: Locate) -> None:
-        """A peer wants to know what lies at addresses of ours, in order to write there."""
+        """Answer what lies at addresses of ours, and let the peer write there."""
         try:
             answer: Message = self._located(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         link.tell(answer)
 
     def _located(self, link: Link, message: Locate) -> Located:
         if len(message.addresses) % 8 or message.nbytes < 1:
             raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
         addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
-        directory = _Directory(self._entries(), message.nbytes)
-        found = directory.find(addresses)
-        cache_ids = directory.cache_ids[found]
-        self._allow(link, cache_ids)
+        entries, _, _ = self._store.registry.snapshot()
+        live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+        index = _AddressIndex(live, message.nbytes)
+        found = index.find(addresses)
+        cache_ids = index.cache_ids[found]
+        if len(link.caches.located) > _MANY_IDS:
+            link.caches.located &= {entry.cache_id for entry in live}
+        link.caches.located |= set(cache_ids.tolist())
         return Located(
             message.id,
             cache_ids.astype("<u8").tobytes(),
-            directory.tensors[found].astype("<u4").tobytes(),
-            (addresses - directory.bases[found]).astype("<u8").tobytes(),
-            bool(directory.owned[found].any()),
+            index.tensors[found].astype("<u4").tobytes(),
+            (addresses - index.bases[found]).astype("<u8").tobytes(),
+            bool(index.owned[found].any()),
         )
 
-    def _entries(self) -> list[Entry]:
-        entries, _, _ = self._store.registry.snapshot()
-        return [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
 
-    def _allow(self, link: Link, cache_ids: NDArray[np.uint64]) -> None:
-        if len(link.located) > _MANY_IDS:
-            link.located &= {entry.cache_id for entry in self._entries()}
-        link.located |= set(cache_ids.tolist())
-
-
-class _Directory:
-    """The tensors of some caches by address, as arrays: one row each, those with room for ``nbytes`` only."""
+class _AddressIndex:
+    """The tensors of some caches by address, one row of the arrays each; only those with room for ``nbytes``."""
 
     def __init__(self, entries: Sequence[Entry], nbytes: int) -> None:
         self._nbytes = nbytes
@@ -192,23 +175,20 @@ class _Directory:
         Raises:
             ParamError: One of them, or a part of what follows it, is in no tensor.
         """
-        # The tensor that begins last before an address is the one, but where caches overlap.
+        # The last tensor that begins at or before an address holds it, unless caches overlap.
         found = np.searchsorted(self.bases, addresses, side="right") - 1
-        for i in np.flatnonzero((found < 0) | ~self._holds(np.maximum(found, 0), addresses)):
-            found[i] = self._look_everywhere(addresses[i])
+        if len(self.bases):
+            rows = np.maximum(found, 0)
+            # Unsigned: an address before the base gives a difference larger than any room.
+            missing = (found < 0) | (addresses - self.bases[rows] > self._rooms[rows])
+        else:
+            missing = np.ones(len(addresses), np.bool_)
+        for i in np.flatnonzero(missing):
+            rows = np.flatnonzero(addresses[i] - self.bases <= self._rooms)
+            if not len(rows):
+                raise self._error(int(addresses[i]))
+            found[i] = rows[-1]
         return found
-
-    def _holds(self, rows: NDArray[np.intp], addresses: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        if not len(self.bases):
-            return np.zeros(len(rows), np.bool_)
-        # Unsigned, so that an address before the base is as far beyond the room as can be.
-        return np.asarray(addresses - self.bases[rows] <= self._rooms[rows])
-
-    def _look_everywhere(self, address: np.uint64) -> int:
-        rows = np.flatnonzero(address - self.bases <= self._rooms)
-        if not len(rows):
-            raise self._error(int(address))
-        return int(rows[-1])
 
     def _error(self, address: int) -> ParamError:
         what = f"address {address:#x} (dst_addrs): {self._nbytes} bytes from there on"

@@ -22,7 +22,7 @@ from llm_datadist._checks import (
     check_uint64_list,
 )
 from llm_datadist._log import logger
-from llm_datadist._transfer.initiator import RemoteName
+from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 from llm_datadist.types.grant import Grant

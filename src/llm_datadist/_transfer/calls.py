@@ -1,5 +1,7 @@
-"""What every form of a pull or a push does behind its own arguments: hold the local cache, check what can be known
-here, plan, hand over to the initiator. ``cache_manager.py`` and ``cpp_api/transfers.py`` are two such forms.
+"""Pulls and pushes behind the arguments of their public forms: hold the local cache, check what is known here, plan.
+
+The v2, v1 and C++-shaped calls are such forms. Runs in the caller's thread; what fails before the initiator is called
+has moved nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from llm_datadist._cache import geometry
-from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.geometry import CacheKind, RowRange
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer import arguments
+from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist.errors import LLMStatusCode, StateError
 from llm_datadist.types import Cache
 
@@ -21,14 +24,14 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import BlockList, Plan
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.initiator import RemoteName
+    from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant, Granter
 
 __all__ = [
     "EngineUser",
-    "Move",
     "Pending",
+    "TransferCall",
     "new_handle",
     "pull_blocks",
     "pull_row",
@@ -37,17 +40,17 @@ __all__ = [
 ]
 
 
-class Move(msgspec.Struct, eq=False):
-    """One public call, its own arguments checked. Used by one thread.
+class TransferCall(msgspec.Struct, eq=False):
+    """One public pull or push, its own arguments checked. Used by one thread.
 
     Attributes:
-        engine: Whose cache it is.
-        what: What the caller knows the call as: in errors, logs and statistics.
-        argument: What the caller knows the local cache as.
+        engine: Owns the local cache.
+        what: Name of the call in errors, logs and statistics.
+        argument: Name of the argument that is the local cache.
         cache_id: The local cache.
-        name: The remote one.
-        layers: Which of their layers.
-        deadline: Until when.
+        name: The remote cache.
+        layers: Layers of both.
+        deadline: Of the whole call.
     """
 
     engine: Engine
@@ -59,43 +62,35 @@ class Move(msgspec.Struct, eq=False):
     deadline: Deadline
 
     def __str__(self) -> str:
-        """What an error calls the local cache."""
+        """Return what an error calls the local cache."""
         return f"{self.what}: {self.argument}"
 
 
-def pull_row(move: Move, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into either row.
+def pull_row(call: TransferCall, row: int, size: int, *, src_offset: int = 0, dst_offset: int = 0) -> None:
+    """Pull ``size`` bytes per tensor, or -1, of the remote row into the local ``row``; offsets are bytes into a row.
 
     Raises:
-        CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.pull`.
+        CacheNotFound: No such local cache; also as :meth:`Initiator.run`.
     """
-    engine, layers = move.engine, move.layers
+    engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(move.what, "%s -> %d[%d]", move.name, move.cache_id, row) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
+        engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
         dst.require_row("batch_index", row)
         arguments.check_size(size, dst, dst_offset)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(ends: CachePair) -> Plan:
-            return geometry.plan_row(
-                ends.remote,
-                dst,
-                src_row=ends.row,
-                dst_row=row,
-                size=size,
-                layers=layers,
-                src_offset=src_offset,
-                dst_offset=dst_offset,
-            )
+        def plan(pair: CachePair) -> Plan:
+            src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
+            return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what)
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, call.deadline, call.what))
 
 
 def pull_blocks(
-    move: Move,
+    call: TransferCall,
     src_blocks: BlockList | None,
     dst_blocks: BlockList,
     grant: Grant | None = None,
@@ -105,65 +100,70 @@ def pull_blocks(
     """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
 
     Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name``: what the caller knows ``dst_blocks`` as.
+    ``name`` is the caller's name of ``dst_blocks``.
     """
-    engine, layers = move.engine, move.layers
+    engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(move.what, "%s -> %d, %d blocks", move.name, move.cache_id, len(dst_blocks)) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, len(dst_blocks)) as span,
+        engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
         arguments.check_blocks(name, dst_blocks, dst)
         layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(ends: CachePair) -> Plan:
+        def plan(pair: CachePair) -> Plan:
             if src_blocks is None:
-                return geometry.plan_pieces(ends.remote, dst, src_row=ends.row, dst_blocks=dst_blocks, layers=layers)
-            return ends.block_planner(ends.remote, dst, layers).plan(dst_blocks, src_blocks)
+                return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
+            return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.pull(move.name, local, plan, move.deadline, move.what, grant)
+        op = TransferOp(call.name, local, plan, call.deadline, call.what, grant=grant)
+        span.nbytes = engine.initiator.run(op)
 
 
-def push_row(move: Move, row: int) -> None:
+def push_row(call: TransferCall, row: int) -> None:
     """Push the local ``row`` into the remote one. Errors as :func:`pull_row`."""
-    engine, layers = move.engine, move.layers
+    engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(move.what, "%d[%d] -> %s", move.cache_id, row, move.name) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,
+        engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry
         src.require_row("src_batch_index", row)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(ends: CachePair) -> Plan:
-            return geometry.plan_row(src, ends.remote, src_row=row, dst_row=ends.row, size=src.stride, layers=layers)
+        def plan(pair: CachePair) -> Plan:
+            return geometry.plan_row(
+                src, pair.remote, RowRange(row), RowRange(pair.row), size=src.stride, layers=layers
+            )
 
-        span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
+        op = TransferOp(call.name, local, plan, call.deadline, call.what, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
-def push_blocks(move: Move, src_blocks: BlockList, dst_blocks: BlockList) -> None:
+def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList) -> None:
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
-    engine, layers = move.engine, move.layers
+    engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(move.what, "%d -> %s, %d blocks", move.cache_id, move.name, len(src_blocks)) as span,
-        engine.store.holding(move.cache_id, move) as local,
+        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
+        engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry
         arguments.check_blocks("src_blocks", src_blocks, src)
         layers.check_local("src_layer_range", src.num_tensors)
 
-        def plan(ends: CachePair) -> Plan:
-            return ends.block_planner(src, ends.remote, layers).plan(dst_blocks, src_blocks)
+        def plan(pair: CachePair) -> Plan:
+            return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.push(move.name, local, plan, move.deadline, move.what)
+        op = TransferOp(call.name, local, plan, call.deadline, call.what, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
-#: A call whose arguments have been checked: what is left to do, within a deadline, in whichever thread.
+#: The rest of a call whose arguments have been checked. Threads: any.
 Pending = Callable[[Deadline], None]
 
 
 class EngineUser:
-    """Holds the engine of one ``init``. Any thread."""
+    """Base of managers: holds the engine of one ``init``. Threads: any."""
 
     def __init__(self, engine: Engine) -> None:
         self._of = engine
@@ -182,7 +182,7 @@ class EngineUser:
 
 
 def new_handle(entry: Entry, cache_desc: CacheDesc, granter: Granter) -> Cache:
-    """Return the handle of a cache that was just made."""
+    """Return the public handle of a new cache."""
     storage = entry.storage
     return Cache(
         entry.cache_id,

@@ -1,8 +1,10 @@
-"""The initiator's half of a checksum (``llm.Checksum``): after a transfer both ends digest their own memory.
+"""Checksums (``llm.Checksum``): after a transfer both ends digest their own memory, and the digests are compared.
 
-Nothing is hashed on its way: what is compared is what the two memories hold now, so a byte that any part of the way
-changed, left out or put elsewhere is found. A source that its owner changed between the copy and the question is a
-mismatch as well: then the two ends do not hold the same bytes, and nobody can say which were meant.
+The memories are compared, not the bytes on their way: a byte that was changed, left out or put elsewhere anywhere is
+found. A source that its owner changes before the question is a mismatch as well.
+
+:class:`ChecksumClient` runs in the thread of the caller, :class:`ChecksumServer` has a thread of its own. A question
+that cannot be answered fails the transfer: it never counts as a match.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._links.link import RemoteFailure
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Verified, Verify
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, digest, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
@@ -32,87 +34,70 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.geometry import Geometry
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Guarded, Message
+    from llm_datadist._links.messages import Message
     from llm_datadist._native import CopyPool
+    from llm_datadist._transfer.resolution import Resolution
 
-__all__ = [
-    "MAX_QUESTION_BYTES",
-    "MAX_QUESTION_TENSORS",
-    "ChecksumClient",
-    "ChecksumServer",
-    "CompletedTransfer",
-    "Remote",
-]
+__all__ = ["MAX_QUESTION_BYTES", "MAX_QUESTION_TENSORS", "ChecksumClient", "ChecksumServer", "CompletedTransfer"]
 
-#: A place that differs is looked for among about so many pieces at a time.
+MAX_QUESTION_BYTES: Final = 64 << 20
+"""Bytes of memory of one question: some 10 ms of work, for which the questions of other peers wait."""
+MAX_QUESTION_TENSORS: Final = 1 << 15
+"""Tensors of one question: their digests fit a frame twice."""
+
+#: The search for the first difference splits a part into about so many pieces per question.
 _PIECES: Final = 1024
-#: Runs of one question, so that what :func:`_cut` makes of them (twice as many, and the pieces) fits a message too.
+#: Runs of one question; after :func:`_split_runs` (twice as many, and the pieces) they fit a message too.
 _MAX_RUNS: Final = MAX_VERIFY_RUNS // 2 - _PIECES
-#: How closely it is found in a row, which has no blocks.
+#: Precision of the search in a row, which has no blocks.
 _ROW_PIECE_BYTES: Final = 4096
-#: A peer that is busy is asked again after so many seconds, at first and at most.
+#: Seconds before a busy peer is asked again, at first and at most.
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
 
-
-class Remote(Protocol):
-    """What is known of the peer's cache."""
-
-    @property
-    def cache_id(self) -> int:
-        """Its id there."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """Its geometry."""
-
-    @property
-    def guards(self) -> tuple[Guarded, ...]:
-        """What shows that it is still the same."""
-
-    @property
-    def pin(self) -> int:
-        """What holds it there, or 0."""
+#: Questions of one peer that may wait, and their bytes; beyond, the answer is LLM_LINK_BUSY.
+_MAX_WAITING: Final = 256
+_MAX_WAITING_BYTES: Final = 8 << 20
+_MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedTransfer:
-    """A transfer that is done but for the comparison.
+    """A transfer whose bytes have arrived, still to be compared.
 
     Attributes:
-        link: The link it went over.
+        link: The link that it used.
         local: The cache of this end.
         remote: The peer's cache.
-        push: True when the bytes went there.
-        same_memory: True when both ends are the same tensors.
+        push: True if the bytes went to the peer.
+        same_memory: True if both caches are the same tensors.
         deadline: Of the whole call.
-        what: What the call is, for errors.
+        what: Name of the call, for errors.
     """
 
     link: Link
     local: Entry
-    remote: Remote
+    remote: Resolution
     push: bool
     same_memory: bool
     deadline: Deadline
     what: str
 
     def first(self, plan: Plan, *, here: bool) -> int:
-        """Return the first tensor of a plan at this end or the other."""
+        """Return the first tensor of a plan at this end, or at the peer."""
         return plan.dst_first if here is not self.push else plan.src_first
 
     def column(self, *, here: bool) -> int:
-        """Return which column of the runs holds the offsets of this end or the other."""
+        """Return the column of the runs that has the offsets of one end."""
         return 0 if here is not self.push else 1
 
 
 class ChecksumClient:
-    """Compares both ends after a transfer. Runs in the caller's thread and keeps nothing.
+    """Compares both ends after a transfer. Threads: any; keeps no state.
 
     Args:
         pool: Threads that help to digest, or None.
@@ -122,27 +107,34 @@ class ChecksumClient:
         self._pool = pool
 
     def verify(self, done: CompletedTransfer, plan: Plan) -> None:
-        """Return once both ends were seen to hold the same bytes wherever ``plan`` has put them.
+        """Return if both ends hold the same bytes wherever ``plan`` has put them.
 
-        Of an ordered plan that is what no later run has written over (R26).
+        Of an ordered plan only bytes that no later run has written over are compared (R26).
 
         Raises:
-            ChecksumMismatch: They do not; the text names the first place.
-            TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it would not answer.
+            ChecksumMismatch: They differ; the text names the first place.
+            TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it did not answer.
             DeadlineExceeded: No answer in time (phase ``verify``).
             PeerLost: The link broke.
         """
         plan = standing(plan, alias=done.same_memory and plan.dst_first == plan.src_first)
+        per_tensor = plan.nbytes // plan.count if plan.count else 0
         differing: dict[int, Plan] = {}  # the peer's tensor -> the first part of it that differs
-        for part in _parts(plan, _MAX_RUNS):
+        max_bytes = min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS)
+        for part in split_plan(plan, max_bytes, _MAX_RUNS):
             try:
                 same = self._agree(done, part)[:, 0]
             except LLMException:
                 if not differing:
                     raise
-                break  # that they differ is known already: it stays the answer
-            for pair in np.flatnonzero(~same).tolist():
-                one = _one_tensor(part, pair)
+                break  # a difference is known: the mismatch stays the answer
+            for i in np.flatnonzero(~same).tolist():
+                one = part.replace(
+                    dst_first=part.dst_first + i,
+                    src_first=part.src_first + i,
+                    count=1,
+                    nbytes=part.nbytes // part.count,
+                )
                 differing.setdefault(done.first(one, here=False), one)
         if differing:
             raise self._mismatch(done, plan, differing)
@@ -151,13 +143,27 @@ class ChecksumClient:
     def _agree(self, done: CompletedTransfer, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
         """Return, of shape (tensors, 1 or runs), which digests agree."""
         nonce = secrets.token_bytes(NONCE_BYTES)
+        spans = part.runs[:, (done.column(here=False), 2)].astype("<u8", order="C").tobytes()
         ours: list[NDArray[np.uint64]] = []
 
         def build(number: int) -> Verify:
-            return _question(done, part, number, nonce, each_run=each_run)
+            return Verify(
+                id=number,
+                cache_id=done.remote.cache_id,
+                pin=done.remote.pin,
+                guards=list(done.remote.guards),
+                push=done.push,
+                extent=done.remote.geometry.tensor_bytes,
+                first=done.first(part, here=False),
+                count=part.count,
+                runs=spans,
+                each_run=each_run,
+                nonce=nonce,
+                budget_ms=done.deadline.remaining_ms(),
+            )
 
         def digest_ours() -> None:
-            if not ours:
+            if not ours:  # a busy peer is asked again
                 ours.append(self._digest(done, part, nonce, each_run=each_run))
 
         answer = _ask(done, build, digest_ours)
@@ -173,27 +179,19 @@ class ChecksumClient:
         return agree
 
     def _digest(self, done: CompletedTransfer, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        found = digest(
-            part,
-            done.local.storage.tensors,
-            self._pool,
-            done.deadline.expires_ns,
-            nonce,
-            dst=not done.push,
-            each_run=each_run,
-            cancelled=done.deadline.cancelled,
-        )
+        end = PlanEnd(part, done.local.storage.tensors, is_dst=not done.push)
+        deadline = done.deadline
+        found = digest(end, self._pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
             raise done.deadline.error(f"{done.what}: verifying", "verify", done.link.peer.cluster_id)
         return found
 
-    # --- when they differ ------------------------------------------------------------------------------------------
-
     def _mismatch(self, done: CompletedTransfer, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
         tensor, part = next(iter(differing.items()))
-        with suppress(LLMException):  # a mismatch it is, wherever
-            part = self._locate(done, part)
-        here, there = _Place.of(done, part, here=True), _Place.of(done, part, here=False)
+        with suppress(LLMException):  # without an answer the place is only less precise
+            part = self._narrow(done, part)
+        local_tensor, local_block, here = _where(done, part, here=True)
+        _, remote_block, there = _where(done, part, here=False)
         return ChecksumMismatch(
             f"{done.what}: checksum mismatch with {done.link.peer}: {there} of its cache {done.remote.cache_id} and "
             f"{here} of the cache here do not hold the same bytes; {len(differing)} of {plan.count} tensors differ; "
@@ -201,90 +199,48 @@ class ChecksumClient:
             "whatever else writes to either place, or the memory, if it happens again",
             cache_id=done.remote.cache_id,
             tensors=len(differing),
-            local_tensor=here.tensor,
-            local_block=here.block,
+            local_tensor=local_tensor,
+            local_block=local_block,
             remote_tensor=tensor,
-            remote_block=there.block,
+            remote_block=remote_block,
             peer=done.link.peer.cluster_id,
             phase="verify",
         )
 
-    def _locate(self, done: CompletedTransfer, part: Plan) -> Plan:
-        """Return the first block (or piece of a row) of one tensor that differs, or how far the search came."""
-        column, block = _grid(done)
+    def _narrow(self, done: CompletedTransfer, part: Plan) -> Plan:
+        """Return the first differing block, or piece of a row, if the search ends."""
+        # Blocks of the peer, else of this end, else pieces of a row.
+        column, block = done.column(here=True), _ROW_PIECE_BYTES
+        for here, geometry in ((True, done.local.geometry), (False, done.remote.geometry)):
+            if geometry.kind is not CacheKind.CACHE:
+                column, block = done.column(here=here), geometry.stride
         unit = 0
         while unit != block:
             unit = max(1, -(-part.nbytes // _PIECES // block)) * block
-            runs = _cut(part.runs, column, unit)
+            runs = _split_runs(part.runs, column, unit)
             differ = np.flatnonzero(~self._agree(done, part.replace(runs=runs), each_run=True)[0])
             if not differ.size:
-                break  # it agrees by now: somebody writes there
+                break  # both agree by now: something still writes there
             first = runs[differ[0] : differ[0] + 1]
             part = part.replace(runs=first, nbytes=int(first[0, 2]))
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The bytes of a part of one tensor at one end, for people."""
-
-    tensor: int
-    block: int
-    word: str
-    begin: int
-    end: int
-
-    @classmethod
-    def of(cls, done: CompletedTransfer, part: Plan, *, here: bool) -> _Place:
-        geometry = done.local.geometry if here else done.remote.geometry
-        word = "row" if geometry.kind is CacheKind.CACHE else "block"
-        begins = part.runs[:, done.column(here=here)]
-        begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
-        block = begin // geometry.stride
-        # Of a search that did not end all that is known is where it was.
-        found = len(part.runs) == 1 and (end - 1) // geometry.stride == block
-        return cls(done.first(part, here=here), block if found else -1, word, begin, end)
-
-    def __str__(self) -> str:
-        where = f"tensor {self.tensor}" if self.block < 0 else f"tensor {self.tensor} {self.word} {self.block}"
-        return f"{where} (bytes {self.begin} to {self.end} of the tensor)"
-
-
-def _parts(plan: Plan, max_runs: int) -> list[Plan]:
-    """Cut a plan into parts that one question each may be about."""
-    per_tensor = plan.nbytes // plan.count if plan.count else 0
-    return list(split_plan(plan, min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS), max_runs))
-
-
-def _one_tensor(part: Plan, pair: int) -> Plan:
-    return part.replace(
-        dst_first=part.dst_first + pair,
-        src_first=part.src_first + pair,
-        count=1,
-        nbytes=part.nbytes // part.count,
-    )
-
-
-def _question(done: CompletedTransfer, part: Plan, number: int, nonce: bytes, *, each_run: bool) -> Verify:
-    spans = part.runs[:, (done.column(here=False), 2)].astype("<u8", order="C")
-    return Verify(
-        id=number,
-        cache_id=done.remote.cache_id,
-        pin=done.remote.pin,
-        guards=list(done.remote.guards),
-        push=done.push,
-        extent=done.remote.geometry.tensor_bytes,
-        first=done.first(part, here=False),
-        count=part.count,
-        runs=spans.tobytes(),
-        each_run=each_run,
-        nonce=nonce,
-        budget_ms=done.deadline.remaining_ms(),
-    )
+def _where(done: CompletedTransfer, part: Plan, *, here: bool) -> tuple[int, int, str]:
+    """Return tensor, block or row, and a text of a part at one end; block -1 unless the part lies in one."""
+    geometry, tensor = (done.local if here else done.remote).geometry, done.first(part, here=here)
+    begins = part.runs[:, done.column(here=here)]
+    begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
+    block, text = begin // geometry.stride, f"tensor {tensor}"
+    if len(part.runs) == 1 and (end - 1) // geometry.stride == block:
+        text += f" {'row' if geometry.kind is CacheKind.CACHE else 'block'} {block}"
+    else:
+        block = -1
+    return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
 
 
 def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-    """Ask the peer, again and again while it is busy with our other questions: the transfer itself is done."""
+    """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
     link, what, pause = done.link, f"{done.what}: verifying", _FIRST_PAUSE
     while True:
         try:
@@ -300,8 +256,8 @@ def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Cal
 
 
 def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
-    """Turn any refusal into a failed transfer: the bytes were not seen to be right. What was kept may be old."""
-    done.link.kept.clear()
+    """Build the error of a refusal, and drop the kept answers: they may be outdated."""
+    done.link.caches.kept.clear()
     code = failure.status_code
     if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         code = LLMStatusCode.LLM_FAILED
@@ -309,16 +265,8 @@ def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
     return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
 
 
-def _grid(done: CompletedTransfer) -> tuple[int, int]:
-    """Return the column whose offsets fall into blocks, and the bytes of a block."""
-    for here, geometry in ((False, done.remote.geometry), (True, done.local.geometry)):
-        if geometry.kind is not CacheKind.CACHE:
-            return done.column(here=here), geometry.stride
-    return done.column(here=True), _ROW_PIECE_BYTES
-
-
-def _cut(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
-    """Cut runs wherever the offsets in ``column`` are multiples of ``unit``."""
+def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
+    """Split runs wherever the offsets in ``column`` are multiples of ``unit``."""
     at, length = runs[:, column], runs[:, 2]
     held = length > 0
     at, length, runs = at[held], length[held], runs[held]
@@ -333,44 +281,19 @@ def _cut(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]
     return np.ascontiguousarray(np.stack([runs[of, 0] + skipped, runs[of, 1] + skipped, end - begin], axis=1))
 
 
-MAX_QUESTION_BYTES: Final = 64 << 20
-"""Bytes of memory that one question may be about: some 10 ms, for which the questions of others wait."""
-MAX_QUESTION_TENSORS: Final = 1 << 15
-"""Tensors of one question: their digests fit a frame twice."""
-
-#: A peer may have so many questions waiting, of so many bytes; beyond, the answer is LLM_LINK_BUSY.
-_MAX_WAITING: Final = 256
-_MAX_WAITING_BYTES: Final = 8 << 20
-_MAX_BUDGET_MS: Final = 24 * 3600 * 1000
-
-
+@dataclass(slots=True, eq=False)
 class _Queue:
-    """The questions of one peer, with when each must be answered."""
+    """The waiting questions of one peer, each with when it must be answered (``time.monotonic_ns()``)."""
 
-    __slots__ = ("nbytes", "questions")
-
-    def __init__(self) -> None:
-        self.questions: deque[tuple[Verify, int]] = deque()
-        self.nbytes = 0
-
-    def full(self) -> bool:
-        return len(self.questions) >= _MAX_WAITING or self.nbytes >= _MAX_WAITING_BYTES
-
-    def put(self, question: Verify, expires_ns: int) -> None:
-        self.questions.append((question, expires_ns))
-        self.nbytes += len(question.runs)
-
-    def take(self) -> tuple[Verify, int]:
-        question, expires_ns = self.questions.popleft()
-        self.nbytes -= len(question.runs)
-        return question, expires_ns
+    questions: deque[tuple[Verify, int]] = field(default_factory=deque)
+    nbytes: int = 0
 
 
 class ChecksumServer:
-    """Answers :class:`~llm_datadist._links.messages.Verify`.
+    """Answers :class:`~llm_datadist._links.messages.Verify`, one question of each peer in turn.
 
-    The control thread puts questions into the queues, the thread ``llm-datadist-verify``, which exists from the first
-    question to :meth:`close`, answers one after the other, of each peer in turn. The lock guards the queues.
+    Threads: the control thread fills the queues, ``llm-datadist-verify`` empties them; it exists from the first
+    question to :meth:`close`. The lock guards the queues.
 
     Args:
         store: The caches asked about.
@@ -379,6 +302,7 @@ class ChecksumServer:
 
     def __init__(self, store: CacheStore, pool: CopyPool | None) -> None:
         self._store = store
+        self._policy = AccessPolicy(store)
         self._pool = pool
         self._lock = threading.Lock()
         self._queues: dict[Link, _Queue] = {}  # the first one is next
@@ -389,88 +313,75 @@ class ChecksumServer:
         return {Verify: self.on_verify}
 
     def on_verify(self, link: Link, message: Verify) -> None:
-        """A peer wants to know what our memory holds. Runs on the control thread."""
+        """Queue a peer's question. Threads: control."""
         expires_ns = time.monotonic_ns() + min(message.budget_ms, _MAX_BUDGET_MS) * 1_000_000
         with self._lock:
             queue = self._queues.setdefault(link, _Queue())
-            full = queue.full()
+            full = len(queue.questions) >= _MAX_WAITING or queue.nbytes >= _MAX_WAITING_BYTES
             if not full:
-                queue.put(message, expires_ns)
+                queue.questions.append((message, expires_ns))
+                queue.nbytes += len(message.runs)
         if full:
             text = f"{_MAX_WAITING} checksums of this peer, or {_MAX_WAITING_BYTES} bytes of them, wait already"
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
             return
         try:
             self._thread.submit(self._serve)
-        except RuntimeError as error:  # closed meanwhile: the link is about to end
+        except RuntimeError as error:  # closed: the link is about to end
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
 
     def drop_peer(self, link: Link) -> None:
-        """A link has ended: nobody waits for its answers."""
+        """Forget the questions of a link that has ended."""
         with self._lock:
             self._queues.pop(link, None)
 
     def close(self) -> None:
-        """Finish the question in hand, forget the others, and join the thread. Idempotent."""
+        """Finish the current question, forget the others, and join the thread. Idempotent."""
         with self._lock:
             self._queues.clear()
         self._thread.shutdown(cancel_futures=True)
 
-    # --- the thread ------------------------------------------------------------------------------------------------
-
     def _serve(self) -> None:
-        """Answer one question."""
+        """Answer one question of the peer whose turn it is. Threads: ``llm-datadist-verify``."""
         with self._lock:
             if not self._queues:
                 return  # its link has ended
             link, queue = next(iter(self._queues.items()))
-            question, expires_ns = queue.take()
+            question, expires_ns = queue.questions.popleft()
+            queue.nbytes -= len(question.runs)
             del self._queues[link]
             if queue.questions:
                 self._queues[link] = queue  # behind the others
         try:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))
         except LLMException as error:
-            answer = Failed(question.id, int(error.status_code), str(error)[:4000])
-        except Exception as error:  # noqa: BLE001 (nobody looks at the future; the caller must hear that it failed)
+            answer = failed(question.id, error)
+        except Exception as error:  # noqa: BLE001 (the executor would swallow it, and the peer would wait)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
             answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])
         link.tell(answer)
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
         registry = self._store.registry
-        entry = registry.reach(link, question.cache_id, question.pin, hold=True)
+        entry = registry.reach(link, question.cache_id, question.pin, use=True)
         try:
-            self._check(link, entry, question)
-            plan = _plan(entry, question)
+            # A peer may ask only about what it may move.
+            self._policy.require_use(entry, question.pin)
+            if question.push:
+                self._policy.require_push(link, entry.cache_id)
+            plan = _question_plan(entry, question)
             self._require_current(entry, question)
-            found = digest(
-                plan,
-                entry.storage.tensors,
-                self._pool,
-                expires_ns,
-                question.nonce,
-                dst=False,
-                each_run=question.each_run,
-            )
+            end = PlanEnd(plan, entry.storage.tensors, is_dst=False)
+            found = digest(end, self._pool, expires_ns, question.nonce, each_run=question.each_run)
             self._require_current(entry, question)
         finally:
-            self._store.apply(registry.let_go(entry))
+            self._store.apply(registry.end_use(entry))
         if found is None:
             raise LLMException("verify: no time was left for the digest", status_code=LLMStatusCode.LLM_TIMEOUT)
         return found.astype("<u8").tobytes()
 
-    def _check(self, link: Link, entry: Entry, question: Verify) -> None:
-        """Only what a peer may move it may ask about."""
-        if not question.pin and not self._store.keepable(entry):
-            raise ParamError(f"verify: cache {entry.cache_id} is read under a pin")
-        if not entry.remote_accessible:
-            raise ParamError(f"verify: cache {entry.cache_id} was registered with remote_accessible=False")
-        if question.push and not self._store.remote_accessible and entry.cache_id not in link.located:
-            raise ParamError("verify: a push needs remote cache access (llm.EnableRemoteCacheAccessible=1)")
-
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        """The entry's own guard as well, whatever the peer names: the memory of a withdrawn cache is not touched."""
+        """Check the guards of the question, and the entry's own: it may be unregistered meanwhile."""
         load = self._store.exports.guards.load
         named = ((each.slot, each.generation) for each in question.guards)
         for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
@@ -478,8 +389,8 @@ class ChecksumServer:
                 raise TransferFailed(f"verify: cache {entry.cache_id} was freed, rebound or unregistered meanwhile")
 
 
-def _plan(entry: Entry, question: Verify) -> Plan:
-    """Return what to digest. That it lies inside the tensors is checked again by the digest itself, byte by byte."""
+def _question_plan(entry: Entry, question: Verify) -> Plan:
+    """Return what to digest, within the limits of one question; the digest checks tensor bounds."""
     geometry, count = entry.geometry, question.count
     if question.extent != geometry.tensor_bytes:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")
@@ -488,7 +399,7 @@ def _plan(entry: Entry, question: Verify) -> Plan:
     if len(question.runs) % 16:
         raise ParamError(f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
     spans = np.frombuffer(question.runs, "<u8").reshape(-1, 2)
-    # Each length before their sum, which could wrap.
+    # Each length is checked before their sum, which could wrap.
     longest = int(spans[:, 1].max(initial=0))
     total = int(spans[:, 1].sum()) * count if longest <= MAX_QUESTION_BYTES else longest
     if total > MAX_QUESTION_BYTES:

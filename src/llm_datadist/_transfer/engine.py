@@ -1,26 +1,23 @@
-"""Engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
+"""The engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
 
-``LLMDataDist`` is the composition root and makes one of these per ``init``; a manager keeps the engine it was made
-for, so a manager of an earlier ``init`` is recognised as stale (R21).
+``LLMDataDist`` makes one per ``init``. A manager keeps the engine it was made for, so that a manager of an earlier
+``init`` is recognised as stale (R21). If a part cannot be built, those before it are taken down and init fails.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import secrets
-import socket
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import _native
-from llm_datadist._cache.registry import registry_statistics
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._links.communicator import CommunicatorPlan
-from llm_datadist._links.handshake import Identity, bind
+from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.manager import LinkManager
+from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
@@ -39,6 +36,7 @@ from llm_datadist.errors import LinkError, StateError
 from llm_datadist.metrics import Statistics
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
@@ -53,20 +51,20 @@ _MAX_LANE_THREADS: Final = 4
 
 
 class Engine:
-    """Everything between ``init`` and ``finalize``.
+    """Everything between ``init`` and ``finalize``. Threads: any.
 
     Attributes:
-        options: What init was given, parsed.
+        options: The options of init, parsed.
         store: Caches and their memory.
-        links: Peers.
+        links: Links to peers.
         initiator: Pulls and pushes.
-        locator: Finds out what lies at addresses of peers.
-        tasks: Layer-wise transfers that run.
-        workers: Threads of the calls that are awaited.
+        locator: Looks up addresses at peers.
+        tasks: Layer-wise jobs.
+        workers: Threads of awaited calls.
         local: Copies inside the process.
-        grants: What peers were allowed for a time.
-        meters: Counts.
-        alive: False once finalised.
+        grants: Grants given to peers.
+        meters: Totals per operation.
+        alive: False once finalized.
     """
 
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
@@ -74,7 +72,7 @@ class Engine:
         self.options = options
         self.meters = Meters()
         self.alive = True
-        # The port first: a busy one must cost nothing else.
+        # The port first: if it is busy nothing else has been built.
         listening = bind(options.listen) if options.listen is not None else None
         try:
             self._build(device or HostDevice(), listening)
@@ -84,7 +82,7 @@ class Engine:
             raise
 
     def _build(self, device: Device, listening: socket.socket | None) -> None:
-        """Make the parts one after the other; each puts its end on the stack that :meth:`close` unwinds."""
+        """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
         with ExitStack() as undo:
@@ -102,19 +100,20 @@ class Engine:
             self.grants = Grants(self.cluster_id, self.store, self._call_at)
             undo.callback(self.grants.close)
             self._target = Target(self.store)
-            self._witness = ChecksumServer(self.store, self._copy_pool)
-            undo.callback(self._witness.close)
+            self._checksums = ChecksumServer(self.store, self._copy_pool)
+            undo.callback(self._checksums.close)
             lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
-            self._lanes = Lanes(_lane_threads(), LaneTarget(self.store, lane_reconnector))
+            lane_threads = max(1, min(_MAX_LANE_THREADS, _native.usable_cpus() // 2))
+            self._lanes = Lanes(lane_threads, LaneTarget(self.store, lane_reconnector))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
-            # Joined once the links are gone, which ends what they wait for.
+            # Joined after the links have ended: that ends what the threads wait for.
             self.workers = Workers()
             undo.callback(self.workers.close)
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
-            self.links = self._make_links(incarnation)
+            self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
             verifier = ChecksumClient(self._copy_pool) if options.checksum else None
             self.initiator = Initiator(self.links, self._copy_pool, verifier)
@@ -131,41 +130,31 @@ class Engine:
         _warn_if_open(self.links.listen_address)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
-        with suppress(StateError):  # the control thread has stopped: what had to be ended ends with the engine
+        with suppress(StateError):  # the control thread has stopped: grants end with the engine
             self._control.post(self._control.loop.call_at, when, function)
 
-    def _make_links(self, incarnation: bytes) -> LinkManager:
+    def _make_links(self) -> LinkManager:
         options = self.options
-        identity = Identity(
-            cluster_id=self.cluster_id,
-            incarnation=incarnation,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            remote_accessible=options.remote_accessible,
-            transport=None if options.transport == "auto" else options.transport,
-        )
+        transport = None if options.transport == "auto" else options.transport
+        handlers = {
+            **self._target.handlers(),
+            **self._checksums.handlers(),
+            **AddressBook(self.store).handlers(),
+        }
         return LinkManager(
             self._control,
-            identity,
-            self.store.exports,
-            self._lanes,
+            Endpoint(self.cluster_id, options.remote_accessible, transport, self.store.exports, self._lanes),
+            LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
-            handlers={
-                **self._target.handlers(),
-                **self._witness.handlers(),
-                **AddressBook(self.store).handlers(),
-            },
-            on_end=self._on_link_end,
-            on_tick=self._on_tick,
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
-        """Begin to link the members of a rank table; return the communicator's id.
+        """Start linking the members of a rank table; return the communicator's id.
 
         Raises:
-            ParamError: The table is malformed, or does not say where a member is.
-            LinkRefused: It cannot be begun.
+            ParamError: The table is malformed, or has no address of a member.
+            LinkRefused: The communicator cannot be opened.
         """
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
@@ -174,10 +163,10 @@ class Engine:
         return self.links.communicators.open(plan)
 
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
-        """Take another role, and listen there or no more (API §3.6).
+        """Take another role, and listen at ``listen`` or not at all (API §3.6).
 
         Raises:
-            StateError: There is a link, or one is being prepared (``LLM_EXIST_LINK``).
+            StateError: There is a link, or one is being made (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound; the old listener goes on.
         """
         self.links.settle_unlinks()
@@ -189,7 +178,7 @@ class Engine:
         self.options = replace(self.options, role=role, listen=listen)
 
     def _listen_at(self, wanted: tuple[str, int] | None, now: tuple[str, int] | None) -> None:
-        """Bind the new address before the old one is given up, where the two can be bound at once."""
+        """Bind the new address before closing the old listener, unless the port is the same."""
         if wanted is None:
             self.links.listen(None)
             return
@@ -209,9 +198,9 @@ class Engine:
         _warn_if_open(self.links.listen_address)
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
-        """The new address shares the port with our own old one, and one of them stands for all: first close that.
+        """Close the old listener, then bind the new address, which shares its port (one is a wildcard).
 
-        From then on a link stands in the way no more: it would leave this end without any listener.
+        From then on an existing link is no reason to refuse: that would leave this end without any listener.
         """
         self.links.listen(None)
         try:
@@ -230,21 +219,21 @@ class Engine:
         self.links.listen(listening, even_if_linked=True)
 
     def close(self) -> None:
-        """Take everything down, in reverse order of making; peers are not told (API §3.2). Idempotent."""
+        """Take everything down in reverse order; peers are not told (API §3.2). Idempotent."""
         if not self.alive:
             return
         self.alive = False
         self._undo.close()
 
     def abandon(self) -> None:
-        """In a forked child: threads and locks are the parent's. Dead here, and nothing of the parent is touched."""
+        """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
         self.alive = False
         self.links.abandon()
         self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
-        self._witness.drop_peer(link)
+        self._checksums.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
@@ -253,10 +242,10 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Return everything that is counted."""
-        caches, keys, pins = registry_statistics(self.store.registry)
-        quarantined = self.store.quarantined_bytes()  # first of all: it sweeps
+        caches, keys, pins = self.store.registry.statistics()
+        quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
         return Statistics(
-            pools=tuple(pool.statistics() for pool in self.store.pools()),
+            pools=tuple(pool.statistics() for pool in self.store.pools),
             caches=caches,
             keys=keys,
             pins=pins,
@@ -265,7 +254,7 @@ class Engine:
             lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
             links=self.links.statistics(),
-            redials=self.links.redials(),
+            redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
         )
@@ -274,10 +263,6 @@ class Engine:
         """Raise AssertionError when any part contradicts itself."""
         self.store.check_integrity()
         self.links.check_integrity()
-
-
-def _lane_threads() -> int:
-    return max(1, min(_MAX_LANE_THREADS, _native.usable_cpus() // 2))
 
 
 def _warn_if_open(address: tuple[str, int] | None) -> None:

@@ -1,4 +1,4 @@
-"""The grants that this process has given, and their ends: revoked, out of time, or with their cache."""
+"""The grants that this process has given to peers. A grant ends when revoked, out of time, or with its cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Grants"]
 
 
 class Grants:
-    """Owns a guard for every grant that has not ended. Callers grant and revoke, the control thread ends the rest.
+    """Owns a guard for every grant that has not ended.
 
-    One lock; guards are advanced outside it. A grant that comes to its end twice is ended once.
+    Threads: any; the control thread ends those out of time. Guards are advanced outside the lock, each once.
 
     Args:
-        cluster_id: Ours.
-        store: The caches, and the guards.
-        call_at: ``call_at(seconds, function)`` calls ``function`` at a monotonic time; may be called from any thread.
+        cluster_id: Of this process.
+        store: The caches and the guards.
+        call_at: ``call_at(seconds, function)`` calls ``function`` at a monotonic time. Threads: any.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Grants:
         self._cluster_id = cluster_id
         self._store = store
         self._call_at = call_at
-        self._lock = threading.Lock()  # protects the three below
+        self._lock = threading.Lock()  # guards the next three
         self._live: dict[tuple[int, int], Grant] = {}
-        self._ends: list[tuple[float, tuple[int, int]]] = []
+        self._expiries: list[tuple[float, tuple[int, int]]] = []
         self._closed = False
 
     def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
-        """Return a grant for ``blocks`` that ends by itself after ``ttl`` seconds.
+        """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most.
 
         Raises:
             TypeError: ``blocks`` is no list, tuple or 1-D integer array, or ``ttl`` no number.
@@ -57,7 +57,7 @@ class Grants:
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         check_type("ttl", ttl, (int, float))
         check_rule(0 < ttl < float("inf"), f"ttl: {ttl} s, it must be above 0 and finite")
-        with self._store.holding(cache_id, "grant: cache") as entry:
+        with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             for block in (int(numbers.min()), int(numbers.max())):
@@ -65,18 +65,18 @@ class Grants:
             guard = self._store.exports.guards.allocate()
         key = (guard.slot, guard.generation)
         granted = Grant(self._cluster_id, self._store.exports.incarnation, cache_id, key, numbers.tolist(), self)
-        ends = time.monotonic() + ttl
+        expires = time.monotonic() + ttl
         with self._lock:
             closed, earliest = self._closed, False
             if not closed:
                 self._live[key] = granted
-                heapq.heappush(self._ends, (ends, key))
-                earliest = self._ends[0][1] == key
+                heapq.heappush(self._expiries, (expires, key))
+                earliest = self._expiries[0][1] == key
         if closed:
             self._store.exports.guards.release(guard.slot)
             raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
         if earliest:
-            self._call_at(ends, self._expire)
+            self._call_at(expires, self._expire)
         return granted
 
     def active(self, grant: Grant) -> bool:
@@ -94,25 +94,20 @@ class Grants:
         """End every grant. Idempotent."""
         with self._lock:
             self._closed = True
-            live, self._live, self._ends = list(self._live.values()), {}, []
+            live, self._live, self._expiries = list(self._live.values()), {}, []
         for grant in live:
             self._store.exports.guards.release(grant.guard[0])
 
-    @property
-    def count(self) -> int:
-        """Grants that have not ended."""
-        return len(self._live)
-
     def _expire(self) -> None:
-        """End what is out of time, and come again for the next. On the control thread."""
+        """End the grants that are out of time; schedule the next look. Threads: control."""
         now = time.monotonic()
         over: list[Grant] = []
         with self._lock:
-            while self._ends and self._ends[0][0] <= now:
-                grant = self._live.get(heapq.heappop(self._ends)[1])
+            while self._expiries and self._expiries[0][0] <= now:
+                grant = self._live.get(heapq.heappop(self._expiries)[1])
                 if grant is not None:
                     over.append(grant)
-            following = self._ends[0][0] if self._ends else None
+            following = self._expiries[0][0] if self._expiries else None
         for grant in over:
             self.revoke(grant)
         if following is not None:

@@ -1,13 +1,11 @@
-"""Layer-wise jobs: one thread each, which sends a layer to every destination once the model has computed it (R18).
+"""Layer-wise jobs: each sends a layer to all its destinations once the model has computed it (R18).
 
-A job ends in one of three ways: all is sent; something failed, and the job stops there; or ``finalize`` ends it. In
-each of them every destination has a result, and what is not finished never reads as a success. Errors are kept, and
-logged.
+One thread per job. A job ends when everything is sent, at its first failure, or by ``finalize``. Then each destination
+has a result, an unfinished one never reads as a success, and errors are kept and logged.
 
-The threads are daemons, and joined by ``finalize``: a synchronizer that never returns is the user's, and must neither
-keep the interpreter from ending nor ``finalize``. Such a thread is left behind with nothing in its hands: its job has
-ended, the source's memory is given back, and when the synchronizer returns after all the thread ends without a further
-step. At the end of the interpreter jobs that still move may go on (:meth:`Tasks.finish`).
+``finalize`` joins the threads, but a user's synchronizer may never return. Therefore they are daemons, and ``finalize``
+leaves such a thread behind: its job has ended and the source is released, so it takes no further step. At the end of
+the interpreter jobs that still send may go on (:meth:`Tasks.finish`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._transfer.initiator import DestinationPin, RemoteName
+from llm_datadist._transfer.initiator import DestinationPin, TransferOp
+from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -38,11 +37,12 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._cache.geometry import CachePair, Cut
+    from llm_datadist._cache.geometry import CachePair, LayerPlan
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
-    from llm_datadist._transfer.addresses import Locations, RemoteOffset
-    from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
+    from llm_datadist._transfer.initiator import Initiator, MakePlan
+    from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
 __all__ = [
@@ -56,10 +56,13 @@ __all__ = [
     "TransferJob",
 ]
 
+TENSORS_PER_LAYER: Final = 2
+"""K and V: the layer-wise transfer knows no other number (API §6.14)."""
+
+_WHAT: Final = "transfer_cache_async"
 #: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
 _GRACE_MS: Final = 1000
 _POLL_SECONDS: Final = 0.01
-_FAILED: Final = LLMStatusCode.LLM_FAILED
 
 
 class Delivery(Protocol):
@@ -67,26 +70,27 @@ class Delivery(Protocol):
 
     @property
     def layers(self) -> range:
-        """Layers of the source that it gets, in order; not empty."""
+        """Layers of the source that it receives, in order; not empty."""
 
     def send(self, layer: int) -> None:
-        """Send one layer; raises what a push raises."""
+        """Send one layer; raise what a push raises."""
 
 
 class TransferJob:
-    """The work behind one :class:`CacheTask`. Runs in a thread of :class:`Tasks`; results may be asked for by any.
+    """The work behind one :class:`CacheTask`.
 
-    The lock guards the results and whether a transfer is going on; nothing is called under it.
+    Threads: :meth:`run` has a thread of :class:`Tasks`, all else is for any. The lock guards the results and whether a
+    transfer runs; nothing is called under it.
 
     Args:
         name: For messages and the thread.
         deliveries: The destinations, one for each config.
-        synchronizer: Says when a layer is ready.
-        release: Gives the source's memory back; called once, by whoever ends the job.
-        timeout_code: What a time-out is called by this interface.
+        synchronizer: Returns when a layer is ready.
+        release: Gives the source's memory back; called once, at the end of the job.
+        timeout_code: The status of a time-out in this interface.
 
     Attributes:
-        moved: Layers sent so far, over all destinations.
+        sent: Layers sent so far, over all destinations.
     """
 
     def __init__(
@@ -99,12 +103,12 @@ class TransferJob:
     ) -> None:
         self.name = name
         self.timeout_code = timeout_code
-        self.moved = 0
+        self.sent = 0
         self._deliveries = list(deliveries)
         self._layers = sorted({layer for each in deliveries for layer in each.layers})
         self._synchronizer: LayerSynchronizer | None = synchronizer
         self._release: Callable[[], None] | None = release
-        self._lock = threading.Lock()  # guards the five below
+        self._lock = threading.Lock()  # guards the next five
         self._results: list[LLMStatusCode | None] = [None] * len(deliveries)
         self._errors: list[BaseException | None] = [None] * len(deliveries)
         self._first: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
@@ -114,10 +118,8 @@ class TransferJob:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
-    # --- the thread ------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
-        """Send layer after layer. The thread's only function."""
+        """Send layer after layer. Threads: the job's own."""
         self._thread = threading.current_thread()
         try:
             for layer in self._layers:
@@ -128,25 +130,32 @@ class TransferJob:
         self._finish()
 
     def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer and send it to everybody who gets it; False: the job is over."""
+        """Wait for a layer, send it to its destinations; return False when the job is over."""
         selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
         if not self._synchronized(layer, selected):
             return False
         for i in selected:
-            if not self._begin():
+            with self._lock:
+                self._sending = self._ended is None  # from here on end() leaves the rest to this thread
+            if not self._sending:
                 return False
             try:
                 self._deliveries[i].send(layer)
             except Exception as error:  # noqa: BLE001 (kept, logged and reported)
                 self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
-                return False  # still "sending": what is left is this thread's to do
-            self._sent(i, layer)
+                return False  # still "sending": run() finishes the job, not end()
+            self.sent += 1
+            last = layer == self._deliveries[i].layers[-1]
+            with self._lock:
+                self._sending = False
+                if last:
+                    self._results[i] = LLMStatusCode.LLM_SUCCESS
         return True
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
         synchronizer = self._synchronizer
         if synchronizer is None:
-            return False  # ended meanwhile
+            return False  # the job has ended
         try:
             ready = synchronizer.synchronize_layer(layer, None)
         except BaseException as error:  # noqa: BLE001 (as in run)
@@ -160,24 +169,13 @@ class TransferJob:
             self._fail(dict.fromkeys(selected, why), why, f"synchronize_layer({layer}) returned {ready!r}")
         return bool(ready)
 
-    def _begin(self) -> bool:
-        """Return True when a transfer may begin; :meth:`end` knows of it from then on."""
-        with self._lock:
-            self._sending = self._ended is None
-            return self._sending
-
-    def _sent(self, i: int, layer: int) -> None:
-        self.moved += 1
-        last = layer == self._deliveries[i].layers[-1]
-        with self._lock:
-            self._sending = False
-            if last:
-                self._results[i] = LLMStatusCode.LLM_SUCCESS
-
     def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
-        """Stop: ``failed`` have their own errors, whoever else is unfinished fails for that ``cause``."""
+        """Give each unfinished destination its own error of ``failed``, or else LLM_FAILED and the ``cause``.
+
+        After :meth:`end` its reason is the cause for all: finalize takes the links away, so any error may follow.
+        """
         ended = self._ended
-        if ended is not None:  # finalize took the links away: that is why
+        if ended is not None:
             failed, cause = {}, ended
         with self._lock:
             if None not in self._results:
@@ -191,30 +189,28 @@ class TransferJob:
         logger.warning("%s stops: %s: %r", self.name, reason, cause)
 
     def _code_of(self, error: BaseException | None) -> LLMStatusCode:
-        """Return the status of an error; what is no error of the transfer itself is LLM_FAILED."""
+        """Return the status of an error; LLM_FAILED for None and for errors without a status."""
         if isinstance(error, DeadlineExceeded):
             return self.timeout_code
         code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         return LLMStatusCode.LLM_FAILED if code is LLMStatusCode.LLM_SUCCESS else code
 
     def _finish(self) -> None:
-        """The job is over: give everything back, then let the results be seen. Idempotent, any thread."""
+        """Release the source, then publish the results. Idempotent. Threads: any."""
         with self._lock:
             release, self._release = self._release, None
         if release is None:
             return
-        # Nothing, when every destination has its result.
-        self._fail({}, self._ended or LLMException(f"{self.name}: it ended early", status_code=_FAILED), "the end came")
+        early = LLMException(f"{self.name}: it ended early", status_code=LLMStatusCode.LLM_FAILED)
+        self._fail({}, self._ended or early, "the end came")  # no-op if every destination has its result
         self._synchronizer, self._deliveries = None, []
         try:
             release()
         finally:
             self._done.set()
 
-    # --- the end of the engine -------------------------------------------------------------------------------------
-
     def end(self, reason: LLMException) -> None:
-        """Let no transfer begin any more; unless one is going on, the job is over at once. Any thread."""
+        """Let no further transfer begin; a running one is the last. Threads: any."""
         with self._lock:
             if self._ended is None:
                 self._ended = reason
@@ -222,15 +218,13 @@ class TransferJob:
         if not sending:
             self._finish()
 
-    # --- results: any thread ---------------------------------------------------------------------------------------
-
     @property
     def done(self) -> bool:
         """True once every destination has its result."""
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Wait for the end; False when the time is over first.
+        """Wait for the end; return False when the time is over first.
 
         Raises:
             StateError: Called by the job's own synchronizer, or in a forked child, which has no such thread.
@@ -248,10 +242,10 @@ class TransferJob:
 
 
 class CacheTask:
-    """A layer-wise transfer that is going on, or over. Returned by ``transfer_cache_async``; any thread.
+    """A layer-wise transfer that runs or is over. Returned by ``transfer_cache_async``. Threads: any.
 
-    Nothing ends the transfer but its own end, a failure, and ``finalize``: a time-out of these calls does not. A result
-    is final once it is there, also after ``finalize``.
+    A time-out of these calls does not end the transfer; only its own end, a failure and ``finalize`` do. A result is
+    final once it is there, also after ``finalize``.
 
     Source: API §4, [py:CacheTask.md], R18.
     """
@@ -266,8 +260,8 @@ class CacheTask:
             timeout_in_millis: Milliseconds, uint32; None: no limit.
 
         Returns:
-            ``LLM_SUCCESS`` only when everything has been sent; the code of the first failure, which stopped the
-            transfer; ``LLM_TIMEOUT`` when it goes on beyond the time.
+            ``LLM_SUCCESS`` if everything has been sent; the status of the first failure, which stopped the transfer;
+            ``LLM_TIMEOUT`` if the transfer is not over in time.
 
         Raises:
             TypeError, ParamError: ``timeout_in_millis`` is no uint32.
@@ -278,14 +272,13 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer, and return one status per config, in their order. May be called again.
+        """Wait for the end of the transfer; return one status per config. May be called again.
 
         ``LLM_SUCCESS``: all layers of that config arrived. ``LLM_PARAM_INVALID``: they do not fit the destination, an
         address lies in no cache of the peer, or the synchronizer returned False. ``LLM_NOT_YET_LINK``,
         ``LLM_KV_CACHE_NOT_EXIST``, ``LLM_TIMEOUT``, ``LLM_SUSPECT_REMOTE_ERROR`` and others as of a push.
-        ``LLM_FAILED``: the synchronizer raised, or the transfer stopped because another config failed; some layers may
-        have arrived. ``LLM_ENGINE_FINALIZED``: finalize came first. When the time is over first: ``LLM_TIMEOUT`` for
-        each.
+        ``LLM_FAILED``: the synchronizer raised, or another config failed and stopped the transfer; some layers may
+        have arrived. ``LLM_ENGINE_FINALIZED``: finalize came first. ``LLM_TIMEOUT`` for each: not over in time.
 
         Args:
             timeout_in_millis: Milliseconds, uint32; None: no limit.
@@ -301,7 +294,7 @@ class CacheTask:
 
     @property
     def errors(self) -> list[BaseException | None]:
-        """Why each config failed, None for those that did not, or have not ended yet. An extension."""
+        """The error of each config, None without one so far. An extension."""
         return self._job.results()[2]
 
     def _wait(self, timeout_in_millis: int | None) -> bool:
@@ -316,10 +309,10 @@ class CacheTask:
 
 
 class Tasks:
-    """The jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
+    """Owns the jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
 
     Args:
-        patience_ms: The longest one transfer takes.
+        patience_ms: The longest time that one transfer takes.
     """
 
     def __init__(self, patience_ms: int) -> None:
@@ -358,18 +351,18 @@ class Tasks:
         return CacheTask(job)
 
     def finish(self) -> None:
-        """Wait for jobs that move: until all have ended, or none has sent a layer for as long as one may take."""
-        while True:
-            moved, limit = self._moved(), Deadline(self._patience_ms)
-            while self._moved() == moved and not limit.expired():
-                if not self._running():
-                    return
-                time.sleep(_POLL_SECONDS)
-            if limit.expired():
+        """Wait until all jobs have ended, or none has sent a layer in ``patience_ms``."""
+        sent, limit = -1, Deadline(self._patience_ms)
+        while any(not job.done for job, _ in self._jobs):
+            now = sum(job.sent for job, _ in self._jobs)
+            if now != sent:
+                sent, limit = now, Deadline(self._patience_ms)
+            elif limit.expired():
                 return
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Let no transfer begin any more, while the links are still there: the one in hand ends with them."""
+        """Let no further transfer begin; a running one ends when the links do."""
         with self._lock:
             self._stopped = True
             jobs = list(self._jobs)
@@ -377,52 +370,47 @@ class Tasks:
             job.end(_finalized(job))
 
     def join(self) -> None:
-        """Join the threads. One that is in a synchronizer which does not return is left behind, harmless.
-
-        So is the caller's own: a synchronizer may finalize.
-        """
+        """Join the threads, but not the caller's own, nor one whose synchronizer does not return."""
         self.stop()
         limit = Deadline(self._patience_ms + _GRACE_MS)
         for job, thread in self._jobs:
             if thread.ident is None or thread is threading.current_thread():
-                continue  # the first: started this very moment by a call that finalize should not meet; its job ended
+                continue  # without an ident: :meth:`start` is about to start it; its job has ended
             thread.join(limit.remaining())
             if thread.is_alive():
                 logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)
-
-    def _moved(self) -> int:
-        return sum(job.moved for job, _ in self._jobs)
-
-    def _running(self) -> bool:
-        return any(not job.done for job, _ in self._jobs)
 
 
 def _finalized(job: TransferJob) -> StateError:
     return StateError(f"{job.name}: finalize came before its end", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
-TENSORS_PER_LAYER: Final = 2
-"""K and V: the layer-wise transfer knows no other number (API §6.14)."""
-
-_WHAT: Final = "transfer_cache_async"
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is sent: a cache of this process, held by whoever started the transfer, and what of each tensor."""
+    """What the deliveries of one job send, and by what. Threads: the job's own.
 
-    engine: Engine
+    Attributes:
+        entry: The local cache; the job holds it.
+        cut: What of each tensor goes where.
+        timeout_ms: Of one layer to one destination.
+    """
+
     entry: Entry
-    cut: Cut
+    cut: LayerPlan
+    initiator: Initiator
+    locator: Locator
+    meters: Meters
+    timeout_ms: int
 
-    def deadline(self) -> Deadline:
-        """Return the deadline of one layer to one destination."""
-        return Deadline(self.engine.options.sync_kv_timeout_ms)
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, destination_pin: DestinationPin) -> int:
+        """Push a part, which consumes no key; return the bytes moved."""
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=destination_pin)
+        return self.initiator.run(op)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyDelivery:
-    """To a cache of the peer by key, or by id and row; ``layers`` become ``dst_layers`` there, one for one."""
+    """Sends to a cache of the peer by key, or by id and row; ``layers[i]`` becomes ``dst_layers[i]`` there."""
 
     source: Source
     name: RemoteName
@@ -432,104 +420,87 @@ class KeyDelivery:
 
     def send(self, layer: int) -> None:
         """Send one layer."""
-        engine, cut = self.source.engine, self.source.cut
+        cut = self.source.cut
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
 
-        def plan(ends: CachePair) -> Plan:
-            dst = ends.remote
+        def plan(pair: CachePair) -> Plan:
+            dst = pair.remote
             if first + TENSORS_PER_LAYER > dst.num_tensors:
                 raise ParamError(
                     f"dst_layer_range: layer {target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
                     f"layers of {TENSORS_PER_LAYER} tensors"
                 )
-            offset = cut.offset_in(dst, ends.row)
-            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=ends.same_memory)
+            offset = cut.offset_in(dst, pair.row)
+            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
-        with engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            deadline = self.source.deadline()
-            span.nbytes = engine.initiator.push(
-                self.name,
-                self.source.entry,
-                plan,
-                deadline,
-                _WHAT,
-                consumes=False,
-                destination_pin=self.destination_pin,
-            )
+        with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
+            deadline = Deadline(self.source.timeout_ms)
+            span.nbytes = self.source.push(self.name, plan, deadline, self.destination_pin)
 
 
+@dataclass(slots=True)
 class AddressDelivery:
-    """To raw addresses of the peer, two for each layer. Used by the job's thread.
+    """Sends to raw addresses of the peer: K and V of each of ``layers``, in order. Threads: the job's own."""
 
-    Args:
-        source: What is sent.
-        cluster_id: The peer.
-        addresses: K and V of each layer of ``layers``, in order.
-        layers: Layers to send.
-    """
-
-    def __init__(self, source: Source, cluster_id: int, addresses: Sequence[int], layers: range) -> None:
-        self.layers = layers
-        self._source = source
-        self._cluster_id = cluster_id
-        self._addresses = addresses
-        self._located: Locations | None = None
-        self._recipient = DestinationPin()
+    source: Source
+    cluster_id: int
+    addresses: Sequence[int]
+    layers: range
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
+    located: Locations | None = None
 
     def send(self, layer: int) -> None:
         """Send one layer."""
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
-        deadline = self._source.deadline()
-        addresses = self._addresses[at : at + TENSORS_PER_LAYER]
+        deadline = Deadline(self.source.timeout_ms)
+        addresses = self.addresses[at : at + TENSORS_PER_LAYER]
         shown = ", ".join(f"{address:#x}" for address in addresses)
-        with self._source.engine.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self._cluster_id) as span:
-            if self._located is not None:
+        with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
+            if self.located is not None:
                 try:
-                    span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
                     return
                 except (CacheNotFound, CacheMismatch):
-                    pass  # what was true at an earlier layer is not any more: ask again, and believe that
-            self._located = self._locate(deadline)
-            span.nbytes = self._push(layer, self._located.places[at : at + TENSORS_PER_LAYER], deadline)
+                    pass  # the caches have changed since an earlier layer: look the addresses up again
+            self.located = self._locate(deadline)
+            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
 
     def _locate(self, deadline: Deadline) -> Locations:
-        """Ask what lies at the addresses.
+        """Look the addresses up at the peer.
 
         Raises:
-            TransferFailed: Not what lay there at an earlier layer, and one of the two is memory of the peer's pools,
-                which is somebody else's by now.
+            TransferFailed: Another cache is there than at an earlier layer, and one of the two is memory of the peer's
+                pools: what was sent before is lost. Memory of the user is the same, however it is registered.
         """
-        locator, before = self._source.engine.locator, self._located
-        now = locator.locate(self._cluster_id, self._addresses, self._source.cut.extent, deadline, _WHAT)
-        if before is not None and before.places != now.places and (before.allocated or now.allocated):
+        before = self.located
+        now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
+        if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
-                f"{_WHAT}: the memory at dst_addrs of cluster {self._cluster_id} has been freed and allocated anew "
-                f"meanwhile: cache {now.places[0].cache_id} is there now, and what was sent before went to cache "
-                f"{before.places[0].cache_id}; send all of it again",
-                peer=self._cluster_id,
+                f"{_WHAT}: the memory at dst_addrs of cluster {self.cluster_id} has been freed and allocated anew "
+                f"meanwhile: cache {now.offsets[0].cache_id} is there now, and what was sent before went to cache "
+                f"{before.offsets[0].cache_id}; send all of it again",
+                peer=self.cluster_id,
                 phase="locate",
             )
         return now
 
-    def _push(self, layer: int, places: Sequence[RemoteOffset], deadline: Deadline) -> int:
-        """Push K and V; together where they lie in the same way in neighbouring tensors of one cache."""
+    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline) -> int:
+        """Push K and V, together if they are at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
-        key, value = places
+        key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
             return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
         return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
 
-    def _push_tensors(self, first: int, count: int, place: RemoteOffset, deadline: Deadline) -> int:
-        cut = self._source.cut
+    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
+        cut = self.source.cut
 
-        def plan(ends: CachePair) -> Plan:
-            dst = ends.remote
-            if place.tensor + count > dst.num_tensors or place.offset + cut.extent > dst.tensor_bytes:
-                raise ProtocolError(f"{_WHAT}: {name} has no such place as it was said to have: {place}")
-            return cut.plan(place.tensor, first, count, offset=place.offset, alias=ends.same_memory)
+        def plan(pair: CachePair) -> Plan:
+            dst = pair.remote
+            if to.tensor + count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
+                raise ProtocolError(f"{_WHAT}: {name} does not have what it was located at: {to}")
+            return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
-        name = RemoteName(self._cluster_id, cache_id=place.cache_id)
-        return self._source.engine.initiator.push(
-            name, self._source.entry, plan, deadline, _WHAT, consumes=False, destination_pin=self._recipient
-        )
+        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
+        return self.source.push(name, plan, deadline, self.destination_pin)

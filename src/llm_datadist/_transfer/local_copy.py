@@ -1,4 +1,9 @@
-"""Copies inside one process: rows, blocks of one cache, blocks of two. Plans and native copy are those of the pulls."""
+"""Copies inside one process: rows, blocks of one cache, blocks of two. Planned as pulls are.
+
+:class:`LocalCopies` runs in the caller's thread and holds the caches for the length of each call. Between host and
+device :class:`SwapEngine` copies, with its own threads and staging memory. After a failure or a time-out the bytes
+addressed are undefined.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -31,12 +36,23 @@ if TYPE_CHECKING:
     from llm_datadist._native import CopyPool
     from llm_datadist.types import Cache
 
-__all__ = ["LocalCopies", "Operand", "SwapEngine"]
+__all__ = ["CacheRow", "LocalCopies", "Operand", "SwapEngine"]
+
+#: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (R10).
+_WORKERS: Final = 4
+_STAGING_BUFFERS: Final = 4
+
+
+class CacheRow(NamedTuple):
+    """One row of a cache of this process."""
+
+    cache_id: int
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side of a copy between two caches: what the caller knows it as, geometry and addresses."""
+    """One side of a copy between two caches; ``name`` is the caller's argument."""
 
     name: str
     geometry: Geometry
@@ -44,7 +60,7 @@ class Operand:
 
     @classmethod
     def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
-        """Return memory that is not ours; ``addresses`` has one per tensor.
+        """Describe the caller's own memory, by one address per tensor.
 
         Raises:
             ParamError: An address is zero.
@@ -55,45 +71,34 @@ class Operand:
 
 
 class LocalCopies:
-    """Runs in the caller's thread; holds the caches' memory for the length of each call."""
+    """Copies between caches of this process, or memory of the caller. Threads: any."""
 
     def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
         self._store = store
         self._swap = swap
         self._pool = pool
 
-    def copy_cache(
-        self,
-        dst_id: int,
-        src_id: int,
-        *,
-        dst_row: int,
-        src_row: int,
-        offset: int,
-        size: int,
-        deadline: Deadline,
-        what: str,
-    ) -> int:
+    def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
         """Copy part of a row to a row (R8); return the bytes copied."""
-        with self._store.holding(src_id, f"{what}: src") as src, self._store.holding(dst_id, f"{what}: dst") as dst:
-            src.geometry.require_kind(f"{what}: src", CacheKind.CACHE)
-            dst.geometry.require_kind(f"{what}: dst", CacheKind.CACHE)
+        hold, src_name, dst_name = self._store.using, f"{what}: src", f"{what}: dst"
+        with hold(src.cache_id, src_name) as source, hold(dst.cache_id, dst_name) as target:
+            source.geometry.require_kind(src_name, CacheKind.CACHE)
+            target.geometry.require_kind(dst_name, CacheKind.CACHE)
             plan = geometry.plan_copy_row(
-                src.geometry, dst.geometry, src_row=src_row, dst_row=dst_row, offset=offset, size=size
+                source.geometry, target.geometry, src_row=src.row, dst_row=dst.row, offset=offset, size=size
             )
-            self._execute(plan, dst.storage.tensors, src.storage.tensors, deadline, what)
-            return plan.nbytes
+            return self._execute(plan, target.storage.tensors, source.storage.tensors, deadline, what)
 
     def copy_blocks(
         self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
     ) -> int:
         """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
-        with self._store.holding(cache_id, "copy_blocks: cache") as entry:
+        with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
+            cache = Operand("cache", entry.geometry, entry.storage.tensors)
             names = ("sources of copy_block_info", "destinations of copy_block_info")
-            plan = _plan(entry.geometry, entry.geometry, src_blocks, dst_blocks, alias=True, names=names)
-            self._execute(plan, entry.storage.tensors, entry.storage.tensors, deadline, "copy_blocks")
-            return plan.nbytes
+            plan, _ = _plan_blocks(cache, cache, src_blocks, dst_blocks, "copy_blocks", names)
+            return self._execute(plan, cache.tensors, cache.tensors, deadline, "copy_blocks")
 
     def swap_blocks(
         self,
@@ -106,34 +111,71 @@ class LocalCopies:
     ) -> int:
         """Move blocks between a HOST and a DEVICE blocks cache (R10); return the bytes moved.
 
-        ``ends``: what the caller knows the two caches as.
+        ``ends`` are the caller's names of the two caches.
 
         Raises:
             ParamError: Sizes, counts, indices, placements do not fit, an address is zero, or a cache was deallocated.
             OutOfMemory: No staging memory on the device.
         """
-        with self._operand(ends[0], src) as source, self._operand(ends[1], dst) as target:
+        with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
-            plan, alias = _plan_two(source, target, src_blocks, dst_blocks, "swap_blocks", names)
+            plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
                 raise ParamError(
                     f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
                     "one must be HOST and one DEVICE"
                 )
             _refuse_overlap(source, target, alias, "swap_blocks")
-            self._swap_plan(plan, source, target)
-            return plan.nbytes
+            return self._swap.swap(plan, target, source)
+
+    def copy_block_lists(
+        self,
+        src: int | Operand,
+        dst: int | Operand,
+        src_blocks: NDArray[np.int64],
+        dst_lists: NDArray[np.int64],
+        deadline: Deadline,
+        what: str,
+    ) -> int:
+        """Copy one list of blocks to each of several lists; return the bytes copied (R13).
+
+        The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
+        threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
+
+        Args:
+            src: Source: the id of a cache of ours, or memory of the caller.
+            dst: Destination; may be the source.
+            src_blocks: Shape ``(N,)``.
+            dst_lists: Shape ``(L, N)``.
+            deadline: Of a copy on the device.
+            what: Name of the call, for errors.
+
+        Raises:
+            CacheNotFound: No cache with such an id.
+            ParamError: Sizes, counts, indices do not fit, both are on the host, or tensors overlap.
+            OutOfMemory: No staging memory on the device.
+            DeadlineExceeded: The addressed blocks are undefined.
+        """
+        with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
+            plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
+            host = [side.geometry.placement == Placement.HOST for side in (source, target)]
+            if all(host):
+                raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
+            _refuse_overlap(source, target, alias, what)
+            if any(host):
+                return self._swap.swap(plan, target, source)
+            return self._execute(plan, target.tensors, source.tensors, deadline, what)
 
     @contextmanager
-    def _operand(self, name: str, cache: Cache) -> Iterator[Operand]:
-        """Yield geometry and addresses of a swap operand; a cache of ours keeps its memory meanwhile.
+    def _swap_operand(self, name: str, cache: Cache) -> Iterator[Operand]:
+        """Yield geometry and addresses of a handle; a cache of ours keeps its memory meanwhile.
 
         The handle alone counts, registered or not (API §6.9): ids of caches that are not ours mean nothing here.
         """
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             try:
-                entry = held.enter_context(self._store.holding(cache.cache_id, name))
+                entry = held.enter_context(self._store.using(cache.cache_id, name))
             except CacheNotFound:
                 entry = None
             addresses = list(cache.tensor_addrs)
@@ -145,64 +187,24 @@ class LocalCopies:
             else:
                 yield Operand.of(name, geometry, addresses)
 
-    def copy_block_lists(
-        self,
-        src: int | Operand,
-        dst: int | Operand,
-        src_blocks: NDArray[np.int64],
-        dst_lists: NDArray[np.int64],
-        deadline: Deadline,
-        what: str,
-    ) -> int:
-        """Copy one list of source blocks to each of several lists of destination blocks; return the bytes copied (R13).
-
-        The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
-        threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
-
-        Args:
-            src: Source: the id of a cache of ours, or memory of the caller.
-            dst: Destination; may be the source.
-            src_blocks: Shape ``(N,)``.
-            dst_lists: Shape ``(L, N)``.
-
-        Raises:
-            CacheNotFound: No cache with such an id.
-            ParamError: Sizes, counts, indices do not fit, both are on the host, or tensors overlap.
-            OutOfMemory: No staging memory on the device.
-            DeadlineExceeded: The addressed blocks are undefined.
-        """
-        with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
-            plan, alias = _plan_two(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
-            host = [side.geometry.placement == Placement.HOST for side in (source, target)]
-            if all(host):
-                raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
-            _refuse_overlap(source, target, alias, what)
-            if any(host):
-                self._swap_plan(plan, source, target)
-            else:
-                self._execute(plan, target.tensors, source.tensors, deadline, what)
-            return plan.nbytes
-
     @contextmanager
     def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
+        """Yield an operand; a cache of ours, named by its id, keeps its memory meanwhile."""
         if isinstance(operand, Operand):
             yield operand
             return
-        with self._store.holding(operand, f"{what}: {name}") as entry:
+        with self._store.using(operand, f"{what}: {name}") as entry:
             entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
             yield Operand(name, entry.geometry, entry.storage.tensors)
 
-    def _swap_plan(self, plan: Plan, source: Operand, target: Operand) -> None:
-        block_bytes, to_device = target.geometry.stride, target.geometry.placement == Placement.DEVICE
-        self._swap.swap(plan, target.tensors, source.tensors, block_bytes=block_bytes, to_device=to_device)
-
-    def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> None:
+    def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> int:
         done = _native.execute(plan, dst, src, self._pool, deadline.expires_ns, deadline.cancelled)
         if done < plan.nbytes:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
+        return plan.nbytes
 
 
-def _plan_two(
+def _plan_blocks(
     source: Operand,
     target: Operand,
     src_blocks: NDArray[np.int64],
@@ -210,14 +212,10 @@ def _plan_two(
     what: str,
     names: tuple[str, str],
 ) -> tuple[Plan, bool]:
-    """Plan blocks of one cache to blocks of another.
+    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]``; also return if both are the same tensors.
 
-    Args:
-        dst_blocks: Shape ``(N,)``, or ``(L, N)`` for L lists one after the other.
-        names: What errors call the two lists.
-
-    Returns:
-        The plan, and whether both caches are the same tensors.
+    ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists one after the other. Errors call the two lists by
+    ``names``.
     """
     src, dst = source.geometry, target.geometry
     if src.stride != dst.stride:
@@ -229,47 +227,14 @@ def _plan_two(
         raise CacheMismatch(
             f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
         )
-    # Host memory may be the "device" here, so both caches may lie on the same tensors.
-    alias = np.array_equal(source.tensors.bases, target.tensors.bases)
+    # Host memory may be the "device" here, so two caches may lie on the same tensors.
+    alias = source is target or np.array_equal(source.tensors.bases, target.tensors.bases)
     if dst_blocks.ndim > 1:
-        _check_lists(names[1], dst_blocks, dst.rows)
+        if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the one long list
+            i, j = (int(at) for at in np.unravel_index(dst_blocks.argmax(), dst_blocks.shape))
+            raise ParamError(f"{names[1]}[{i}][{j}]={dst_blocks[i, j]}: must be in [0, {dst.rows})")
         src_blocks, dst_blocks = np.tile(src_blocks, len(dst_blocks)), dst_blocks.reshape(-1)
-    return _plan(src, dst, src_blocks, dst_blocks, alias=alias, names=names), alias
-
-
-def _check_lists(name: str, lists: NDArray[np.int64], rows: int) -> None:
-    """Name the list and the place of a block that does not exist; behind it there is only one long list."""
-    if int(lists.max()) >= rows:
-        i, j = (int(at) for at in np.unravel_index(lists.argmax(), lists.shape))
-        raise ParamError(f"{name}[{i}][{j}]={lists[i, j]}: must be in [0, {rows})")
-
-
-def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
-    if not alias and _overlap(source.tensors, target.tensors):
-        raise ParamError(f"{what}: tensors of {source.name} and {target.name} overlap without being the same")
-
-
-def _overlap(one: Tensors, other: Tensors) -> bool:
-    """Return True when a byte belongs to both ends."""
-    starts = np.sort(other.bases)
-    after = np.searchsorted(starts, one.bases, side="right")
-    below, above = starts[np.maximum(after, 1) - 1], starts[np.minimum(after, len(starts) - 1)]
-    from_below = (below <= one.bases) & (one.bases - below < np.uint64(other.extent))
-    from_above = (above >= one.bases) & (above - one.bases < np.uint64(one.extent))
-    return bool((from_below | from_above).any())
-
-
-def _plan(
-    src: Geometry,
-    dst: Geometry,
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
-    *,
-    alias: bool,
-    names: tuple[str, str],
-) -> Plan:
-    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]`` in every tensor; errors call the two lists by ``names``."""
-    return _native.plan_blocks(
+    plan = _native.plan_blocks(
         dst_blocks,
         src_blocks,
         block_bytes=src.stride,
@@ -280,20 +245,31 @@ def _plan(
         dst_name=names[1],
         src_name=names[0],
     )
+    return plan, alias
 
 
-_WORKERS: Final = 4
-_STAGING_BUFFERS: Final = 4
+def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
+    """Raise ParamError if a byte belongs to both operands, unless they are the same tensors."""
+    if alias:
+        return
+    one, other = source.tensors, target.tensors
+    starts = np.sort(other.bases)
+    after = np.searchsorted(starts, one.bases, side="right")
+    below, above = starts[np.maximum(after, 1) - 1], starts[np.minimum(after, len(starts) - 1)]
+    from_below = (below <= one.bases) & (one.bases - below < np.uint64(other.extent))
+    from_above = (above >= one.bases) & (above - one.bases < np.uint64(one.extent))
+    if (from_below | from_above).any():
+        raise ParamError(f"{what}: tensors of {source.name} and {target.name} overlap without being the same")
 
 
 class SwapEngine:
-    """Owns the swap workers and the staging buffers of one LLMDataDist.
+    """Owns the swap workers and the staging buffers of one LLMDataDist (R10).
 
-    Callers' threads swap, one at a time; the workers exist from the first swap to :meth:`close`.
+    Threads: any; one swap runs at a time. The workers exist from the first swap to :meth:`close`.
 
     Args:
         device: What DEVICE placement means.
-        cpus: How many CPUs there are to use; None: as many as this process may use.
+        cpus: CPUs to use; None: all that this process may use.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
@@ -304,23 +280,25 @@ class SwapEngine:
         self._threads: ThreadPoolExecutor | None = None
         self._staging: list[Segment] = []
 
-    def swap(self, plan: Plan, dst: Tensors, src: Tensors, *, block_bytes: int, to_device: bool) -> None:
-        """Carry out a plan between host and device memory, whose runs are whole blocks of ``block_bytes``.
+    def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
+        """Carry out a plan of whole blocks between host and device; return the bytes moved.
 
         Raises:
             OutOfMemory: The device cannot provide the staging buffers; nothing was copied.
         """
         if plan.nbytes == 0:
-            return
+            return 0
         with self._lock:
             if not self._device.needs_staging:
+                # Not the engine's pool: R10 fixes the number of workers, llm.CopyThreads that of the engine's.
                 if self._copy_pool is None:
                     self._copy_pool = _native.CopyPool(self.workers)
-                _native.execute(plan, dst, src, self._copy_pool, _native.NO_DEADLINE)
-            elif to_device:
-                self._swap_in(plan, dst, src, block_bytes)
+                _native.execute(plan, dst.tensors, src.tensors, self._copy_pool, _native.NO_DEADLINE)
+            elif dst.geometry.placement == Placement.DEVICE:
+                self._swap_in(plan, dst.tensors, src.tensors, dst.geometry.stride)
             else:
-                self._swap_out(plan, dst, src)
+                self._swap_out(plan, dst.tensors, src.tensors)
+        return plan.nbytes
 
     def statistics(self) -> SwapStatistics:
         """Return workers and staging bytes."""
@@ -342,11 +320,9 @@ class SwapEngine:
             segment.close()
         self._staging.clear()
 
-    # --- devices with staging: under the lock ----------------------------------------------------------------------
-
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
-            # One more than the workers: the thread that empties the staging buffers.
+            # One more than the workers, to empty the staging buffers.
             self._threads = ThreadPoolExecutor(self.workers + 1, thread_name_prefix="llm-datadist-swap")
         return self._threads
 
@@ -365,7 +341,11 @@ class SwapEngine:
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
-        copies = [block for span in _spans(plan, dst, src) for block in _blocks(span, block_bytes)]
+        copies = [
+            (target + at, source + at, block_bytes)  # merged runs do not fit a staging buffer
+            for target, source, nbytes in _spans(plan, dst, src)
+            for at in range(0, nbytes, block_bytes)
+        ]
         if plan.ordered:
             buffer = self._staging[0].address
             for target, source, nbytes in copies:
@@ -376,7 +356,7 @@ class SwapEngine:
         _Pipeline(self._device, buffers).run(copies, self._executor(), self.workers)
 
     def _take_staging(self, nbytes: int) -> None:
-        """Make sure that there are four buffers of at least ``nbytes``, the block size."""
+        """Allocate the staging buffers, unless they have ``nbytes`` each already."""
         if self._staging and self._staging[0].nbytes >= nbytes:
             return
         self._give_staging_back()
@@ -400,7 +380,7 @@ class SwapEngine:
 
 
 class _Pipeline:
-    """Host -> buffer by several workers, buffer -> device by one. Lives for one swap-in."""
+    """One swap-in: several workers copy host -> buffer, one thread buffer -> device."""
 
     def __init__(self, device: Device, buffers: list[int]) -> None:
         self._device = device
@@ -457,13 +437,6 @@ def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, i
         target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])
         for to, at, nbytes in runs:
             yield target + to, source + at, nbytes
-
-
-def _blocks(span: tuple[int, int, int], block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a merged run into the blocks that fit a staging buffer."""
-    target, source, nbytes = span
-    for at in range(0, nbytes, block_bytes):
-        yield target + at, source + at, block_bytes
 
 
 def _finish(futures: list[Future[None]]) -> None:

@@ -1,6 +1,6 @@
-"""Spans around operations: they count, time and log them.
+"""Spans around operations: they count, time and log them. Each engine has its own :class:`Meters`.
 
-No globals: every LLMDataDist has its own :class:`Meters`. A span is native code unless somebody reads the log.
+A span is native code unless the log takes INFO messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Span(Protocol):
     """One operation while it runs. Used by one thread.
 
     Attributes:
-        nbytes: What it moved; set by whoever knows.
+        nbytes: Bytes moved; set inside the span.
     """
 
     nbytes: int
@@ -35,7 +35,7 @@ class Span(Protocol):
 
 
 class Meters:
-    """Totals per operation. Any thread; takes no lock."""
+    """Totals per operation. Threads: any; takes no lock."""
 
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
@@ -43,7 +43,7 @@ class Meters:
     def span(self, name: str, detail: str = "", *args: object) -> Span:
         """Return a context manager that times, counts and logs one operation.
 
-        ``detail`` is a lazy ``%``-format of ``args`` for the log; set ``span.nbytes`` to what moved.
+        ``detail`` is a ``%``-format of ``args``, used only for the log.
         """
         meter = self._meters.get(name)
         if meter is None:
@@ -52,7 +52,7 @@ class Meters:
         return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
 
     def totals(self) -> tuple[OperationStatistics, ...]:
-        """Return the totals of what has ended so far, by name."""
+        """Return the totals of the operations that have ended, by name."""
         return tuple(
             OperationStatistics(name, each.count, each.errors, each.nbytes, each.seconds)
             for name, each in sorted(self._meters.copy().items())
@@ -61,7 +61,7 @@ class Meters:
 
 
 class _Logged:
-    """A span that tells the log how the operation begins and ends."""
+    """A span that also logs how the operation begins and ends."""
 
     __slots__ = ("_args", "_detail", "_name", "_timer", "nbytes")
 

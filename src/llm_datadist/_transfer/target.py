@@ -1,6 +1,8 @@
-"""The target of transfers: answers where a cache is, keeps it for as long as it is read, takes note of what was pulled.
+"""The target of transfers: resolves caches for peers, pins them, and serves their data lanes.
 
-Runs on the control thread; every handler is short. The initiator's half is in ``_transfer/initiator.py``.
+What a peer may do is decided by :class:`~llm_datadist._transfer.access.AccessPolicy`. The handlers run on the control
+thread and are short; a refusal is an answer, and the link goes on. A peer that names nothing sensible over a lane loses
+that lane.
 """
 
 from __future__ import annotations
@@ -15,16 +17,9 @@ import msgspec
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import (
-    Consumed,
-    Failed,
-    Guarded,
-    Id,
-    Release,
-    Resolve,
-    Resolved,
-)
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
 
@@ -40,13 +35,17 @@ __all__ = ["LaneReconnector", "LaneTarget", "Target", "encode_handle"]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
+#: Bounds one attempt to reconnect all lanes of a link; finalize may wait for it.
+_RECONNECT_LANES_MS: Final = 1000
+_MAX_GUARDS: Final = 8
 
 
 class Target:
-    """Answers resolves and takes releases. Runs on the control thread; every handler is short."""
+    """Answers resolves, takes releases, owns the peers' pins. Threads: control."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
+        self._policy = AccessPolicy(store)
 
     def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
         """Return what the link manager dispatches to this class."""
@@ -58,38 +57,38 @@ class Target:
         }
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
-        """A peer wants to know where a cache is."""
+        """Answer where a cache is, or why the peer may not use it."""
         try:
             answer: Message = self._resolved(link, message)
         except LLMException as error:
-            answer = Failed(message.id, int(error.status_code), str(error)[:4000])
+            answer = failed(message.id, error)
         try:
             link.tell(answer)
         except ProtocolError as error:
-            # More tensors than a frame can name: the caller must hear so, not wait.
+            # More tensors than a frame can name: without an answer the caller would wait for its deadline.
             if isinstance(answer, Resolved) and answer.pin:
                 self._store.apply(self._store.registry.release(link, answer.pin))
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
-        """A peer is done with a pin. In RCA mode a pull consumes nothing (R5)."""
+        """End a pin of the peer. With remote cache access a pull consumes nothing (R5)."""
         consume = message.count > 0 and not self._store.remote_accessible
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
-        """A peer has pushed into a row: complete pushes consume the row's key (R5)."""
+        """Consume the key of a row once all of it was pushed (R5)."""
         if self._store.remote_accessible:
             effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
             self._store.apply(effects)
 
     def on_late_answer(self, link: Link, message: Resolved) -> None:
-        """An answer of the peer came after its caller had given up: give its pin back."""
+        """Give back the pin of an answer that came after its caller had given up."""
         if message.pin:
             link.tell(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
-        """A link has ended: its pins end, its keys stay."""
+        """End the pins of a link that has ended; its keys stay."""
         self._store.apply(self._store.registry.drop_peer(link))
 
     def expire(self, now: float) -> None:
@@ -98,20 +97,21 @@ class Target:
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key
-        by_address = message.push and not store.remote_accessible
-        if by_address and (key is not None or message.cache_id not in link.located):
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
-        if message.push and key is None and message.cache_id <= 0:
-            # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
-            key = (Namespace.REQUEST, 0, 0)
-        if message.push and key is None:
-            # A row that a push cannot go to is a wrong argument; one that a pull cannot find may come (API §6.12).
-            entry = store.registry.lookup(message.cache_id, "cache_id")
-            entry.geometry.require_row("batch_index of dst_cache_key", message.row)
+        if message.push:
+            self._policy.require_push(link, message.cache_id if key is None else None)
+            if key is None and message.cache_id <= 0:
+                # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
+                key = (Namespace.REQUEST, 0, 0)
+            if key is None:
+                # A push to a missing row is a wrong argument; the row of a pull may still be published (API §6.12).
+                entry = store.registry.lookup(message.cache_id, "cache_id")
+                entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         pin, entry, row, binding = self._found(link, message, key)
-        # Pools are sealed against writing by others then: only by address, and by the owner's leave, is there a way.
-        shared = link.connection.capabilities.shared_regions and not by_address
+        # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
+        sealed = message.push and not store.remote_accessible
+        shared = link.connection.capabilities.shared_regions and not sealed
         regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
+        guards = [entry.guard] if key is None or binding is None else [entry.guard, binding.guard]
         return Resolved(
             id=message.id,
             cache_id=entry.cache_id,
@@ -119,39 +119,30 @@ class Target:
             row=row,
             regions=regions,
             offsets=offsets,
-            guards=_guards(entry, binding if key is not None else None),
+            guards=[Guarded(guard.slot, guard.generation) for guard in guards],
             pin=pin,
         )
 
     def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[int, Entry, int, Binding | None]:
         """Return (pin or 0, entry, row, binding) of what the peer may use."""
-        registry = self._store.registry
-        pin = 0
+        registry, pin = self._store.registry, 0
         entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
-        if not self._store.keepable(entry):
+        if self._policy.needs_pin(entry):
             expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
             pinned = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
             pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
-        # After the pin: until then the key may have moved to another cache.
-        if not entry.remote_accessible:
+        try:
+            # After the pin: until then the key may have moved to another cache.
+            self._policy.require_use(entry, pin)
+        except ParamError:
             if pin:
                 self._store.apply(registry.release(link, pin))
-            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
+            raise
         return pin, entry, row, binding
 
 
-def _guards(entry: Entry, binding: Binding | None) -> list[Guarded]:
-    guards = [entry.guard] if binding is None else [entry.guard, binding.guard]
-    return [Guarded(guard.slot, guard.generation) for guard in guards]
-
-
-#: For all lanes of one link; finalize may wait for it.
-_RECONNECT_LANES_MS: Final = 1000
-_MAX_GUARDS: Final = 8
-
-
 class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the initiator was told in a Resolved: the cache, its pin or 0, the guards that hold the answer."""
+    """What the initiator read from a Resolved: the cache, its pin or 0, the guards of the answer."""
 
     cache_id: Id
     pin: Id
@@ -163,20 +154,16 @@ _decoder: Final = msgspec.msgpack.Decoder(_Handle)
 
 
 def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Return what :class:`LaneTarget` of the peer needs to find its cache again. Runs on the initiator."""
+    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to find its cache again."""
     return _encoder.encode(_Handle(cache_id, pin, list(guards)))
 
 
 class LaneTarget:
-    """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`.
-
-    Args:
-        store: The caches.
-        mender: Brings lost lanes back.
-    """
+    """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
 
     def __init__(self, store: CacheStore, lane_reconnector: LaneReconnector) -> None:
         self._store = store
+        self._policy = AccessPolicy(store)
         self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
@@ -184,14 +171,11 @@ class LaneTarget:
         return self._grant(link, request)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may write: with remote cache access, or what it was told to lie at an address."""
+        """Return what the peer may write."""
         return self._grant(link, request, write=True)
 
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Nothing is held for a request: its guards and ``quiesce`` protect the memory."""
-
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """A lane ended: with the link, or by a transfer that was given up half way."""
+        """Have a lost lane reconnected, unless its link has ended."""
         logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
         if isinstance(link, Link):
             self._lane_reconnector.lost(link)
@@ -201,14 +185,10 @@ class LaneTarget:
             handle = _decoder.decode(request.handle)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
-        located = isinstance(link, Link) and handle.cache_id in link.located
-        if write and not (self._store.remote_accessible or located):
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
+        if write:
+            self._policy.require_push(link, handle.cache_id)
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin)
-        if not entry.remote_accessible:
-            raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
-        if not handle.pin and not self._store.keepable(entry):
-            raise ParamError(f"cache {entry.cache_id} is read under a pin")
+        self._policy.require_use(entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
             raise ProtocolError(f"a lane request for cache {entry.cache_id} leaves its guard out")
@@ -218,14 +198,14 @@ class LaneTarget:
 
 
 class LaneReconnector:
-    """Brings lost lanes back, at the end that dialled. Owns its one thread, which is there after the first loss."""
+    """Reconnects lost lanes, at the end that dialled. Owns one thread, which exists from the first loss on."""
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "llm-datadist-lanes")
 
     def lost(self, link: Link) -> None:
-        """A lane of ``link`` ended. Any thread; returns at once."""
-        if link.dialled and not link.ended:
+        """Reconnect the lanes of ``link`` soon. Threads: any; returns at once."""
+        if link.origin.dialled and not link.ended:
             with suppress(RuntimeError):  # closed
                 self._worker.submit(self._reconnect_lanes, link)
 

@@ -1,4 +1,4 @@
-"""Threads for calls that are awaited: the blocking call in a worker, a cancellation that leaves memory safe (R7)."""
+"""Threads for awaited calls: the blocking call runs in a worker, and its cancellation leaves memory safe (R7)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Workers"]
 
 T = TypeVar("T")
 
-#: A call mostly waits for memory or a peer: more than there are CPUs are of use, and a few hundred are not.
+#: More than there are CPUs, because a call mostly waits for memory or a peer.
 _MAX_WORKERS: Final = 32
 
 
 class Workers:
-    """The threads ``llm-datadist-async_<n>``, at most 32, each there from its first call to :meth:`close`.
+    """Owns the threads ``llm-datadist-async_<n>``, at most 32; each exists from its first call to :meth:`close`.
 
-    Any thread, any event loop.
+    Threads: any, and any event loop.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,17 @@ class Workers:
         self._pid = os.getpid()
 
     async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
-        """Call ``call`` with a deadline in a worker thread; the deadline begins when the thread does.
+        """Run ``call`` in a worker thread, with a deadline that begins when the thread does.
 
-        When the waiting task is cancelled, ``CancelledError`` comes once the call has ended, which it is told to do:
-        a call that has not begun never does, one that waits for an answer ends within 50 ms, one that copies ends after
-        the chunk it is at, and one whose bytes go over lanes ends with them, or with its deadline. So nothing of it
-        writes anywhere afterwards, and the link is as usable as after a timeout. A coroutine that is closed, which
-        leaves no time to wait, only tells it.
+        If the awaiting task is cancelled, ``CancelledError`` comes after the call has ended, so that nothing of it
+        writes anywhere afterwards; the link stays usable, as after a timeout. A call that has not begun never does; one
+        that waits for an answer ends within 50 ms; one that copies ends after its current chunk; one whose bytes go
+        over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
 
         Raises:
             StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
-        import asyncio  # whoever awaits has it loaded
+        import asyncio  # loaded already: there is an event loop
 
         if os.getpid() != self._pid:
             raise StateError(f"the call is one of process {self._pid}, whose threads are not in this fork of it")
@@ -60,12 +59,13 @@ class Workers:
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            if future.cancelled():  # by close, not by the task that waits
+            if future.cancelled():  # by stop or close, not by the awaiting task
                 raise _finalized() from None
-            await _ended(awaited, future, waiting)
+            if not awaited.cancel(future):
+                await _end_of(waiting)
             raise
         except GeneratorExit:
-            awaited.give_up(future)
+            awaited.cancel(future)
             raise
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class Workers:
 
 
 class _Call(Generic[T]):
-    """One call on its way through a thread. :meth:`give_up` may come from another thread at any time."""
+    """One call in a worker thread; any other thread may cancel it at any time."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
@@ -88,12 +88,12 @@ class _Call(Generic[T]):
 
     def run(self) -> T:
         self._deadline = deadline = CancellableDeadline(self._budget_ms)
-        if self._cancelled:  # before there was a deadline to cancel
+        if self._cancelled:  # before the deadline existed
             deadline.cancel()
         return self._call(deadline)
 
-    def give_up(self, future: Future[T]) -> bool:
-        """Nobody wants it any more. True when it had not begun, and never will; else it ends as soon as it can."""
+    def cancel(self, future: Future[T]) -> bool:
+        """Make the call end soon; return True if it had not begun, and never will."""
         if future.cancel():
             return True
         self._cancelled = True
@@ -102,17 +102,15 @@ class _Call(Generic[T]):
         return False
 
 
-async def _ended(call: _Call[T], future: Future[T], waiting: asyncio.Future[T]) -> None:
-    """Return when a cancelled call has ended, however often the waiting task is cancelled meanwhile."""
+async def _end_of(waiting: asyncio.Future[T]) -> None:
+    """Return when a cancelled call has ended, however often the awaiting task is cancelled meanwhile."""
     import asyncio
 
-    if call.give_up(future):
-        return
     while not waiting.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([waiting])
     if not waiting.cancelled():
-        waiting.exception()  # nobody wants it, and asyncio is told so
+        waiting.exception()  # retrieved, or asyncio would log it
 
 
 def _finalized() -> StateError:

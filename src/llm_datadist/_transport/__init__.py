@@ -1,27 +1,18 @@
-"""Layer 4, transport: how the bytes of a plan get from one process to another, and which way is the best."""
+"""How the bytes of a plan get from one process to another, and which way is the best.
 
-from __future__ import annotations
+Read :mod:`llm_datadist._transport.connection` first, then :mod:`llm_datadist._transport.inproc`.
+"""
 
-from dataclasses import dataclass
-from typing import Final
-
-from llm_datadist._memory.exports import PRIVATE, Exports, RegionDescriptor
-from llm_datadist._transport.connection import Capabilities, Connection, RemoteTensors, Transfer
-from llm_datadist._transport.inproc import InprocConnection
-from llm_datadist._transport.samehost import PeerMemory, SameHostListener, exchange_memory
+from llm_datadist._transport.choose import Choice, agree, choose
+from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
+from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist._transport.shm import ShmConnection
-from llm_datadist.errors import LinkError, LinkRefused, ParamError
 
 __all__ = [
-    "PRIVATE",
-    "TRANSPORTS",
-    "Capabilities",
     "Choice",
     "Connection",
-    "Exports",
-    "InprocConnection",
     "PeerMemory",
-    "RegionDescriptor",
     "RemoteTensors",
     "SameHostListener",
     "ShmConnection",
@@ -30,96 +21,3 @@ __all__ = [
     "choose",
     "exchange_memory",
 ]
-
-TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
-"""Names of all transports, the best first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The transports of a link, and why those.
-
-    Attributes:
-        name: One of :data:`TRANSPORTS`: for what the peer exports.
-        private: One of them for the peer's private memory; None: nothing reaches it.
-        reason: One line: why they can be used, and why each better one cannot.
-    """
-
-    name: str
-    private: str | None
-    reason: str
-
-
-def choose(
-    *,
-    same_process: bool,
-    same_host: PeerMemory | LinkError | None,
-    forced: str | None,
-    private: str | None = "nobody tried",
-) -> Choice:
-    """Return the best transports that both ends can use, or the forced one for everything.
-
-    Args:
-        same_process: The peer's incarnation lives in this process.
-        same_host: Outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
-        forced: Value of ``llm.Transport``; None for the best one.
-        private: Why cma cannot reach the peer's private memory, None when it can.
-
-    Raises:
-        ParamError: ``forced`` names no transport.
-        LinkRefused: The forced one is impossible; the text says why.
-    """
-    if forced is not None and forced not in TRANSPORTS:
-        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
-    verdicts = {"inproc": _inproc(same_process), "shm": _shm(same_host), "cma": _cma(private), "tcp": _tcp(forced)}
-    # cma alone reaches no pool by itself: for what the peer exports it is used when it is asked for only.
-    candidates = ("inproc", "shm", "tcp") if forced is None else (forced,)
-    against: list[str] = []
-    for name in candidates:
-        possible, reason = verdicts[name]
-        if possible:
-            return _with_private(name, "; ".join([reason, *against]), forced, private)
-        against.append(f"not {name}: {reason}")
-    raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
-
-
-def agree(mine: str | None, theirs: str | None) -> str | None:
-    """Return the transport that one of the ends asks for, so that the other one takes it too; None when neither does.
-
-    Raises:
-        LinkRefused: They ask for different ones, or the peer for one that this end does not know.
-    """
-    if theirs is not None and theirs not in TRANSPORTS:
-        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(TRANSPORTS)}")
-    if mine is not None and theirs is not None and mine != theirs:
-        raise LinkRefused(f"llm.Transport differs: {theirs} at the peer, {mine} here")
-    return mine or theirs
-
-
-def _with_private(name: str, reason: str, forced: str | None, private: str | None) -> Choice:
-    """Add how private memory is reached: by the same, where that can, else by cma, else over data lanes."""
-    if name != "shm":
-        return Choice(name, name, reason)
-    if forced is not None:
-        return Choice(name, None, f"{reason}; private memory by nothing: {private}")
-    if private is None:
-        return Choice(name, "cma", f"{reason}; private memory by cma")
-    return Choice(name, "tcp", f"{reason}; private memory by tcp, not by cma: {private}")
-
-
-def _inproc(same_process: bool) -> tuple[bool, str]:
-    return same_process, "the peer is in this process" if same_process else "the peer is in another process"
-
-
-def _cma(private: str | None) -> tuple[bool, str]:
-    return private is None, "the kernel lets us into the peer's memory" if private is None else private
-
-
-def _tcp(forced: str | None) -> tuple[bool, str]:
-    return True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport asks"
-
-
-def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:
-    if isinstance(same_host, PeerMemory):
-        return True, f"the peer (pid {same_host.pid}) is on this host, {len(same_host.regions)} regions mapped"
-    return False, "no same-host rendezvous was made" if same_host is None else str(same_host)

@@ -1,7 +1,7 @@
 """Cross-memory attach: private memory of another process of this host, by process_vm_readv and process_vm_writev.
 
-The kernel copies between the two processes, nothing is mapped; only the peer's guard table is, as over shm. Whether
-the kernel lets us is found out once, by :func:`probe`.
+The kernel copies between the two processes. Only the peer's guard table is mapped, as over shm. :func:`probe` finds out
+once per link whether the kernel lets this process do so.
 """
 
 from __future__ import annotations
@@ -12,34 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import execute_process, peek_process
-from llm_datadist._transport.connection import Capabilities, Transfer, Window
-from llm_datadist._transport.peer_memory import MetConnection
+from llm_datadist._native import ProcessMemory, execute_process, peek_process
+from llm_datadist._transport.connection import Capabilities, Window
+from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.peer_memory import SharedPeer
+    from llm_datadist._transport.connection import Transfer
+    from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["CmaConnection", "probe"]
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-class CmaConnection(MetConnection):
-    """A connection to private memory of another process. Threads as in the base class; owns its share of the peer.
-
-    Addresses of a peer mean nothing in this process: equal ones at both ends are not the same memory.
+class CmaConnection(SameHostConnection):
+    """A connection to private memory of another process.
 
     Args:
-        peer: The share.
+        peer: The peer's memory and process.
         writable: True when the peer may be written (RCA). The kernel does not know that rule.
     """
 
     capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
 
-    def __init__(self, peer: SharedPeer, *, writable: bool) -> None:
+    def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)
         super().__init__(peer)
 
@@ -48,24 +45,20 @@ class CmaConnection(MetConnection):
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
         return self._private
 
-    def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> Transfer:
-        what = "write" if write else "read"
-        # Before, because a process that got the pid again must not be written; after, because its bytes come without
-        # an error.
+    def _move(self, transfer: Transfer) -> None:
+        plan, deadline, what = transfer.plan, transfer.deadline, transfer.what
+        # Before, because a process that got the pid again must not be written. After, because reading from that
+        # process is no error to the kernel.
         self._check_alive(what)
         try:
-            done = execute_process(
-                plan, local, remote, self._peer.pid, pool, deadline.expires_ns, deadline.cancelled, write=write
-            )
+            memory = ProcessMemory(self._peer.pid, transfer.remote, transfer.write)
+            done = execute_process(plan, transfer.local, memory, transfer.pool, deadline.expires_ns, deadline.cancelled)
         except OSError as error:
             self._check_alive(what)
             raise _failure(what, error) from error
         self._check_alive(what)
         if done < plan.nbytes:
-            raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
-        return Transfer(done)
+            raise transfer.timeout(done)
 
     def _check_alive(self, what: str) -> None:
         if not self._peer.alive():
@@ -82,11 +75,11 @@ def _failure(what: str, error: OSError) -> LLMException:
     return TransferFailed(f"{text}; the bytes addressed are undefined", phase="copy")
 
 
-def probe(peer: SharedPeer, cookie_address: int, cookie: bytes) -> str | None:
-    """Try whether this process may reach the peer's private memory, and that it is the peer whom its pid names.
+def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
+    """Try to read the peer's cookie from its private memory, by its pid.
 
     Args:
-        peer: The peer, as met on this host.
+        peer: The outcome of the rendezvous.
         cookie_address: Where the peer says that the cookie lies in its own address space; not trusted.
         cookie: What must be there: the header of its guard table.
 
@@ -106,7 +99,7 @@ def probe(peer: SharedPeer, cookie_address: int, cookie: bytes) -> str | None:
     return None if found == cookie else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
 
 
-def _refusal(peer: SharedPeer, error: OSError) -> str:
+def _refusal(peer: PeerMemory, error: OSError) -> str:
     if error.errno == errno.ESRCH:
         return f"the peer process {peer.pid} has ended"
     if error.errno == errno.EFAULT:
@@ -116,7 +109,7 @@ def _refusal(peer: SharedPeer, error: OSError) -> str:
     return str(error.strerror)
 
 
-def _why_not_permitted(peer: SharedPeer) -> str:
+def _why_not_permitted(peer: PeerMemory) -> str:
     if peer.uid != os.getuid():
         return f"it runs as uid {peer.uid}, this process as uid {os.getuid()}"
     scope = _ptrace_scope()

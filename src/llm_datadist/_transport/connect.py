@@ -1,16 +1,16 @@
-"""Opening the data connection of a link: the rendezvous where one is needed, the proof of who came, the choice."""
+"""Opening the data path of a link: the rendezvous where one is needed, the proof that it met the peer, the choice."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist import _transport
 from llm_datadist._transport import inproc
+from llm_datadist._transport.choose import Choice, choose
 from llm_datadist._transport.cma import CmaConnection, probe
-from llm_datadist._transport.connection import RoutedConnection
+from llm_datadist._transport.connection import DataPath
 from llm_datadist._transport.lanes import dial_lanes
-from llm_datadist._transport.peer_memory import PeerMemory, SharedPeer
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist._transport.tcp import TcpConnection
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports, RegionDescriptor
-    from llm_datadist._transport import Choice
-    from llm_datadist._transport.connection import Connection, DataPath
+    from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 __all__ = ["LANES_PER_LINK", "ConnectionBuilder", "LaneDialer", "PeerIdentity", "exchange_memory_with"]
@@ -39,10 +38,10 @@ Between hosts more connections share a line better than one. Threads, not lanes,
 def exchange_memory_with(
     name: str, token: bytes, incarnation: bytes, exports: Exports, forced: str | None, deadline: Deadline
 ) -> PeerMemory | LinkError | None:
-    """Meet the peer on the same host, unless it lives in this process or tcp is forced. Runs on the initiator.
+    """Try the rendezvous, unless the peer lives in this process or tcp is forced. Runs on the initiator.
 
     Returns:
-        The peer's memory, which the caller owns; why there is none (:func:`_transport.choose` reports it); or None.
+        The peer's memory, which the caller owns, or why there is none. None when it was not tried.
 
     Raises:
         DeadlineExceeded: No answer in time.
@@ -61,7 +60,7 @@ def exchange_memory_with(
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who the peer says it is, over the control connection: what the rendezvous and cma must find.
+    """What the peer says about itself over the control connection. The rendezvous and cma must find the same.
 
     Attributes:
         incarnation: Random id of its process incarnation.
@@ -74,6 +73,17 @@ class PeerIdentity:
     cookie: bytes
     cookie_address: int
     regions: Sequence[RegionDescriptor]
+
+    def proven(self, memory: PeerMemory) -> PeerMemory | LinkRefused:
+        """Return the memory if it is this peer's, else close it and return why not."""
+        if memory.incarnation != self.incarnation:
+            what = "incarnation is another one"
+        elif memory.cookie != self.cookie:
+            what = "guard table shows another cookie"
+        else:
+            return memory
+        memory.close()
+        return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +99,12 @@ class LaneDialer:
 
 
 class ConnectionBuilder:
-    """From the outcome of the rendezvous to an open connection. Used by one thread, once.
+    """Chooses the transports from the outcome of the rendezvous, and opens the data path.
 
-    Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`.
+    Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`. Used by one thread.
 
     Args:
-        claim: Of the peer: proof of the same host, and of the same process.
+        peer: Who must be at the other end.
         memory: Outcome of the rendezvous, taken over.
         forced: Name of the one transport that must be used for everything, or None for the best of each kind.
 
@@ -105,23 +115,31 @@ class ConnectionBuilder:
         LinkRefused: No transport, or not the forced one, reaches the peer.
     """
 
-    def __init__(self, claim: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
-        self._claim = claim
-        memory = _proven(memory, claim.incarnation, claim.cookie)
-        self._peer = SharedPeer(memory) if isinstance(memory, PeerMemory) else None
+    def __init__(self, peer: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
+        self._peer = peer
+        same_host = peer.proven(memory) if isinstance(memory, PeerMemory) else memory
+        self._memory = same_host if isinstance(same_host, PeerMemory) else None
         try:
-            same_process = inproc.lives_here(claim.incarnation)
-            private = _why_not_cma(self._peer, claim, forced)
-            self.choice: Choice = _transport.choose(
-                same_process=same_process, same_host=memory, forced=forced, private=private
+            self.choice: Choice = choose(
+                same_process=inproc.lives_here(peer.incarnation),
+                same_host=same_host,
+                forced=forced,
+                private=self._why_not_cma(forced),
             )
         except BaseException:
             self.close()
             raise
 
+    def _why_not_cma(self, forced: str | None) -> str | None:
+        if forced not in (None, "cma"):
+            return f"llm.Transport is {forced}"
+        if self._memory is None:
+            return "no same-host rendezvous was made"
+        return probe(self._memory, self._peer.cookie_address, self._peer.cookie)
+
     @property
     def wants_lanes(self) -> bool:
-        """True when a route of the choice goes over data lanes."""
+        """True when a transport of the choice is tcp."""
         return "tcp" in (self.choice.name, self.choice.private)
 
     def open(
@@ -132,67 +150,42 @@ class ConnectionBuilder:
         writable: bool,
         reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,
     ) -> DataPath:
-        """Return the connection, which owns the lanes of ``group`` if it uses them.
+        """Return the data path, which owns the lanes of ``group`` if it uses them.
 
         Args:
             lanes: The lanes of this process.
-            group: The link's lanes, not begun yet; to be shut by the caller when no route uses them. Where this end
-                does not dial, those that the peer has dialled by now.
+            group: The link's lanes, not begun yet; to be shut by the caller when no transport uses them. Where this
+                end does not dial, those that the peer has dialled by now.
             writable: True when peers may write each other (RCA).
-            redial: As for :class:`TcpConnection`.
+            reconnect: As for :class:`TcpConnection`.
         """
         if self.wants_lanes and reconnect is None and not len(group):
-            self._do_without_lanes()
-        over_lanes: TcpConnection | None = None
-        if self.wants_lanes:
-            over_lanes = TcpConnection(lanes, group, self._claim.regions, writable=writable, reconnect=reconnect)
+            # Only the peer could dial lanes, and it needs none itself.
+            if self.choice.name == "tcp":
+                raise LinkRefused("the peer chose tcp and dialled no data lanes")
+            reason = f"{self.choice.reason}; but the peer dialled no data lanes"
+            self.choice = replace(self.choice, private=None, reason=reason)
+
+        def connect(transport: str) -> Connection:
+            if transport == "inproc":
+                return inproc.connect(self._peer.incarnation)
+            if transport == "tcp":
+                return TcpConnection(lanes, group, self._peer.regions, writable=writable, reconnect=reconnect)
+            assert self._memory is not None, "shm and cma are chosen after a rendezvous only"
+            held = self._memory.share()
+            return ShmConnection(held) if transport == "shm" else CmaConnection(held, writable=writable)
+
+        shared = connect(self.choice.name)
         try:
-            if over_lanes is not None and self.choice.name == "tcp":
-                return over_lanes
-            shared = self._open_shared(writable=writable)
-            if self.choice.private in (None, self.choice.name):
-                return shared
-            return RoutedConnection(shared, over_lanes or self._open_cma(writable=writable))
-        finally:
-            self.close()
-
-    def _do_without_lanes(self) -> None:
-        """The peer, who alone could dial them, needs none itself."""
-        if self.choice.name == "tcp":
-            raise LinkRefused("the peer chose tcp and dialled no data lanes")
-        reason = f"{self.choice.reason}; but the peer dialled no data lanes"
-        self.choice = replace(self.choice, private=None, reason=reason)
-
-    def _open_shared(self, *, writable: bool) -> Connection:
-        if self.choice.name == "inproc":
-            return inproc.connect(self._claim.incarnation)
-        assert self._peer is not None, "shm and cma are chosen for a peer that was met"
-        return self._open_cma(writable=writable) if self.choice.name == "cma" else ShmConnection(self._peer.share())
-
-    def _open_cma(self, *, writable: bool) -> CmaConnection:
-        assert self._peer is not None, "cma is chosen for a peer that was met"
-        return CmaConnection(self._peer.share(), writable=writable)
+            private = None if self.choice.private in (None, self.choice.name) else connect(self.choice.private)
+        except BaseException:
+            shared.close()
+            raise
+        self.close()
+        return DataPath(shared, private)
 
     def close(self) -> None:
         """Give back what no connection owns. Idempotent."""
-        if self._peer is not None:
-            self._peer.close()
-
-
-def _why_not_cma(peer: SharedPeer | None, claim: PeerIdentity, forced: str | None) -> str | None:
-    if forced not in (None, "cma"):
-        return f"llm.Transport is {forced}"
-    if peer is None:
-        return "no same-host rendezvous was made"
-    return probe(peer, claim.cookie_address, claim.cookie)
-
-
-def _proven(memory: PeerMemory | LinkError | None, incarnation: bytes, cookie: bytes) -> PeerMemory | LinkError | None:
-    """Return the memory if it is that of the peer at the other end of the control connection, else why it is not."""
-    if not isinstance(memory, PeerMemory):
-        return memory
-    if memory.cookie == cookie and memory.incarnation == incarnation:
-        return memory
-    what = "guard table shows another cookie" if memory.incarnation == incarnation else "incarnation is another one"
-    memory.close()
-    return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()

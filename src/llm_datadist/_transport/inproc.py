@@ -1,4 +1,7 @@
-"""The reference transport: both peers live in this process. Read this one first."""
+"""The reference transport: both peers live in this process. Read this one first.
+
+The peers of this process are in one table by their incarnation; a peer that leaves it is lost to its connections.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ from llm_datadist._transport.connection import Capabilities, Connection, Window,
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import IntentWriter
-    from llm_datadist._native import CopyPool, Plan, Tensors
     from llm_datadist._transport.connection import Transfer
 
 __all__ = ["InprocConnection", "connect", "lives_here", "register", "unregister"]
 
-# Any thread; each use is one atomic dict operation. A forked child is another process: nobody of the parent is in it.
+# Any thread; each use is one atomic dict operation. Cleared in a forked child: the parent's peers are not in it.
 _peers: dict[bytes, Exports] = {}
 os.register_at_fork(after_in_child=_peers.clear)
 
@@ -48,10 +49,10 @@ def connect(incarnation: bytes) -> InprocConnection:
 
 
 class InprocConnection(Connection):
-    """A connection to a peer of this process. Threads as in the base class.
+    """A connection to a peer of this process.
 
-    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Readers
-    announce themselves like writers: private memory that its user frees under them would end the process.
+    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Reads are
+    announced like writes: private memory that its user frees under a read would end the process.
     """
 
     capabilities = Capabilities(
@@ -85,11 +86,9 @@ class InprocConnection(Connection):
             raise LinkError("inproc: the connection is closed; link again", phase="copy")
         return window
 
-    def _move(
-        self, plan: Plan, local: Tensors, remote: Tensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> Transfer:
+    def _move(self, transfer: Transfer) -> None:
         self._check_peer()
-        return move_mapped(plan, local, remote, pool, deadline, write=write)
+        move_mapped(transfer)
 
     def _check_peer(self) -> None:
         if _peers.get(self._exports.incarnation) is not self._exports:

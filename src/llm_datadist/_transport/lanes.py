@@ -1,4 +1,8 @@
-"""The data lanes of one process: which lane belongs to which link, and who answers what comes in on them."""
+"""The data lanes of one process: stream sockets over which the owner of memory sends or receives it by itself.
+
+:class:`Lanes` owns the native engine, whose threads move the bytes, and all lanes; a :class:`LaneGroup` is the lanes of
+one link. Requests of peers are answered on the control thread. A lane that breaks fails what is on it, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ import numpy as np
 
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, Served, WriteAsked
+from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkRefused,
@@ -31,8 +35,6 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._native import LaneEvent, Tensors
@@ -53,11 +55,181 @@ __all__ = [
     "dial_lanes",
     "encode_request",
     "read_lane_greeting",
-    "tune_lane",
 ]
 
 MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""
+MAX_HANDLE_BYTES: Final = 4096
+MAX_RUNS: Final = 1 << 15
+"""Runs of one request: half of what a meta of 1 MiB has room for."""
+
+#: As the preamble of a control connection (magic, protocol version), with purpose 1.
+LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 1, 1)
+TOKEN_BYTES: Final = 16
+_ACCEPTED: Final = b"\x01"
+# What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
+# gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
+_UNSENT_BYTES: Final = 512 << 10
+
+# Requests: what the initiator of a transfer sends to the owner of the memory
+
+_LENGTH: Final = struct.Struct("<I")
+_RUN_BYTES: Final = 16
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    handle: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE_BYTES)]
+    first: _Size
+    count: _Size
+    extent: _Size
+    nbytes: _Size
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRequest:
+    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet.
+
+    Attributes:
+        handle: What the peer was given to name the memory.
+        extent: Bytes of each tensor, as the peer believes.
+        plan: The bytes, with the same offsets as destination and source; to be checked against the true memory.
+    """
+
+    handle: bytes
+    extent: int
+    plan: Plan
+
+
+def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
+    """Return the meta for the target's side of a plan: its destination when writing, else its source."""
+    first = plan.dst_first if write else plan.src_first
+    head = msgspec.msgpack.encode(_Head(handle, first, plan.count, extent, plan.nbytes))
+    spans = plan.runs[:, (0 if write else 1, 2)].astype("<u8", order="C")
+    return b"".join((_LENGTH.pack(len(head)), head, spans.tobytes()))
+
+
+def decode_request(meta: bytes) -> LaneRequest:
+    """Return the request in a meta.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    if len(meta) < _LENGTH.size:
+        raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
+    (length,) = _LENGTH.unpack_from(meta)
+    start = _LENGTH.size + length
+    if start > len(meta) or (len(meta) - start) % _RUN_BYTES or (len(meta) - start) // _RUN_BYTES > MAX_RUNS:
+        raise ProtocolError(f"a lane request of {len(meta)} bytes with a head of {length} does not add up")
+    try:
+        head = msgspec.msgpack.decode(memoryview(meta)[_LENGTH.size : start], type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a lane request cannot be decoded: {error}") from error
+    spans = np.frombuffer(meta, "<u8", offset=start).reshape(-1, 2)
+    runs = np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64)
+    return LaneRequest(head.handle, head.extent, Plan(head.first, head.first, head.count, runs, False, head.nbytes))
+
+
+# Dialling, at the end that dialled the link
+
+
+def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Deadline) -> list[socket.socket]:
+    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``. Blocks in the caller's thread.
+
+    Args:
+        address: Host and port of the peer's listener.
+        token: 16 bytes that the listener expects.
+        count: How many.
+        deadline: For all of them.
+
+    Raises:
+        DeadlineExceeded: Not all were accepted in time (phase ``connect``); none is left open.
+        LinkRefused: Unreachable or refused; none is left open.
+    """
+    what = f"data lanes to {address[0]}:{address[1]}"
+    with ExitStack() as opened:
+        socks = [_connect(address, deadline, what, opened) for _ in range(count)]
+        try:
+            for sock in socks:
+                sock.sendall(LANE_PREAMBLE + token)  # a new connection has room for that
+            for sock in socks:
+                _await(sock, select.POLLIN, deadline, what)
+                if sock.recv(1) != _ACCEPTED:
+                    raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
+                sock.setblocking(True)
+        except DeadlineExceeded:  # an OSError too
+            raise
+        except OSError as error:
+            raise LinkRefused(f"{what}: the connection broke: {error}") from error
+        opened.pop_all()
+        return socks
+
+
+def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
+    """Return a new connection, which does not block."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = opened.enter_context(socket.socket(family, kind, protocol))
+        sock.setblocking(False)
+        _tune(sock)
+        failed = sock.connect_ex(where)
+        if failed == errno.EINPROGRESS:
+            _await(sock, select.POLLOUT, deadline, what)
+            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+    except DeadlineExceeded:
+        raise
+    except OSError as error:
+        raise LinkRefused(f"{what}: cannot connect: {error}") from error
+    return sock
+
+
+def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
+    """Return when the socket is ready or has failed. Waits in turns, between which a cancellation is noticed."""
+    ready = select.poll()
+    ready.register(sock, event)
+    while not ready.poll(deadline.wait_at_most() * 1e3):
+        deadline.check(what, "connect")
+
+
+def _tune(sock: socket.socket) -> None:
+    """Set the socket options of a lane."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+# Accepting, at the end that listens
+
+
+async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
+    """Return the token of a new lane, after the listener has read its preamble.
+
+    The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
+
+    Raises:
+        ProtocolError: The connection ended first.
+        OSError: It broke.
+    """
+    token = b""
+    while len(token) < TOKEN_BYTES:
+        # Not a byte more: what follows belongs to the lane engine.
+        more = await loop.sock_recv(sock, TOKEN_BYTES - len(token))
+        if not more:
+            raise ProtocolError("the connection ended before its lane greeting")
+        token += more
+    return token
+
+
+async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
+    _tune(sock)
+    await loop.sock_sendall(sock, _ACCEPTED)
+
+
+# Lanes in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +248,29 @@ class LaneGrant:
 
 
 class LaneHandler(Protocol):
-    """What the owner of the memory does for lanes. Everything is called on the loop's thread and must be short."""
+    """What the owner of the memory does for lanes.
+
+    Threads: everything is called on the control thread and must be short.
+    """
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer of ``link`` may read; any ``LLMException`` refuses it, with its status and text."""
+        """Return what the peer of ``link`` may read. An ``LLMException`` refuses it, with its status and text."""
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
         """Return what the peer of ``link`` may write; as :meth:`on_read`."""
-
-    def on_served(self, link: object, nbytes: int) -> None:
-        """Take note that a granted request has ended: ``nbytes`` moved, 0 if it failed."""
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         """Take note that a lane of ``link`` ended by itself and ``left`` are there still."""
 
 
 class LaneGroup:
-    """The lanes of one link. Any thread; made, begun and ended by :class:`Lanes`.
+    """The lanes of one link, and how much each of them has to do. Made, begun and ended by :class:`Lanes`.
 
     Until it has begun, its lanes wait as sockets: what the peer says meanwhile stays in the kernel, so that no request
-    comes before the link that it is for.
+    comes before the link that it is for. Threads: any.
 
     Attributes:
-        link: Whose they are, opaque here; None until it has begun.
+        link: The link, opaque here; None until it has begun.
         token: What opens it to lanes of the peer; empty where this end dials.
     """
 
@@ -114,11 +286,6 @@ class LaneGroup:
     def __len__(self) -> int:
         """Return how many lanes there are now."""
         return len(self._loads) + len(self._waiting)
-
-    @property
-    def closed(self) -> bool:
-        """True once the link's lanes were closed."""
-        return self._closed
 
     def wait(self, sock: socket.socket) -> bool:
         """Keep a socket until the group begins; False when it has begun."""
@@ -137,11 +304,11 @@ class LaneGroup:
             return waiting
 
     def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
-        """Return the lane with the least to do, and note ``nbytes`` more on it.
+        """Return the lane with the least to do, and add ``nbytes`` to its load.
 
         The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
-        the same order, as they were dialled. Where the peer dials, lost lanes come back by themselves: they are waited
-        for until the ``deadline``.
+        the same order, as they were dialled. Where the peer dials, lost lanes come back without this end: they are
+        waited for until the ``deadline``.
 
         Raises:
             PeerLost: There is none left.
@@ -160,7 +327,7 @@ class LaneGroup:
         return lane
 
     def put(self, lane: int, nbytes: int) -> None:
-        """Note that so many bytes of a lane have ended, and whether they moved does not matter."""
+        """Take bytes off the load of a lane, whether they moved or not."""
         with self._changed:
             if lane in self._loads:
                 self._loads[lane] -= nbytes
@@ -198,7 +365,7 @@ class Lanes:
 
     Args:
         threads: Threads that move bytes.
-        handler: Who answers what peers ask.
+        handler: Answers what peers ask.
     """
 
     def __init__(self, threads: int, handler: LaneHandler) -> None:
@@ -207,7 +374,7 @@ class Lanes:
         self._pid = os.getpid()
         # Single dict operations only: callers add, the loop's thread looks up.
         self._groups: dict[int, LaneGroup] = {}
-        self._doors: dict[bytes, LaneGroup] = {}
+        self._by_token: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._making = threading.Lock()  # protects the two below
         self._engine: LaneEngine | None = None
@@ -240,7 +407,7 @@ class Lanes:
             self._loop.add_reader(self._engine.event_fd(), self._on_events)
 
     def stop(self) -> None:
-        """Answer no more, and take no link any more. Called on the loop's thread, before :meth:`close`; idempotent."""
+        """Answer no request and take no link any more. On the loop's thread, before :meth:`close`. Idempotent."""
         with self._making:
             self._closed = True
             loop, self._loop = self._loop, None
@@ -257,7 +424,9 @@ class Lanes:
         if engine is not None:
             engine.close()
         self._groups.clear()
-        self._doors.clear()
+        self._by_token.clear()
+
+    # The lanes of a link
 
     def open(self, socks: Iterable[socket.socket] = (), token: bytes = b"") -> LaneGroup:
         """Return the group of a link to come, with lanes over these sockets, which are taken over.
@@ -268,7 +437,7 @@ class Lanes:
         for sock in socks:
             group.wait(sock)
         if token:
-            self._doors[token] = group
+            self._by_token[token] = group
         return group
 
     def find(self, token: bytes) -> LaneGroup:
@@ -277,7 +446,7 @@ class Lanes:
         Raises:
             LinkRefused: There is none, or it has lanes enough.
         """
-        group = self._doors.get(token)
+        group = self._by_token.get(token)
         if group is None:
             raise LinkRefused("a lane with an unknown token")
         if len(group) >= MAX_LANES:
@@ -285,7 +454,7 @@ class Lanes:
         return group
 
     def begin(self, group: LaneGroup, link: object) -> None:
-        """The link is there: serve its lanes from now on.
+        """Serve the lanes of a link from now on: the link is there.
 
         Raises:
             LinkRefused: Closed.
@@ -304,7 +473,7 @@ class Lanes:
         """Add a lane to a link over a connected socket, which is taken over.
 
         Raises:
-            LinkRefused: The group has ended, or everything has.
+            LinkRefused: The group has ended, or all lanes of this process are closed.
         """
         try:
             if group.wait(sock):
@@ -322,16 +491,6 @@ class Lanes:
         elif lane not in self._groups:  # lost already
             group.discard(lane)
 
-    def shut(self, group: LaneGroup) -> None:
-        """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
-        if self._pid != os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
-            return
-        self._doors.pop(group.token, None)
-        lanes, waiting = group.close()
-        self.drop(group, lanes)
-        for sock in waiting:
-            sock.close()
-
     def drop(self, group: LaneGroup, lanes: Iterable[int]) -> None:
         """Close some lanes of a link."""
         for lane in lanes:
@@ -339,6 +498,16 @@ class Lanes:
             self._groups.pop(lane, None)
             if self._engine is not None:
                 self._engine.drop_lane(lane)
+
+    def shut(self, group: LaneGroup) -> None:
+        """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
+        if self._pid != os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
+            return
+        self._by_token.pop(group.token, None)
+        lanes, waiting = group.close()
+        self.drop(group, lanes)
+        for sock in waiting:
+            sock.close()
 
     def quiesce(self, tag: int) -> None:
         """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
@@ -351,7 +520,6 @@ class Lanes:
     # Events, on the loop's thread
 
     def _on_events(self) -> None:
-        assert self._engine is not None, "only reached by its own events"
         for event in self.engine.poll_events():
             group = self._groups.get(event.lane)
             if group is not None:  # else we dropped it
@@ -359,213 +527,30 @@ class Lanes:
 
     def _dispatch(self, group: LaneGroup, event: LaneEvent) -> None:
         try:
-            match event:
-                case ReadAsked() | WriteAsked():
-                    self._answer(group, event)
-                case Served():
-                    self._handler.on_served(group.link, event.nbytes)
-                case LaneLost():
-                    self._groups.pop(event.lane, None)
-                    group.discard(event.lane)  # after the line above: see add()
-                    self._handler.on_lane_lost(group.link, len(group), event.reason)
+            if isinstance(event, LaneLost):
+                self._groups.pop(event.lane, None)
+                group.discard(event.lane)  # after the line above: see add()
+                self._handler.on_lane_lost(group.link, len(group), event.reason)
+            else:
+                self._answer(group, event)
         except Exception:  # noqa: BLE001 (a bug in a handler must neither end the loop nor keep a peer waiting)
             logger.exception("lane %d: a handler failed on %s", event.lane, type(event).__name__)
-            if isinstance(event, ReadAsked | WriteAsked):
+            if not isinstance(event, LaneLost):
                 self.engine.refuse(event.lane, event.id, LLMStatusCode.LLM_FAILED, "the target failed; see its log")
 
     def _answer(self, group: LaneGroup, event: ReadAsked | WriteAsked) -> None:
+        write = isinstance(event, WriteAsked)
         try:
             request = decode_request(event.meta)
-            write = isinstance(event, WriteAsked)
-            handle = self._handler.on_write if write else self._handler.on_read
-            grant = handle(group.link, request)
+            grant = (self._handler.on_write if write else self._handler.on_read)(group.link, request)
             if request.extent != grant.tensors.extent:
                 raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
             give = self.engine.accept_write if write else self.engine.serve_read
             give(event.lane, event.id, request.plan, grant.tensors, grant.guards, grant.tag)
         except LLMException as error:
-            self.engine.refuse(event.lane, event.id, _wire_code(error), " ".join(str(error).splitlines()))
+            # The status as u32: success is not among what can be refused with.
+            code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
+            self.engine.refuse(event.lane, event.id, code, " ".join(str(error).splitlines()))
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self._groups)} lanes, {self._threads if self._engine else 0} threads>"
-
-
-def _wire_code(error: LLMException) -> int:
-    """Return the status as u32; success is not among what can be refused with."""
-    return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
-
-
-#: As the preamble of a control connection (magic, protocol version), with purpose 1.
-LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 1, 1)
-TOKEN_BYTES: Final = 16
-_NUMBER: Final = struct.Struct(">H")
-_ACCEPTED: Final = b"\x01"
-# What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
-# gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
-_UNSENT_BYTES: Final = 512 << 10
-
-
-def tune_lane(sock: socket.socket) -> None:
-    """Set what every lane has. Liveness is the control connection's affair, what is on its way the kernel's."""
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
-def dial_lanes(
-    address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, first: int = 0
-) -> list[socket.socket]:
-    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``. Blocks in the caller's thread.
-
-    Args:
-        address: Host and port of the peer's listener.
-        token: 16 bytes that the listener expects.
-        count: How many.
-        deadline: For all of them.
-        first: Number of the first one.
-
-    Raises:
-        DeadlineExceeded: Not all were accepted in time (phase ``connect``); none is left open.
-        LinkRefused: Unreachable or refused; none is left open.
-    """
-    what = f"data lanes to {address[0]}:{address[1]}"
-    with ExitStack() as opened:
-        socks = [_connect(address, deadline, what, opened) for _ in range(count)]
-        try:
-            for number, sock in enumerate(socks, first):
-                sock.sendall(LANE_PREAMBLE + token + _NUMBER.pack(number))  # which a new connection has room for
-            for sock in socks:
-                _await_accept(sock, deadline, what)
-        except DeadlineExceeded:
-            raise
-        except OSError as error:
-            raise LinkRefused(f"{what}: the connection broke: {error}") from error
-        opened.pop_all()
-        return socks
-
-
-def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
-    """Return a new connection, which does not block."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        sock = opened.enter_context(socket.socket(family, kind, protocol))
-        sock.setblocking(False)
-        tune_lane(sock)
-        failed = sock.connect_ex(where)
-        if failed == errno.EINPROGRESS:
-            _await(sock, select.POLLOUT, deadline, what)
-            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-    except DeadlineExceeded:
-        raise
-    except OSError as error:
-        raise LinkRefused(f"{what}: cannot connect: {error}") from error
-    return sock
-
-
-def _await_accept(sock: socket.socket, deadline: Deadline, what: str) -> None:
-    _await(sock, select.POLLIN, deadline, what)
-    if sock.recv(1) != _ACCEPTED:
-        raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
-    sock.setblocking(True)
-
-
-def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
-    """Return when the socket is ready or has failed. In turns, between which a cancellation is noticed."""
-    ready = select.poll()
-    ready.register(sock, event)
-    while not ready.poll(deadline.wait_at_most() * 1e3):
-        deadline.check(what, "connect")
-
-
-async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, int]:
-    """Return (token, lane number) of a new lane, after the listener has read its preamble. Runs on the target.
-
-    The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
-
-    Raises:
-        ProtocolError: The connection ended first.
-        OSError: It broke.
-    """
-    data = b""
-    while len(data) < TOKEN_BYTES + _NUMBER.size:
-        # Not a byte more: what follows belongs to the lane engine.
-        more = await loop.sock_recv(sock, TOKEN_BYTES + _NUMBER.size - len(data))
-        if not more:
-            raise ProtocolError("the connection ended before its lane greeting")
-        data += more
-    return data[:TOKEN_BYTES], _NUMBER.unpack(data[TOKEN_BYTES:])[0]
-
-
-async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
-    tune_lane(sock)
-    await loop.sock_sendall(sock, _ACCEPTED)
-
-
-MAX_HANDLE_BYTES: Final = 4096
-MAX_RUNS: Final = 1 << 15
-"""Runs of one request: half of what a meta of 1 MiB has room for."""
-
-_LENGTH: Final = struct.Struct("<I")
-_RUN_BYTES: Final = 16
-
-Size = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
-Handle = Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE_BYTES)]
-
-
-class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    handle: Handle
-    first: Size
-    count: Size
-    extent: Size
-    nbytes: Size
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRequest:
-    """A peer's request for memory of this process: well formed, nothing more is known to be true of it.
-
-    Attributes:
-        handle: What the peer was given to name the memory.
-        extent: Bytes of each tensor, as the peer believes.
-        plan: The bytes, with the same offsets as destination and source; to be checked against the true memory.
-    """
-
-    handle: bytes
-    extent: int
-    plan: Plan
-
-
-def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
-    """Return the meta for the target's side of a plan: its destination when writing, else its source."""
-    first = plan.dst_first if write else plan.src_first
-    head = msgspec.msgpack.encode(_Head(handle, first, plan.count, extent, plan.nbytes))
-    spans = plan.runs[:, (0 if write else 1, 2)].astype("<u8", order="C")
-    return b"".join((_LENGTH.pack(len(head)), head, spans.tobytes()))
-
-
-def decode_request(meta: bytes) -> LaneRequest:
-    """Return the request in a meta.
-
-    Raises:
-        ProtocolError: It is none.
-    """
-    if len(meta) < _LENGTH.size:
-        raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
-    (length,) = _LENGTH.unpack_from(meta)
-    start = _LENGTH.size + length
-    if start > len(meta) or (len(meta) - start) % _RUN_BYTES or (len(meta) - start) // _RUN_BYTES > MAX_RUNS:
-        raise ProtocolError(f"a lane request of {len(meta)} bytes with a head of {length} does not add up")
-    try:
-        head = msgspec.msgpack.decode(memoryview(meta)[_LENGTH.size : start], type=_Head)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a lane request cannot be decoded: {error}") from error
-    runs = _runs_of(meta, start)
-    return LaneRequest(head.handle, head.extent, Plan(head.first, head.first, head.count, runs, False, head.nbytes))
-
-
-def _runs_of(meta: bytes, start: int) -> NDArray[np.uint64]:
-    spans = np.frombuffer(meta, "<u8", offset=start).reshape(-1, 2)
-    return np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64)

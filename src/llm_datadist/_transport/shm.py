@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist._transport.connection import Capabilities, Window, move_mapped
-from llm_datadist._transport.peer_memory import MetConnection
+from llm_datadist._transport.peer_memory import SameHostConnection
 from llm_datadist.errors import PeerLost
 
 if TYPE_CHECKING:
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._native import CopyPool, Plan, Tensors
-    from llm_datadist._transport.connection import RemoteTensors, Transfer
-    from llm_datadist._transport.peer_memory import PeerMemory, SharedPeer
+    from llm_datadist._transport.connection import Transfer
+    from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["ShmConnection"]
 
 
-class ShmConnection(MetConnection):
-    """A connection over mapped memory of another process. Threads as in the base class; owns the peer's memory."""
+class ShmConnection(SameHostConnection):
+    """A connection over mapped memory of another process."""
 
     capabilities = Capabilities("shm", shared_regions=True, private_memory=False)
 
-    def __init__(self, peer: PeerMemory | SharedPeer) -> None:
+    def __init__(self, peer: PeerMemory) -> None:
         self._windows = {
             region: Window(segment.address, segment.nbytes, segment.writable)
             for region, segment in peer.regions.items()
@@ -32,19 +30,9 @@ class ShmConnection(MetConnection):
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 
-    def _move(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        *,
-        write: bool,
-    ) -> Transfer:
-        transfer = move_mapped(plan, local, remote, pool, deadline, write=write)
-        # The mapping outlives its owner: a write that nobody is left to see must not be reported as delivered. A read
-        # needs no such question, its guard decides.
-        if write and not self._peer.alive():
+    def _move(self, transfer: Transfer) -> None:
+        move_mapped(transfer)
+        # The mapping outlives its owner: a write into the memory of an ended process must not be reported as
+        # delivered. For a read the guard decides.
+        if transfer.write and not self._peer.alive():
             raise PeerLost(f"write: the peer process {self._peer.pid} has ended; nobody sees the bytes", phase="copy")
-        return transfer

@@ -27,8 +27,8 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native import BlockList, parse_blocks, parse_indices
 from llm_datadist._transfer.arguments import equal_lengths
-from llm_datadist._transfer.initiator import RemoteName
 from llm_datadist._transfer.local_copy import Operand
+from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api.structs import (
     DT_UNDEFINED,

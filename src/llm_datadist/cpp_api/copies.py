@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist._checks import check_rule, check_uint32, check_uint64
 from llm_datadist._transfer.arguments import byte_count
+from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
 from llm_datadist.types import Placement
@@ -63,16 +64,8 @@ class CopyCalls(StatusCalls):
             check_rule(placement == Placement.DEVICE, "src_cache: it is on kHost; only rows on kDevice can be copied")
             detail = "%d[%d] -> %d[%d] offset=%d size=%d"
             with engine.meters.span("CopyKvCache", detail, src, src_row, dst, dst_row, start, nbytes) as span:
-                span.nbytes = engine.local.copy_cache(
-                    dst,
-                    src,
-                    dst_row=dst_row,
-                    src_row=src_row,
-                    offset=start,
-                    size=nbytes,
-                    deadline=deadline_of(engine),
-                    what="CopyKvCache",
-                )
+                to, of = CacheRow(dst, dst_row), CacheRow(src, src_row)
+                span.nbytes = engine.local.copy_cache(to, of, start, nbytes, deadline_of(engine), "CopyKvCache")
         return call.status
 
     def CopyKvBlocks(

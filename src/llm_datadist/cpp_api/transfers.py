@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import check_rule, check_uint32
 from llm_datadist._transfer import calls
 from llm_datadist._transfer.arguments import byte_count
-from llm_datadist._transfer.calls import Move
+from llm_datadist._transfer.calls import TransferCall
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.calls import Call, StatusCalls, deadline_of
 from llm_datadist.cpp_api.structs import Cache, CacheIndex, KvCacheExtParam
@@ -65,7 +65,7 @@ class TransferCalls(StatusCalls):
             cache_id = arguments.cache_id("dst_cache", dst_cache)
             row, nbytes = check_uint32("batch_index", batch_index), byte_count(size)
             layers = arguments.layers(ext_param)
-            move = Move(engine, "PullKvCache", "dst_cache", cache_id, name, layers, deadline_of(engine))
+            move = TransferCall(engine, "PullKvCache", "dst_cache", cache_id, name, layers, deadline_of(engine))
             calls.pull_row(move, row, nbytes)
         return call.status
 
@@ -100,7 +100,7 @@ class TransferCalls(StatusCalls):
             cache_id = arguments.cache_id("dst_cache", dst_cache)
             sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
             layers = arguments.layers(ext_param)
-            move = Move(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers, deadline_of(engine))
+            move = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers, deadline_of(engine))
             calls.pull_blocks(move, sources, targets)
         return call.status
 
@@ -139,7 +139,7 @@ class TransferCalls(StatusCalls):
             # Ids are never used again, so what is looked up here is what is pushed.
             placement = engine.store.registry.lookup(cache_id, "PushKvCache: src_cache").geometry.placement
             check_rule(placement == Placement.DEVICE, "src_cache: it is on kHost; only rows on kDevice can be pushed")
-            move = Move(engine, "PushKvCache", "src_cache", cache_id, name, layers, deadline_of(engine))
+            move = TransferCall(engine, "PushKvCache", "src_cache", cache_id, name, layers, deadline_of(engine))
             calls.push_row(move, row)
         return call.status
 
@@ -174,6 +174,6 @@ class TransferCalls(StatusCalls):
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
             sources, targets = arguments.block_pairs(src_blocks, dst_blocks)
             layers = arguments.layers(ext_param)
-            move = Move(engine, "PushKvBlocks", "src_cache", cache_id, name, layers, deadline_of(engine))
+            move = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers, deadline_of(engine))
             calls.push_blocks(move, sources, targets)
         return call.status

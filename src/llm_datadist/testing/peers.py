@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory import GuardTable, SharedSegment
 from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._memory.guards import GuardTable
+from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._transport import Connection, PeerMemory, SameHostListener, exchange_memory, inproc
 
 if TYPE_CHECKING:

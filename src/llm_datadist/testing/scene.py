@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import CopyPool, Plan, Tensors, plan_blocks, plan_row
+from llm_datadist._memory.guards import SLOT_BYTES
+from llm_datadist._native import GuardSet, Plan, Tensors, plan_blocks, plan_row
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -40,6 +41,7 @@ __all__ = [
     "settled",
     "stopped_before_the_move",
     "tensors_over",
+    "unchanged",
 ]
 
 BLOCKS: Final = 16
@@ -139,12 +141,10 @@ def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]
     """Hold every move of a connection until the block ends; the event tells that one has come."""
     inside, go, move = threading.Event(), threading.Event(), connection._move
 
-    def gated(
-        plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline, *, write: bool
-    ) -> Transfer:
+    def gated(transfer: Transfer) -> None:
         inside.set()
         assert go.wait(BUDGET_MS / 1e3)
-        return move(plan, local, remote, pool, deadline, write=write)
+        move(transfer)
 
     connection._move = gated  # type: ignore[method-assign]
     try:
@@ -245,7 +245,12 @@ def read_beginning(peer: Peer, connection: Connection, into: NDArray[np.uint8]) 
     """Read the beginning of region 1 into an array, shape (nbytes,)."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
     plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
-    connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS)).wait(Deadline(BUDGET_MS))
+    connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
+
+
+def unchanged(connection: Connection, slot: int, generation: int) -> bool:
+    """Return what a connection says of one guard of the peer."""
+    return connection.guards_unchanged(GuardSet([(slot, generation)], SLOT_BYTES))
 
 
 def child_of_fork(connection: Connection) -> int:
@@ -253,7 +258,7 @@ def child_of_fork(connection: Connection) -> int:
     signal.alarm(20)  # a child that hangs must not outlive the test
     try:
         nowhere = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
-        for call in (lambda: connection.generation(1), lambda: connection.map(*nowhere, 64, writable=False)):
+        for call in (lambda: unchanged(connection, 1, 0), lambda: connection.map(*nowhere, 64, writable=False)):
             try:
                 call()
             except StateError:

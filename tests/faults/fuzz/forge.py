@@ -108,12 +108,12 @@ def _hello(rng: random.Random) -> list[Any]:
     wanted = rng.choice((None, None, 1, rng.randrange(9)))
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
-    head = ["hello", 1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", wanted, rng.random() < 0.2]
     transport = rng.choice((None, None, "shm", "rdma"))
-    return [*head, token, rng.randbytes(16), 4096, _exports(rng), transport, *_meeting(rng)]
+    greeting = [1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
+    return ["hello", *greeting, transport, wanted, rng.random() < 0.2, token, *_communicator(rng)]
 
 
-def _meeting(rng: random.Random) -> list[Any]:
+def _communicator(rng: random.Random) -> list[Any]:
     """Sometimes a greeting is for a communicator."""
     if rng.random() < 0.7:
         return []
@@ -123,13 +123,14 @@ def _meeting(rng: random.Random) -> list[Any]:
 
 def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
-    head = ["welcome", 1, 1, rng.randbytes(16), False, 4242, "fuzz", rendezvous]
-    return [*head, rng.randbytes(16), 4096, _exports(rng), rng.choice((None, "tcp", "x\ny")), rng.randbytes(16)]
+    greeting = [1, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
+    return ["welcome", *greeting, rng.choice((None, "tcp", "x\ny")), rendezvous, rng.randbytes(16)]
 
 
-def _met(rng: random.Random) -> list[Any]:
+def _transport_choice(rng: random.Random) -> list[Any]:
     present = [rng.random() < 0.5] if rng.random() < 0.3 else []
-    return ["met", rng.choice(("inproc", "shm", "cma", "tcp", "x\ny")), "because", rng.randrange(1, 1 << 40), *present]
+    transport = rng.choice(("inproc", "shm", "cma", "tcp", "x\ny"))
+    return ["transportchoice", transport, "because", rng.randrange(1, 1 << 40), *present]
 
 
 def _resolve(rng: random.Random) -> list[Any]:
@@ -198,9 +199,9 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "beat": (3, lambda rng: ["beat", _id(rng)]),
     "ping": (3, lambda rng: ["ping", _id(rng)]),
     "pong": (2, lambda rng: ["pong", _id(rng)]),
-    "goodbye": (2, lambda rng: ["goodbye", _id(rng)]),
-    "farewell": (2, lambda rng: ["farewell", _id(rng)]),
-    "stay": (2, lambda rng: ["stay"]),
+    "unlinkrequest": (2, lambda rng: ["unlinkrequest", _id(rng)]),
+    "unlinkack": (2, lambda rng: ["unlinkack", _id(rng)]),
+    "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
     "locate": (6, _locate),
     "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
     "verify": (6, _verify),
@@ -211,7 +212,7 @@ HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
     "hello": (8, _hello),
     "welcome": (2, _welcome),
     "refused": (1, lambda rng: ["refused", rng.choice(_NUMBERS), "no\nway"]),
-    "met": (4, _met),
+    "transportchoice": (4, _transport_choice),
     "linked": (1, lambda rng: ["linked", _id(rng)]),
 }
 

@@ -22,7 +22,7 @@ from tests.faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist._transport.samehost import PeerMemory
+    from llm_datadist._transport import PeerMemory
 
 __all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
 
@@ -64,12 +64,11 @@ def fuzz_dials(frames: int, seed: int) -> Verdicts:
     """Be a listener that answers nonsense: the initiator role of the handshake. Counts dials."""
     forge = Forge(seed, HANDSHAKE | {"welcome": (60, HANDSHAKE["welcome"][1])}, wrong=0.15)
     with Stage() as stage, trial("dials", seed) as verdicts, _nonsense(forge, stage) as address:
-        exports, lanes = stage.engine.store.exports, stage.engine.links._lanes
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
-        identity = replace(stage.engine.links._identity, transport=None)
+        endpoint = replace(stage.engine.links._endpoint, transport=None)
         while verdicts.judged < frames:
             try:
-                with Dial(address, identity, exports, lanes, Deadline(2_000)) as dial:
+                with Dial(endpoint, address, Deadline(2_000)) as dial:
                     dial.greet(None)
                     verdicts.accepted["Welcome"] += 1
                     dial.settle(1)
@@ -92,11 +91,11 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         remote_accessible=False,
         pid=1,
         host="fuzz",
-        rendezvous="@x",
         cookie=bytes(16),
         cookie_address=0,
         exports=[],
         transport=None,
+        rendezvous="@x",
         lane_token=bytes(16),
     )
 

@@ -14,8 +14,11 @@ import msgspec
 
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.messages import FRAME_HEADER, Hello, Located, Resolve, Resolved, TransportChoice, decode
-from llm_datadist._transfer.addresses import places_in
+from llm_datadist._links.handshake import NewLink
+from llm_datadist._links.link import LinkOrigin, Peer
+from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
+from llm_datadist._transfer.addresses import offsets_in
+from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
@@ -84,14 +87,11 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
 
     def install() -> Link:
         own = engine.store.exports
-        told: tuple[Any, ...] = (False, 1, "fuzz", None, False, bytes(16), bytes(16), 0, [], None)
-        hello = Hello(1, _STRANGER, secrets.token_bytes(16), *told)
+        peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
         with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
-            lanes = engine.links._lanes
+            lanes = engine.links._endpoint.lanes
             connection = opening.open(lanes, lanes.open(), writable=own.writable)
-            engine.links.install(
-                hello, TransportChoice("inproc", "fuzz", sequence), connection, opening.choice, sock, b""
-            )
+            engine.links.install(NewLink(peer, connection, opening.choice, LinkOrigin(False, 0, sequence), sock, b""))
         return engine.links.get(_STRANGER)
 
     return engine._control.call(install)
@@ -157,12 +157,12 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
             for _ in range(100):
                 _open_one(engine, link, forge, verdicts)
             _place_some(forge, verdicts)
-            link.kept.clear()  # the last lie is not to be believed for ever
+            link.caches.kept.clear()  # the last lie is not to be believed for ever
             _lie(stage, forge, verdicts)
             if lie % 64 == 0:
-                link.kept.clear()
+                link.caches.kept.clear()
                 stage.look()
-        engine.links.get(VICTIM).kept.clear()
+        engine.links.get(VICTIM).caches.kept.clear()
         stage.settled()
     return verdicts
 
@@ -185,8 +185,9 @@ def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> N
         if not isinstance(answer, Resolved):
             verdicts.refuse("another message")
             return
-        remote = engine.initiator._open(link, answer, "fuzz", push=forge.rng.random() < 0.3)
-        engine.initiator._current(link, remote, "fuzz")
+        remote = open_answer(link, answer, "fuzz", push=forge.rng.random() < 0.3)
+        if not remote.tensors.remote_guards:
+            remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LLMException as error:
         verdicts.refuse(error)
     else:
@@ -203,7 +204,7 @@ def _place_some(forge: Forge, verdicts: Verdicts) -> None:
     try:
         answer = decode(mutated(data, rng) if rng.random() < 0.2 else data)
         if isinstance(answer, Located):
-            places_in(answer, 2, "fuzz")
+            offsets_in(answer, 2, "fuzz")
     except LLMException as error:
         verdicts.refuse(error)
     else:

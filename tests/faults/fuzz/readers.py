@@ -12,7 +12,7 @@ from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._native import Plan, Tensors
 from llm_datadist._native.lanes import check_plan
-from llm_datadist._transport import samehost
+from llm_datadist._transport import rendezvous
 from llm_datadist._transport.lanes import decode_request, encode_request
 from llm_datadist.errors import ParamError, ProtocolError
 from tests.faults.fuzz import Finding, Target, Verdicts, trial
@@ -64,12 +64,12 @@ def _check_again(message: Message) -> None:
 
 
 def fuzz_packets(frames: int, seed: int) -> Verdicts:
-    """Feed the packets of the same-host rendezvous to :func:`llm_datadist._transport.samehost.decode`."""
+    """Feed the packets of the same-host rendezvous to :func:`llm_datadist._transport.rendezvous.decode`."""
     rng = Forge(seed, LINK).rng
     with trial("same-host packets", seed) as verdicts:
         while verdicts.judged < frames:
             try:
-                verdicts.take(samehost.decode(packet(rng)))
+                verdicts.take(rendezvous.decode(packet(rng)))
             except ProtocolError as error:
                 verdicts.refuse(error)
     return verdicts
@@ -81,9 +81,9 @@ def packet(rng: random.Random) -> bytes:
     if rng.random() < 0.9:
         described = msgspec.structs.asdict(RegionDescriptor(1, 4096, "device", writable=False))
         regions = [described | {"region": rng.randrange(40)} for _ in range(rng.randrange(4))]
-        value = {"type": "hello", "version": samehost.VERSION, "token": bytes(16)}
+        value = {"type": "hello", "version": rendezvous.VERSION, "token": bytes(16)}
         value |= {"incarnation": bytes(16), "cookie": bytes(16)}
-        value |= {"guards_nbytes": 4096, "writers_nbytes": rng.choice((0, 4096)), "regions": regions}
+        value |= {"guards_nbytes": 4096, "regions": regions}
     if rng.random() < 0.4:
         value[rng.choice(list(value))] = wild(rng)
     if rng.random() < 0.2 and value.get("regions"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, plan_blocks
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, compare_blocks
 from llm_datadist.bench import WrongBytes
 from llm_datadist.bench.memory import private_tensors
 from llm_datadist.bench.sides.base import Facts, Role, Side
@@ -135,13 +135,13 @@ class Planning(Side):
 
     def transfer_one(self, index: int) -> None:
         src, dst = self._orders[index % _ORDERS]
-        self._plan = plan_blocks(self._geometry, self._geometry, src, dst, self._layers)
+        self._plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
 
     def verify(self, seed: int) -> bool:
         """Compare a plan with the blocks it is for, each in its place: order does not matter, none are adjacent."""
-        plan: Plan = plan_blocks(self._geometry, self._geometry, *self._orders[0], self._layers)
         size = self.workload.block_bytes
         src, dst = self._orders[0]
+        plan: Plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
         wanted = np.column_stack([dst * size, src * size, np.full(len(src), size)]).astype(np.uint64)
         got = np.asarray(plan.runs)
         same = np.array_equal(got[np.argsort(got[:, 0])], wanted[np.argsort(wanted[:, 0])])

@@ -1,4 +1,4 @@
-"""Redials one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
+"""Reconnects one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import Link, Peer
+from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._transport import Choice
+from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
 from tests.unit.test_link_table import Nowhere
@@ -37,13 +38,13 @@ class Gone(Nowhere):
 
 def lost(cluster_id: int = 7, connection: Nowhere | None = None) -> Link:
     peer = Peer(cluster_id, bytes(16), 1, "host")
-    link = Link(peer, connection or Nowhere(), Choice("tcp", None, "test"), dialled=True, sequence=1, peer_sequence=1)
-    link.address = ADDRESS
-    return link
+    path = DataPath(connection or Nowhere())
+    origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
+    return Link(peer, path, Choice("tcp", None, "test"), origin)
 
 
 class Attempts:
-    """What the redialler dials, and what comes of it."""
+    """What the reconnector dials, and what comes of it."""
 
     def __init__(self) -> None:
         self.made: list[Reconnect] = []
@@ -76,7 +77,7 @@ def test_the_delay_doubles_up_to_ten_seconds_with_jitter_below_it() -> None:
     reconnect = Reconnect(lost(), ADDRESS, 0.1)
     waits = [reconnect.due - time.monotonic()]
     for _ in range(12):
-        reconnect.later("why")
+        reconnect.postpone(0)
         waits.append(reconnect.due - time.monotonic())
     for number, seconds in enumerate(waits):
         full = min(0.1 * 2**number, 10.0)
@@ -147,7 +148,7 @@ def test_a_cluster_that_is_linked_by_now_is_not_dialled(attempts: Attempts) -> N
 
 def test_what_this_end_did_not_dial_is_not_dialled_again(attempts: Attempts) -> None:
     accepted = lost()
-    accepted.address = None
+    accepted.origin.address = None
     assert attempts.reconnector.begin(accepted) is None
     ended = lost()
     ended.end("over", lost=True)
@@ -173,9 +174,9 @@ def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None
     attempts.reconnector.begin(lost(7))
     attempts.reconnector.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.reconnector.cancel(7, Deadline(LONG_MS))
-    attempts.reconnector.cancel(7, Deadline(LONG_MS))
-    attempts.reconnector.cancel(99, Deadline(LONG_MS))
+    attempts.reconnector.unlink(7, Deadline(LONG_MS))
+    attempts.reconnector.unlink(7, Deadline(LONG_MS))
+    attempts.reconnector.unlink(99, Deadline(LONG_MS))
     count = sum(each.peer.cluster_id == 7 for each in attempts.made)
     wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
     assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
@@ -191,12 +192,12 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     attempts.outcome = hold
     attempts.reconnector.begin(lost())
     assert inside.wait(10)
-    attempts.reconnector.cancel(7, Deadline(20))
+    attempts.reconnector.unlink(7, Deadline(20))
     assert attempts.made[0].cancelled
-    assert attempts.reconnector._current is attempts.made[0], "it was not waited for in vain"
+    assert attempts.reconnector._current == attempts.made, "it was not waited for in vain"
     threading.Timer(0.05, go.set).start()
-    attempts.reconnector.cancel(7, Deadline(LONG_MS))
-    assert attempts.reconnector._current is None
+    attempts.reconnector.unlink(7, Deadline(LONG_MS))
+    assert attempts.reconnector._current == []
     wait_until(attempts.over)
 
 

@@ -25,7 +25,7 @@ def pauses(one: MemberDial, crowd: int) -> list[float]:
     result = []
     for _ in range(TRIES):
         now = time.monotonic()
-        one.later(crowd)
+        one.postpone(crowd)
         result.append(one.due - now)
     return result
 

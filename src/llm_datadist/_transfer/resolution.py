@@ -1,0 +1,162 @@
+"""Where a cache of the peer is: the name that is asked for, and the target's answer, checked and mapped.
+
+Runs in the caller's thread. An answer is checked as a stranger's; one that does not hold gives its pin back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
+from llm_datadist._links.messages import Guarded, Release
+from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.guards import SLOT_BYTES
+from llm_datadist._native import GuardSet
+from llm_datadist._transfer.target import encode_handle
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
+
+if TYPE_CHECKING:
+    from llm_datadist._cache.registry import Key
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.messages import Resolved
+    from llm_datadist._transport.connection import RemoteTensors
+    from llm_datadist.types.grant import Grant
+
+__all__ = ["RemoteName", "Resolution", "Resolving", "keep", "open_answer", "with_grant"]
+
+#: Mapped tensors kept per link, and the longest list of offsets that is worth keeping.
+_MAX_MAPPED: Final = 1024
+_MAX_MAPPED_BYTES: Final = 4096
+
+
+class RemoteName(msgspec.Struct, frozen=True):
+    """How the initiator names a cache of the peer: by key, or by id and row."""
+
+    cluster_id: int
+    key: Key | None = None
+    cache_id: int = 0
+    row: int = 0
+
+    def __str__(self) -> str:
+        if self.key is not None:
+            return f"key {self.key} of cluster {self.cluster_id}"
+        return f"cache {self.cache_id} row {self.row} of cluster {self.cluster_id}"
+
+
+class Resolving(NamedTuple):
+    """What errors call a resolve; made into text only for an error."""
+
+    what: str
+    name: RemoteName
+
+    def __str__(self) -> str:
+        return f"{self.what}: resolving {self.name}"
+
+
+class Resolution(msgspec.Struct, eq=False):
+    """The target's answer, mapped; valid while its guards show the generations that it came with.
+
+    Attributes:
+        pin: What keeps the cache at the target, or 0 for an answer that may be kept.
+        pair: The remote cache compared with the local one that was used with it last.
+    """
+
+    cache_id: int
+    geometry: Geometry
+    row: int
+    tensors: RemoteTensors
+    guards: tuple[Guarded, ...]
+    guard_set: GuardSet
+    pin: int
+    pair: CachePair | None = None
+
+
+def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:
+    """Check an answer and map its tensors.
+
+    Raises:
+        ProtocolError: The answer contradicts itself.
+        LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
+        PeerLost, NotLinked: The link ended meanwhile.
+    """
+    try:
+        geometry = decode_geometry(bytes(answer.geometry))
+        if answer.row >= geometry.rows:
+            raise _misfit(link, answer, geometry)
+        if not answer.guards:
+            raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
+        known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
+        tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+        if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
+            keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
+        if tensors.remote_guards:
+            tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
+    except (LLMException, ValueError) as error:
+        if answer.pin:
+            link.tell(Release(answer.pin, 0, 0))
+        if isinstance(error, LinkError) and link.ended:
+            raise link.lost_error(what, "resolve") from error
+        if isinstance(error, LLMException):
+            raise
+        raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
+    guards = tuple(answer.guards)
+    return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
+
+
+def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
+    """Add the grant's guard to those of the answer; it is checked with the others.
+
+    Raises:
+        TransferFailed: The grant is for another incarnation of the peer, or for another cache.
+    """
+    if (link.peer.incarnation, remote.cache_id) != (grant.incarnation, grant.cache_id):
+        raise TransferFailed(
+            f"{what}: {grant!r} has ended: {link.peer} has been initialised again, or the key is bound to cache "
+            f"{remote.cache_id} now",
+            peer=link.peer.cluster_id,
+            phase="resolve",
+        )
+    guards = (*remote.guards, Guarded(*grant.guard))
+    tensors = replace(remote.tensors, handle=encode_handle(remote.cache_id, remote.pin, guards))
+    return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
+
+
+def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
+    """Keep a value in a table; one with ``most`` entries is emptied first."""
+    if len(known) >= most and key not in known:
+        known.clear()
+    known[key] = value
+
+
+def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
+    return GuardSet([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
+
+
+def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:
+    regions = np.frombuffer(answer.regions, dtype="<u4")
+    offsets = np.frombuffer(answer.offsets, dtype="<u8")
+    if not len(regions) == len(offsets) == geometry.num_tensors:
+        raise _misfit(link, answer, geometry)
+    capabilities = link.connection.capabilities
+    if not capabilities.private_memory and PRIVATE in regions.tolist():
+        pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
+        raise LLMException(
+            f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
+            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give that end a pool (mem_pool_cfg) "
+            "and allocate the cache there, or register memory that lies inside a pool"
+            + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            peer=link.peer.cluster_id,
+            phase="resolve",
+        )
+    # ``located``: the target says what may be written, and by this answer it has allowed it.
+    connection = link.connection.reaching(regions)
+    return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+
+
+def _misfit(link: Link, answer: Resolved, geometry: Geometry) -> ProtocolError:
+    return ProtocolError(f"{link.peer} sent {len(answer.regions) // 4} tensors, row {answer.row} for {geometry}")

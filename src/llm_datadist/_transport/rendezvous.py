@@ -1,0 +1,211 @@
+"""The packets of the same-host rendezvous: what each end says, and the descriptors of its memory that go with it.
+
+A packet is one message on a ``SOCK_SEQPACKET`` unix socket. What comes from a peer is checked here for its form and its
+limits only; :mod:`llm_datadist._transport.peer_memory` checks the memory itself.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import TYPE_CHECKING, Annotated, Final, Self
+
+import msgspec
+
+from llm_datadist._memory.exports import ADDRESS_SPACE, RegionDescriptor
+from llm_datadist._memory.segment import SharedSegment
+from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
+
+if TYPE_CHECKING:
+    from llm_datadist._memory.exports import Exports
+    from llm_datadist._memory.write_intents import WriterPage
+
+__all__ = ["VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode", "send_packet"]
+
+VERSION: Final = 3
+_MAX_REGIONS: Final = 32
+_MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
+# A full hello: 32 names of 64 characters of 4 bytes, and some.
+_MAX_PACKET: Final = 16 << 10
+_FD_BYTES: Final = array.array("i").itemsize
+# CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
+_ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
+
+
+class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
+    """What either end offers.
+
+    Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
+    region in the order of ``regions``.
+
+    Attributes:
+        version: Of these packets.
+        token: The one-time token of the control channel; the answer repeats it.
+        incarnation: Of the sender.
+        cookie: What the receiver must find in the mapped guard table's header.
+        guards_nbytes: Size of the guard table.
+        regions: The exported segments.
+    """
+
+    version: int
+    token: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+    incarnation: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+    cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
+    regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors belong to it."""
+        return 2 + len(self.regions)
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The listener's answer when there will be no rendezvous. Its reason is one line."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(RendezvousHello | Refusal)
+
+
+def decode(data: bytes) -> RendezvousHello | Refusal:
+    """Return the value in a packet, schema-checked.
+
+    Raises:
+        ProtocolError: It is none, of another version, or names a region twice.
+    """
+    try:
+        value: RendezvousHello | Refusal = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"same-host packet of {len(data)} bytes is malformed: {error}") from error
+    if isinstance(value, Refusal):
+        return value
+    if value.version != VERSION:
+        raise ProtocolError(f"same-host packets of version {value.version} are not understood here, only {VERSION}")
+    regions = [descriptor.region for descriptor in value.regions]
+    if len(set(regions)) != len(regions):
+        raise ProtocolError(f"same-host hello names a region twice: {regions}")
+    return value
+
+
+class Packet:
+    """One received packet; owns its descriptors. Used by one thread.
+
+    Attributes:
+        data: The encoded value.
+        fds: Descriptors that nothing has taken yet.
+    """
+
+    __slots__ = ("data", "fds")
+
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self.data = data
+        self.fds = fds
+
+    @classmethod
+    def receive(cls, sock: socket.socket) -> Self:
+        """Receive one packet.
+
+        Raises:
+            ProtocolError: The peer closed its end, or sent more than a packet may hold; no descriptor is left open.
+            OSError: The socket's, ``BlockingIOError`` and ``TimeoutError`` among them.
+        """
+        data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                # A truncated message may end inside a descriptor that was not installed.
+                fds.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
+        packet = cls(data, fds.tolist())
+        reason = _defect(data, flags)
+        if reason is not None:
+            packet.close()
+            raise ProtocolError(reason)
+        return packet
+
+    def take(self) -> int:
+        """Return the next descriptor; the caller owns it from now on."""
+        return self.fds.pop(0)
+
+    def close(self) -> None:
+        """Close every descriptor that was not taken. Idempotent."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _defect(data: bytes, flags: int) -> str | None:
+    if flags & socket.MSG_CTRUNC:
+        return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
+    if flags & socket.MSG_TRUNC:
+        return f"same-host packet is larger than {_MAX_PACKET} bytes"
+    if not data:
+        return "the peer closed the same-host socket without a word"
+    return None
+
+
+def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:
+    """Send one value with descriptors, which stay the caller's.
+
+    Raises:
+        OSError: The socket's, ``BlockingIOError`` and ``TimeoutError`` among them.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([_encoder.encode(value)], rights, socket.MSG_NOSIGNAL)
+
+
+class MemoryOffer:
+    """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
+
+    Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'.
+
+    Args:
+        exports: What the peer is given.
+        token: Of the rendezvous.
+
+    Attributes:
+        hello: What is said.
+        fds: The descriptors that go with it.
+
+    Raises:
+        LinkRefused: There is no memory or descriptor left for the page, or this process is being finalised.
+    """
+
+    def __init__(self, exports: Exports, token: bytes) -> None:
+        shared = {region: segment for region, segment in exports.regions.items() if isinstance(segment, SharedSegment)}
+        regions = [described for described in exports.descriptors() if described.region in shared]
+        guards = exports.guards
+        try:
+            page = exports.writers.open()
+        except LLMException as error:
+            raise LinkRefused(f"no page for the writers of this peer: {error}") from error
+        self._page: WriterPage | None = page
+        memory = page.segment
+        assert memory is not None
+        self.hello = RendezvousHello(VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions)
+        self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
+
+    def send(self, sock: socket.socket) -> None:
+        """Send it, once; errors as :func:`send_packet`."""
+        send_packet(sock, self.hello, self.fds)
+
+    def take_page(self) -> WriterPage:
+        """Return the page for the peer's writers, the caller's from now on. Called once."""
+        page, self._page = self._page, None
+        assert page is not None, "taken once"
+        return page
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._page is not None:
+            self._page.retire()

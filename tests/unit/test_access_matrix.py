@@ -1,0 +1,172 @@
+"""What a peer may do with a cache, asked of all three servers: resolves, data lanes, checksums.
+
+``access_matrix.txt`` was measured on the code before there was an ``AccessPolicy``. Each cell is one answer:
+
+- ``pin``, ``keep``: resolved, with a pin or without one; ``@`` says that the memory is named by address
+- ``yes``: a data lane or a checksum is served
+- ``no``: refused with LLM_PARAM_INVALID; ``gone``: LLM_KV_CACHE_NOT_EXIST, there is no such cache, key or pin
+
+Nothing writes the table: a cell that changes is a security rule that changes, and is changed here by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, Placement
+from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._cache.registry import key_of
+from llm_datadist._cache.store import CacheStore
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import Failed, Guarded, Resolve, Resolved, Verify
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._native import Plan
+from llm_datadist._transfer.checksum import ChecksumServer
+from llm_datadist._transfer.target import LaneTarget, Target, encode_handle
+from llm_datadist._transport.lanes import LaneRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist._cache.registry import Entry
+
+_TABLE: Final = Path(__file__).with_name("access_matrix.txt")
+_ROWS: Final = 4
+_BYTES: Final = 4096
+_KINDS: Final = ("row", "row-registered", "blocks", "blocks-registered", "mix-registered", "none")
+_BOTH: Final = (False, True)
+_REFUSALS: Final = {LLMStatusCode.LLM_PARAM_INVALID: "no", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: "gone"}
+
+
+class Asker(Link):
+    """A link that keeps what it is told to send."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.located: set[int] = set()
+        self.connection: Any = SimpleNamespace(capabilities=SimpleNamespace(shared_regions=True))
+        self.peer: Any = "peer"
+
+    def tell(self, message: Any) -> None:
+        self.told.put(message)
+
+
+class Bench:
+    """One target with one cache of one kind."""
+
+    def __init__(self, kind: str, rca: bool, shared: bool, undo: ExitStack) -> None:
+        pool = SimpleNamespace(memory_size=1 << 20, page_shift=12)
+        options: Any = SimpleNamespace(
+            remote_accessible=rca,
+            sync_kv_timeout_ms=1000,
+            cache_manager=True,
+            mem_pool=pool,
+            host_mem_pool=None,
+            pool_prefault=False,
+        )
+        self.store = CacheStore(options, HostDevice(), HostDevice(), b"\0" * 16)
+        undo.callback(self.store.close)
+        self.target = Target(self.store)
+        self.lanes = LaneTarget(self.store, None)  # type: ignore[arg-type]
+        self.checksums = ChecksumServer(self.store, None)
+        undo.callback(self.checksums.close)
+        self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
+        self.entry = self._make(kind)
+        self.entry.remote_accessible = shared
+        if kind == "none":
+            self.store.deallocate(self.entry.cache_id)
+
+    def _make(self, kind: str) -> Entry:
+        word, *registered = kind.split("-")
+        bound = [] if word in ("mix", "none") else [(self.key, 0)]
+        cache_kind = {"blocks": CacheKind.BLOCKS, "mix": CacheKind.MIX}.get(word, CacheKind.CACHE)
+        desc = CacheDesc(1, [_ROWS, _BYTES], DataType.DT_UINT8, Placement.DEVICE)
+        geometry = Geometry.of(desc, cache_kind)
+        if not registered:
+            return self.store.allocate(geometry, bound, Deadline(1000))
+        self.memory = np.zeros(_ROWS * _BYTES, np.uint8)
+        return self.store.register(geometry, [self.memory.ctypes.data], bound, remote_accessible=True)
+
+    def resolve(self, link: Asker, push: bool, by_key: bool) -> str:
+        key = key_of(self.key) if by_key else None
+        self.target.on_resolve(link, Resolve(1, push, key, 0 if by_key else self.entry.cache_id, 0, 60_000))
+        answer = link.told.get()
+        if isinstance(answer, Failed):
+            return _REFUSALS[LLMStatusCode(answer.code)]
+        by_address = not any(answer.regions) and self.entry.owned
+        assert isinstance(answer, Resolved)
+        return ("pin" if answer.pin else "keep") + ("@" if by_address else "")
+
+    def lane(self, link: Asker, push: bool, pin: int) -> str:
+        plan = Plan(0, 0, 1, np.array([[0, 0, 8]], np.uint64), ordered=False, nbytes=8)
+        request = LaneRequest(encode_handle(self.entry.cache_id, pin, self._guards()), self.entry.geometry.stride, plan)
+        try:
+            (self.lanes.on_write if push else self.lanes.on_read)(link, request)
+        except LLMException as error:
+            return _REFUSALS[error.status_code]
+        return "yes"
+
+    def checksum(self, link: Asker, push: bool, pin: int) -> str:
+        runs, extent = np.array([[0, 8]], "<u8").tobytes(), self.entry.geometry.tensor_bytes
+        self.checksums.on_verify(
+            link,
+            Verify(1, self.entry.cache_id, pin, self._guards(), push, extent, 0, 1, runs, False, b"\0" * 16, 60_000),
+        )
+        answer = link.told.get(timeout=30)
+        return _REFUSALS[LLMStatusCode(answer.code)] if isinstance(answer, Failed) else "yes"
+
+    def _guards(self) -> list[Guarded]:
+        return [Guarded(self.entry.guard.slot, self.entry.guard.generation)]
+
+    def pin(self, link: Asker) -> int:
+        registry = self.store.registry
+        return int(registry.pin(link, time.monotonic() + 60, cache_id=self.entry.cache_id).pin_id)
+
+
+def _columns(verb: str) -> list[tuple[bool, bool, str]]:
+    last = ("key", "id") if verb == "resolve" else ("-", "pin", "other")
+    return list(itertools.product(_BOTH, _BOTH, last))
+
+
+def _cells(verb: str, push: bool, kind: str, shared: bool) -> Iterator[str]:
+    for rca, located, last in _columns(verb):
+        with ExitStack() as undo:
+            bench, link, other = Bench(kind, rca, shared, undo), Asker(), Asker()
+            if located:
+                link.located.add(bench.entry.cache_id)
+            if verb == "resolve":
+                yield bench.resolve(link, push, last == "key")
+                continue
+            pin = 0 if last == "-" else 9
+            if kind != "none" and last != "-":
+                pin = bench.pin(link if last == "pin" else other)
+            ask: Callable[[Asker, bool, int], str] = bench.lane if verb == "lane" else bench.checksum
+            yield ask(link, push, pin)
+
+
+def table() -> str:
+    """Return all answers as text, one line for each verb, kind of cache and remote_accessible."""
+    lines = []
+    for verb in ("resolve", "lane", "checksum"):
+        names = [
+            f"{'rca' if rca else '-'}/{'located' if located else '-'}/{last}" for rca, located, last in _columns(verb)
+        ]
+        lines.append(f"{verb:<43}" + " ".join(f"{each:<17}" for each in names))
+        for push, kind, shared in itertools.product(_BOTH, _KINDS, (True, False)):
+            head = f"{verb} {'push' if push else 'pull'} {kind} {'shared' if shared else 'not-shared'}"
+            lines.append(f"{head:<43}" + " ".join(f"{each:<17}" for each in _cells(verb, push, kind, shared)))
+        lines.append("")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def test_every_server_answers_as_the_table_says() -> None:
+    assert table().splitlines() == _TABLE.read_text().splitlines()
