@@ -1,7 +1,7 @@
 """Both sides listen and both link, as transfer_backend="hixl" asks for; then one pushes and the other one pulls.
 
 Whoever links second finds the link that the first one made, and succeeds. Each unlinks for itself, by the id alone.
-Source: BEHAVIOUR §11.9.
+Source: interface B11.9.
 """
 
 from __future__ import annotations

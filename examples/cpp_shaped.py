@@ -1,6 +1,6 @@
 """The C++-shaped calls: a prompt pushes blocks layer by layer and a row, a decoder pulls; statuses, not exceptions.
 
-Both register memory of their own and listen; caches are addressed by id. Source: BEHAVIOUR §11, the C++ samples.
+Both register memory of their own and listen; caches are addressed by id. Source: interface B11, the C++ samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A decoder pulls two blocks of a paged cache, swaps them out to host memory and in again.
 
-Both ends register memory of their own. Source: BEHAVIOUR §11.2.
+Both ends register memory of their own. Source: interface B11.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A decoder pulls two requests, each by its key, into rows of its own cache.
 
-Without remote cache access the pull takes the key with it. Source: BEHAVIOUR §11.1.
+Without remote cache access the pull takes the key with it. Source: interface B11.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A decoder pulls a prompt's continuous cache into blocks of its paged cache.
 
-The row is cut into pieces of the block size; the last one may be short. Source: BEHAVIOUR §11.3.
+The row is cut into pieces of the block size; the last one may be short. Source: interface B11.3.
 """
 
 from __future__ import annotations

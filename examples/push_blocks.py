@@ -1,6 +1,6 @@
 """A decoder pushes blocks into a prompt's cache, over the link it made: either side may move blocks either way.
 
-Pushing needs remote cache access, which an (empty) local_comm_res implies. Source: BEHAVIOUR §11.4.
+Pushing needs remote cache access, which an (empty) local_comm_res implies. Source: interface B11.4.
 """
 
 from __future__ import annotations

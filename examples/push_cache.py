@@ -1,6 +1,6 @@
 """A decoder pushes a row of its continuous cache into a row of the prompt's, addressed by cache id.
 
-Source: BEHAVIOUR §11.5.
+Source: interface B11.5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A prompt and a decoder change places: the listener closes here and opens there, the caches stay.
 
-A role is a label, and what a process needs to be linked to is an address to listen at. Source: BEHAVIOUR §11.6.
+A role is a label, and what a process needs to be linked to is an address to listen at. Source: interface B11.6.
 """
 
 from __future__ import annotations

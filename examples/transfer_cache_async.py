@@ -1,6 +1,6 @@
 """A prompt sends its cache layer by layer while it computes the next layer; the decoder waits for it.
 
-Source: BEHAVIOUR §11.8.
+Source: interface B11.8.
 """
 
 from __future__ import annotations

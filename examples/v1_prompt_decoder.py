@@ -1,6 +1,6 @@
 """The older interface (v1): a decoder pulls blocks and a row of a prompt, then copies and swaps what it has.
 
-In v1 the roles count: a PROMPT serves, a DECODER links and pulls. Source: BEHAVIOUR §11, older samples.
+In v1 the roles count: a PROMPT serves, a DECODER links and pulls. Source: interface B11, older samples.
 """
 
 from __future__ import annotations

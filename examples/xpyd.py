@@ -1,6 +1,6 @@
 """Two prompts and two decoders: every decoder links to all prompts in one call and pulls blocks from each.
 
-Source: BEHAVIOUR §11.7.
+Source: interface B11.7.
 """
 
 from __future__ import annotations

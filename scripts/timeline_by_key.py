@@ -85,7 +85,7 @@ class _Poll:
 def watch_target(world: World) -> None:
     """Note the steps of the target."""
     engine: Any = world.dd._engine
-    selector = engine._control._selector
+    selector = engine._control.loop._selector
     selector._epoll = _Poll(selector._epoll, "target")
     handlers: dict[type, Callable[..., None]] = engine.links._handlers
     handlers[Resolve] = _wrap(handlers[Resolve], "target: resolve is decoded", "target: resolve is done")

@@ -1,4 +1,4 @@
-"""What a newcomer imports: R23's star-import with nothing else installed, and the documented signatures."""
+"""What a newcomer imports: interface R23's star-import with nothing else installed, and the documented signatures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers("__all__", "v2_list")
 
-#: API §1.1, in its order.
+#: interface §1.1, in its order.
 DOCUMENTED: Final = [
     "LLMClusterInfo",
     "LLMStatusCode",
@@ -55,7 +55,7 @@ DOCUMENTED: Final = [
     "KvCacheManager",
 ]
 
-#: API §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
+#: interface §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
 CACHE_MANAGER: Final = {
     "allocate_cache": "(self, cache_desc, cache_keys=())",
     "deallocate_cache": "(self, cache)",
@@ -81,7 +81,7 @@ CACHE_MANAGER: Final = {
     "check_cache_key": "(cache_key)",
 }
 
-#: API §8, as printed there; offsets and batch indexes may be left out as in v2.
+#: interface §8, as printed there; offsets and batch indexes may be left out as in v2.
 KV_CACHE_MANAGER: Final = {
     "is_initialized": "(self)",
     "allocate_cache": "(self, cache_desc, cache_keys=())",
@@ -107,7 +107,7 @@ CACHE_MANAGER["transfer_cache_async"] = (
 #: Ours: the same calls, to be awaited.
 AWAITED: Final = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
 
-#: API §3.
+#: interface §3.
 DATADIST: Final = {
     "init": "(self, options)",
     "finalize": "(self)",
@@ -190,7 +190,7 @@ def _callables(cls: type) -> Iterator[tuple[str, Callable[..., object]]]:
 PUBLIC_CLASSES: Final = [getattr(llm_datadist, name) for name in llm_datadist.__all__] + [CacheManager]
 
 
-# --- R23 -------------------------------------------------------------------------------------------------------------
+# --- interface R23 ----------------------------------------------------------------------------------------------------
 
 
 def test_r23_star_import_works_with_nothing_else_installed() -> None:

@@ -1,4 +1,4 @@
-"""Argument checks: each names the argument, shows its value and says what is allowed (R1, API §1.3).
+"""Argument checks: each names the argument, shows its value and says what is allowed (interface R1, §1.3).
 
 Wrong type: ``TypeError``. None where it is not allowed: :class:`NoneArgument`. An integer outside its width, or a rule
 broken by a well-typed value: :class:`ParamError`. ``bool`` and what has ``__index__`` (``np.int64``) count as int.
@@ -137,7 +137,7 @@ def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T
 
 
 def check_range(name: str, value: object, *, empty_ok: bool = True) -> range:
-    """Return ``value``, a layer range: a ``range`` with step 1 and start >= 0 (API §6.10).
+    """Return ``value``, a layer range: a ``range`` with step 1 and start >= 0 (interface §6.10).
 
     An empty range means "not given" in the pulls; with ``empty_ok=False`` (pushes, transfer configs) it is an error.
     """

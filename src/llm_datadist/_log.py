@@ -1,4 +1,5 @@
-"""The library's logger. Importing it installs no handler; the application, or the command line, decides (R30)."""
+"""The library's logger. Importing it installs no handler; the application, or the command line, decides
+(interface R30)."""
 
 from __future__ import annotations
 

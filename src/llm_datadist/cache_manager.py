@@ -1,4 +1,4 @@
-"""CacheManager, the v2 interface to caches (API §6).
+"""CacheManager, the v2 interface to caches (interface §6).
 
 Every method checks everything that can be known without the peer first, in the documented order; when a check fails
 nothing has happened. ``TypeError``, ``NoneArgument`` and ``ParamError`` are raised before, everything else after. What
@@ -44,23 +44,24 @@ __all__ = ["CacheManager"]
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
 
-    After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (R21), also when the LLMDataDist
-    was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
+    After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21), also when the
+    LLMDataDist was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
 
     A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
     within ``sync_kv_timeout``.
 
     Threads: any.
 
-    Source: API §6.0.
+    Source: interface §6.0.
     """
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
         """Allocate a continuous cache from the pool of its placement. To be deprecated by the interface.
 
         Key i names batch row i (``shape[0]`` rows). A row without a key gets the placeholder
-        ``CacheKey(c, req_id=2**64 - 1)``; trailing ones may be left out (R4). The same key twice: the last row wins
-        (R2). The memory goes back to the pool when the cache is deallocated *and* its keys are consumed or removed.
+        ``CacheKey(c, req_id=2**64 - 1)``; trailing ones may be left out (interface R4). The same key twice: the last
+        row wins (interface R2). The memory goes back to the pool when the cache is deallocated *and* its keys are
+        consumed or removed.
 
         Args:
             cache_desc: ``num_tensors`` tensors of ``shape``; each is a separate allocation, rounded up to pages.
@@ -71,12 +72,12 @@ class CacheManager(EngineUser):
 
         Raises:
             TypeError: Wrong types (``NoneArgument`` for None).
-            ParamError: Impossible shape, more keys than rows, no pool for that placement (R12).
-            KeyInUse: A key is bound to another cache (R3).
+            ParamError: Impossible shape, more keys than rows, no pool for that placement (interface R12).
+            KeyInUse: A key is bound to another cache (interface R3).
             OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
                 within ``sync_kv_timeout``; nothing was allocated or bound.
 
-        Source: [seed:deprecated] allocate_cache, API §6.1.
+        Source: interface §6.1.
         """
         engine = self._engine
         _, keys = check(ARGUMENTS, cache_desc=cache_desc, cache_keys=cache_keys)
@@ -93,7 +94,7 @@ class CacheManager(EngineUser):
             TypeError: Not a Cache (``NoneArgument`` for None).
             ParamError: A blocks cache: use :meth:`deallocate_blocks_cache`.
 
-        Source: [seed:deprecated] deallocate_cache, API §6.2.
+        Source: interface §6.2.
         """
         engine = self._engine
         check(ARGUMENTS, cache=cache)
@@ -101,7 +102,7 @@ class CacheManager(EngineUser):
         calls.deallocate(engine, "deallocate_cache", cache)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, of a registered cache too (R25); later pulls by it fail. To be deprecated.
+        """Unbind a key, of a registered cache too (interface R25); later pulls by it fail. To be deprecated.
 
         May free a cache that was deallocated and waited for this key. A pull of the key that is running fails.
         Unknown keys and placeholders: no-op.
@@ -109,7 +110,7 @@ class CacheManager(EngineUser):
         Raises:
             TypeError: Not a CacheKey (``NoneArgument`` for None).
 
-        Source: [seed:deprecated] remove_cache_key, API §6.3.
+        Source: interface §6.3.
         """
         engine = self._engine
         check_type("cache_key", cache_key, CacheKey)
@@ -125,14 +126,15 @@ class CacheManager(EngineUser):
             TypeError, ParamError, OutOfMemory: As :meth:`allocate_cache`.
             KeyInUse: There is a blocks cache of that model.
 
-        Source: [seed:deprecated] allocate_blocks_cache, API §6.4.
+        Source: interface §6.4.
         """
         engine = self._engine
         _, keys = check(ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
         return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Give a blocks cache back with its key, at once (R27); ``cache.tensor_addrs`` is emptied. To be deprecated.
+        """Give a blocks cache back with its key, at once (interface R27); ``cache.tensor_addrs`` is emptied. To be
+        deprecated.
 
         Pulls of it that are running fail. Unknown, freed and registered caches: no-op, but the handle is emptied. A
         handle of another LLMDataDist: as :meth:`deallocate_cache`.
@@ -141,7 +143,7 @@ class CacheManager(EngineUser):
             TypeError: Not a Cache (``NoneArgument`` for None).
             ParamError: Not a blocks cache.
 
-        Source: [seed:deprecated] deallocate_blocks_cache (its body repeats allocate_cache by a slip), API §6.4.
+        Source: interface §6.4, R27.
         """
         engine = self._engine
         check(ARGUMENTS, cache=cache)
@@ -164,15 +166,15 @@ class CacheManager(EngineUser):
             cache_desc: Geometry of each tensor.
             addrs: ``num_tensors`` non-zero addresses. They may lie inside a pool of this library.
             cache_keys: At most ``shape[0]`` keys.
-            remote_accessible: None means True; False refuses peers access to this cache and nothing else (R16). True
-                itself may be said before ``link()`` only, as documented; leave it out after that.
+            remote_accessible: None means True; False refuses peers access to this cache and nothing else
+                (interface R16). True itself may be said before ``link()`` only, as documented; leave it out after that.
 
         Raises:
             TypeError: Wrong types; ``addrs`` must be a list.
             ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows;
                 ``remote_accessible=True`` after ``link()``.
 
-        Source: API §6.6.
+        Source: interface §6.6.
         """
         self._engine  # noqa: B018 (a finalized manager raises before anything else)
         _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cache_keys=cache_keys)
@@ -190,7 +192,7 @@ class CacheManager(EngineUser):
         Raises:
             TypeError, ParamError: As :meth:`register_cache`.
 
-        Source: API §6.6.
+        Source: interface §6.6.
         """
         self._engine  # noqa: B018 (as above)
         _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, blocks_cache_key=blocks_cache_key)
@@ -226,7 +228,7 @@ class CacheManager(EngineUser):
             DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
                 registered, with its keys.
 
-        Source: API §6.7.
+        Source: interface §6.7.
         """
         engine = self._engine
         check(ARGUMENTS, cache_id=cache_id)
@@ -240,7 +242,7 @@ class CacheManager(EngineUser):
             ParamError: Not MemInfo or a non-empty list of them, not device memory, zero address or size.
             NotLinked: There is no link.
 
-        Source: API §6.15.
+        Source: interface §6.15.
         """
         engine = self._engine
         arguments.check_mem_infos(mem_infos)
@@ -261,7 +263,7 @@ class CacheManager(EngineUser):
         """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
 
         The descriptors must match: ``num_tensors`` and ``data_type`` equal and, with ``size == -1`` (to the end of
-        the row), the row shapes too (R8). Placement and batch size may differ.
+        the row), the row shapes too (interface R8). Placement and batch size may differ.
 
         Args:
             dst: Destination, a continuous cache.
@@ -270,7 +272,7 @@ class CacheManager(EngineUser):
             src_batch_index: Row of the source.
             offset: Bytes into the row.
             size: Bytes per tensor, or -1.
-            req_id: Shown as ``req_id=N`` in every log record and error of this call (R9).
+            req_id: Shown as ``req_id=N`` in every log record and error of this call (interface R9).
 
         Raises:
             TypeError: Wrong types (``NoneArgument`` for None).
@@ -278,7 +280,7 @@ class CacheManager(EngineUser):
             CacheNotFound: A cache is not there any more.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed bytes are undefined.
 
-        Source: [seed:copy_cache], API §6.5.
+        Source: interface §6.5.
         """
         given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
         return calls.copy_cache(self._engine, ARGUMENTS, given, req_id)
@@ -287,7 +289,7 @@ class CacheManager(EngineUser):
 
     @blocking
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Pending:
-        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (R26).
+        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
 
         Raises:
             TypeError: Wrong types; the values must be lists of int (``NoneArgument`` for None).
@@ -295,7 +297,7 @@ class CacheManager(EngineUser):
             CacheNotFound: The cache is not there any more.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed blocks are undefined.
 
-        Source: [seed:deprecated] copy_blocks, API §6.8.
+        Source: interface §6.8.
         """
         return calls.copy_blocks(self._engine, ARGUMENTS, cache, copy_block_info)
 
@@ -307,7 +309,7 @@ class CacheManager(EngineUser):
 
         The host side is usually ``Cache.create_cpu_cache``. Block sizes and ``num_tensors`` must be equal, block
         counts may differ. Up to four threads copy; swapping in to a device that needs staging takes four block-sized
-        buffers of device memory at first use (R10).
+        buffers of device memory at first use (interface R10).
 
         Raises:
             TypeError: Wrong types (``NoneArgument`` for None).
@@ -315,7 +317,7 @@ class CacheManager(EngineUser):
                 DEVICE, a zero address, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
-        Source: [seed:swap_blocks], API §6.9.
+        Source: interface §6.9.
         """
         engine = self._engine
         check(ARGUMENTS, src_cache=src_cache, dst_cache=dst_cache)
@@ -324,7 +326,7 @@ class CacheManager(EngineUser):
         (pairs,) = check(ARGUMENTS, src_to_dst=src_to_dst)
         return partial(calls.swap_blocks, engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache"))
 
-    swap_blocks_async = awaited(swap_blocks, "A cancelled swap is finished first: it has no timeout (R6).")
+    swap_blocks_async = awaited(swap_blocks, "A cancelled swap is finished first: it has no timeout (interface R6).")
 
     @blocking
     def pull_cache(
@@ -341,7 +343,7 @@ class CacheManager(EngineUser):
         """Pull a row of a peer's continuous cache into row ``batch_index`` of ``cache``.
 
         Without RCA a complete pull consumes the key at the producer, unless it is a prefix key or the cache is
-        registered; layer ranges are complete when their union is (R5). With RCA nothing is consumed.
+        registered; layer ranges are complete when their union is (interface R5). With RCA nothing is consumed.
 
         Args:
             cache_key: The peer's row: by key (not with RCA), or by cache id and row. Its cluster id selects the link.
@@ -350,7 +352,7 @@ class CacheManager(EngineUser):
             size: Bytes per tensor; -1: a whole destination row (a longer source row is truncated).
             src_layer_range: Layers of the source; None or empty: all.
             dst_layer_range: Layers of the destination; None or empty: all. Lengths must be equal.
-            tensor_num_per_layer: Tensors per layer; must divide ``num_tensors`` when a range is given (R14).
+            tensor_num_per_layer: Tensors per layer; must divide ``num_tensors`` when a range is given (interface R14).
 
         Raises:
             TypeError: Wrong types (``NoneArgument`` for None).
@@ -361,7 +363,7 @@ class CacheManager(EngineUser):
             TransferFailed: The source changed during the pull; the addressed rows are undefined.
             PeerLost: The peer died; link again.
 
-        Source: API §6.10.
+        Source: interface §6.10.
         """
         engine = self._engine
         if engine.options.remote_accessible:
@@ -394,8 +396,8 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Pull blocks of a peer's cache into blocks of ``dst_cache``.
 
-        With a BlocksCacheKey pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26); nothing is
-        consumed. With another key the peer's row is cut into pieces of the block size and piece i goes to
+        With a BlocksCacheKey pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26);
+        nothing is consumed. With another key the peer's row is cut into pieces of the block size and piece i goes to
         ``dst_blocks[i]``; the last piece may be short, and the key is consumed as in :meth:`pull_cache`.
 
         Args:
@@ -410,10 +412,10 @@ class CacheManager(EngineUser):
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; different block sizes are a ParamError (R17). A grant that has ended is
+                :meth:`pull_cache`; different block sizes are a ParamError (interface R17). A grant that has ended is
                 TransferFailed.
 
-        Source: API §6.11.
+        Source: interface §6.11.
         """
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
@@ -446,7 +448,7 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Push a whole row of ``src_cache`` into a row of a peer's continuous cache. Needs RCA.
 
-        A complete push consumes the key that is bound to the row at the peer (R5).
+        A complete push consumes the key that is bound to the row at the peer (interface R5).
 
         Args:
             dst_cache_key: The peer's cache by id, and its row.
@@ -457,9 +459,9 @@ class CacheManager(EngineUser):
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; without RCA a ParamError (R16).
+                :meth:`pull_cache`; without RCA a ParamError (interface R16).
 
-        Source: API §6.12.
+        Source: interface §6.12.
         """
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_cache")
@@ -488,10 +490,10 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Push blocks of ``src_cache`` into blocks of a peer's blocks cache. Needs RCA; consumes nothing.
 
-        Pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+        Pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26).
 
         Args:
-            dst_cache_key: The peer's cache by model id; by cache id (batch index 0) as an extension (R31).
+            dst_cache_key: The peer's cache by model id; by cache id (batch index 0) as an extension (interface R31).
             src_cache: Source, a blocks cache of this process.
             src_blocks: Block numbers here.
             dst_blocks: Block numbers at the peer, as many.
@@ -499,9 +501,9 @@ class CacheManager(EngineUser):
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`push_cache`; different block sizes are a ParamError (R17).
+                :meth:`push_cache`; different block sizes are a ParamError (interface R17).
 
-        Source: API §6.13; [seed:PushKvBlocks] for the addressing by cache id.
+        Source: interface §6.13, R31.
         """
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
@@ -532,8 +534,9 @@ class CacheManager(EngineUser):
         For each layer that some config contains, in ascending order: ``layer_synchronizer.synchronize_layer(layer,
         None)`` is called once and blocks until the layer is ready, then the layer's two tensors (2l and 2l + 1) go to
         each of these configs in the order of the list. Two tensors per layer, always. The first failure stops the whole
-        transfer; each config has its own result (R18), see :class:`CacheTask`. ``sync_kv_timeout``
-        bounds each layer to each config, not the synchronizer. No key is consumed (R5), and the receiver is not told.
+        transfer; each config has its own result (interface R18), see :class:`CacheTask`. ``sync_kv_timeout``
+        bounds each layer to each config, not the synchronizer. No key is consumed (interface R5), and the receiver is
+        not told.
 
         What of each tensor is sent, and where to:
 
@@ -542,7 +545,8 @@ class CacheManager(EngineUser):
         * ``dst_block_indices`` only: the whole tensor, all rows of it (``src_batch_index`` does not matter then), cut
           into pieces of ``dst_block_memory_size``; piece i goes to block ``dst_block_indices[i]``, the last piece of a
           tensor may be short, pieces beyond the list are not sent.
-        * both lists: pair by pair, in the order given (R26); blocks have the size of the source's, whose rows they are.
+        * both lists: pair by pair, in the order given (interface R26); blocks have the size of the source's, whose rows
+          they are.
 
         Block b of a raw address lies b block sizes after it.
 
@@ -552,7 +556,7 @@ class CacheManager(EngineUser):
         its thread, and nothing else, for ever.
 
         Args:
-            src_cache: Source, with DEVICE placement (R16) and an even number of tensors.
+            src_cache: Source, with DEVICE placement (interface R16) and an even number of tensors.
             layer_synchronizer: Says when a layer is ready; called in the thread of the transfer. False stops: the
                 configs of that layer get ``LLM_PARAM_INVALID``, other unfinished ones ``LLM_FAILED``.
             transfer_configs: Without RCA :class:`TransferConfig`: ``dst_addrs`` must lie in caches that the peer has
@@ -574,7 +578,7 @@ class CacheManager(EngineUser):
             ParamError: A rule on one argument is broken; the text names it.
             CacheNotFound: The source is not there any more.
 
-        Source: API §6.14, BEHAVIOUR §6.
+        Source: interface §6.14, B6.
         """
         engine = self._engine
         check(ARGUMENTS, src_cache=src_cache)

@@ -1,4 +1,5 @@
-"""Helpers that code written for the original imports by path: checks, status handling, layer arithmetic (R23).
+"""Helpers that code written for the original imports by path: checks, status handling, layer arithmetic
+(interface R23).
 
 The library itself uses ``_checks.py``, which is stricter; what differs is here, and only here. The alias modules
 (``llm_datadist.status``, ``llm_datadist.utils.utils``, ``llm_datadist.v2.llm_types`` and ``llm_utils``) import from it.
@@ -65,7 +66,7 @@ def raise_if_false(
         ParamError: With ``LLM_PARAM_INVALID`` (also an LLMException).
         LLMException: With another status.
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     if not pred:
         _log_and_raise(_filled(fmt, args), status_code)
@@ -76,7 +77,7 @@ def raise_if_true(
 ) -> None:
     """Do what :func:`raise_if_false` does if ``pred`` is true.
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     if pred:
         _log_and_raise(_filled(fmt, args), status_code)
@@ -95,7 +96,7 @@ def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: o
         LLMException: For any other status but ``LLM_SUCCESS``.
         TypeError: ``status`` is no int.
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     code = code_2_status(check_int("status", status))
     if code is not LLMStatusCode.LLM_SUCCESS:
@@ -144,7 +145,7 @@ def check_isinstance(
         TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
             ``NoneArgument`` where None is refused.
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     if value is None and allow_none:
         return
@@ -163,7 +164,7 @@ def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types 
     Raises:
         TypeError: One of them is of another type (``NoneArgument`` for None).
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     check_isinstance(name, d, dict, ktype, allow_none=False)
     for key, value in check_type(name, d, dict).items():
@@ -177,7 +178,7 @@ def check_positive_or_set_default(name: str, value: object) -> int:
         TypeError: No int.
         ParamError: Negative (also a ValueError).
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
     if value is None:
         return _UNSET
@@ -204,7 +205,7 @@ def _list_check(kind: str, check: Callable[[str, object], int]) -> Callable[[str
     check_each.__name__ = check_each.__qualname__ = f"check_list_{kind}"
     check_each.__doc__ = (
         f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError.\n\n"
-        f"Source: API §1.3."
+        f"Source: interface §1.3."
     )
     return check_each
 
@@ -227,7 +228,7 @@ def check_layer_range(name: str, layer_range: object) -> None:
         TypeError: No range (``NoneArgument`` for None).
         ParamError: Another step, a negative start, or nothing in it.
 
-    Source: API §6.12.
+    Source: interface §6.12.
     """
     check_range(name, layer_range, empty_ok=False)
 
@@ -239,7 +240,7 @@ def layer_range_to_tensor_indices(layer_range: range, tensor_num_per_layer: int 
         TypeError: Wrong types (``NoneArgument`` for None).
         ParamError: A range with another step or a negative start, or no tensor per layer.
 
-    Source: API §5.
+    Source: interface §5.
     """
     layers = check_range("layer_range", layer_range)
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)

@@ -1,4 +1,5 @@
-"""The options of one LLMDataDist: LLMConfig, where users set them, and Options, which ``init`` parses (API §2, §7).
+"""The options of one LLMDataDist: LLMConfig, where users set them, and Options, which ``init`` parses (interface §2,
+§7).
 
 The dict of strings between the two is the interface; it may be written by hand too. Everything runs in the caller's
 thread; whatever breaks a rule raises TypeError or ParamError before anything has happened.
@@ -105,7 +106,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
         ParamError: not exactly two parts, no ip, a port that is no number or outside 0..65535 (0: pick a free one).
         TypeError: no str.
 
-    Source: API §2.
+    Source: interface §2.
     """
     parts = check_type("listen_ip_info", listen_ip_info, str).split(":")
     if len(parts) != 2 or not parts[0]:
@@ -198,7 +199,7 @@ class PoolOptions:
 
 
 def check_buf_pool(name: str, text: str) -> None:
-    """Check the size classes of the older pool (API §7.3); they have no effect here.
+    """Check the size classes of the older pool (interface §7.3); they have no effect here.
 
     Raises ParamError naming the field that breaks a rule.
     """
@@ -295,7 +296,7 @@ class Options:
         cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
         remote_accessible: True: peers may read and write caches without this process taking part (RCA). Never in v1
             mode, whatever the option says.
-        mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (R12).
+        mem_pool: The device pool, or None. In v1 mode also made of ``ge.flowGraphMemMaxSize`` (interface R12).
         host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
         local_comm_res: The text given, or None; only whether it is there, and empty, matters.
         transfer_backend: "hixl" or None.
@@ -380,7 +381,7 @@ class Options:
 
 
 def _graph_memory(reader: _Reader) -> int | None:
-    """Return ``ge.flowGraphMemMaxSize``, which has its own rules in both modes (API §3.1 item 4)."""
+    """Return ``ge.flowGraphMemMaxSize``, which has its own rules in both modes (interface §3.1 item 4)."""
     text = reader.text(GRAPH_MEMORY)
     if text is None:
         return None
@@ -390,7 +391,7 @@ def _graph_memory(reader: _Reader) -> int | None:
 
 
 def _modes(reader: _Reader) -> tuple[bool, bool]:
-    """Return (CacheManager mode, remote cache accessible) after the rules of API §3.1 items 5 and 6."""
+    """Return (CacheManager mode, remote cache accessible) after the rules of interface §3.1 items 5 and 6."""
     local = reader.text(LOCAL_COMM_RES) is not None
     backend = reader.text(TRANSFER_BACKEND)
     cache_manager = reader.flag(CACHE_MANAGER, default=local)
@@ -430,7 +431,7 @@ def _listen(reader: _Reader, role: LLMRole, cache_manager: bool) -> tuple[str, i
 
 
 def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | None:
-    """Return the device pool; in v1, without one, a share of the graph memory (R12)."""
+    """Return the device pool; in v1, without one, a share of the graph memory (interface R12)."""
     share = reader.number(MEM_UTILIZATION, default=0.95)
     check_rule(0.0 <= share <= 1.0, f"{MEM_UTILIZATION}: {share} is outside [0.0, 1.0]")
     pool = reader.pool(MEM_POOL)
@@ -605,7 +606,7 @@ class LLMConfig:
     Every property is checked when it is assigned: a wrong type is a TypeError (NoneArgument for None where a value is
     needed), a value outside its range a ParamError. Where None is accepted it means "not assigned".
 
-    Source: API §2.
+    Source: interface §2.
     """
 
     device_id: _Setting[int | Sequence[int] | None] = _Setting(
@@ -629,14 +630,13 @@ class LLMConfig:
         _TEXT,
         none_resets=False,
         doc='Device pool, JSON: ``{"memory_size": bytes, "page_shift": 10..30, 16 by default}``. Parsed by ``init``. '
-        "Source: [seed:deprecated], API §7.1.",
+        "Source: interface §7.1.",
     )
     host_mem_pool_cfg = _Setting(
         HOST_MEM_POOL,
         _TEXT,
         none_resets=False,
-        doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``. "
-        "Source: [seed:deprecated], API §7.1.",
+        doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``. Source: interface §7.1.",
     )
     local_comm_res = _Setting(
         LOCAL_COMM_RES,
@@ -711,7 +711,7 @@ class LLMConfig:
 
         It is always the same dict: what the caller adds, and what was once set, stays in it.
 
-        Source: API §2.
+        Source: interface §2.
         """
         self._options.update(self._ge_options)
         for setting in _SETTINGS:

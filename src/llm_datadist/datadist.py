@@ -1,4 +1,4 @@
-"""LLMDataDist, one end of the links: ``init`` builds the engine, ``finalize`` takes it down (API §3).
+"""LLMDataDist, one end of the links: ``init`` builds the engine, ``finalize`` takes it down (interface §3).
 
 Everything runs in the caller's thread; links to several clusters are made in threads that end with the call. What only
 ``init`` needs is imported late, so that importing the package stays quick.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist", "check_timeout", "log_failure"]
 
-#: Clusters that are linked at once: one that does not answer must not cost the next one its time (R19).
+#: Clusters that are linked at once: one that does not answer must not cost the next one its time (interface R19).
 _LINK_THREADS: Final = 128
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
@@ -59,9 +59,9 @@ def check_timeout(timeout: object) -> None:
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    Objects are independent; several may live in one process (R20).
+    Objects are independent; several may live in one process (interface R20).
 
-    Threads: any, except that ``finalize`` must be alone (API §11).
+    Threads: any, except that ``finalize`` must be alone (interface §11).
 
     Args:
         role: A label in v2 mode, where either side may pull and push; in v1 mode it says which calls are allowed.
@@ -75,7 +75,7 @@ class LLMDataDist:
         TypeError: Wrong types (``NoneArgument`` for None).
         ParamError: ``cluster_id`` outside uint64.
 
-    Source: API §3.
+    Source: interface §3.
     """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
@@ -104,10 +104,10 @@ class LLMDataDist:
         Raises:
             TypeError: Not a dict of str to str.
             ParamError: An option breaks its rule; the text names it.
-            OutOfMemory: A pool does not fit the host or its cgroup (R11).
+            OutOfMemory: A pool does not fit the host or its cgroup (interface R11).
             LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
 
-        Source: API §3.1.
+        Source: interface §3.1.
         """
         with self._lifecycle:
             if self._engine is not None:
@@ -135,9 +135,10 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Give up links, listener, pools and tables. Peers are not told; they see their links end.
 
-        No-op when not initialised. Managers taken before are dead from now on (R21); NumPy views stay safe to read.
+        No-op when not initialised. Managers taken before are dead from now on (interface R21); NumPy views stay safe to
+        read.
 
-        Source: API §3.2.
+        Source: interface §3.2.
         """
         with self._lifecycle:
             engine, self._engine, self._manager = self._engine, None, None
@@ -184,7 +185,7 @@ class LLMDataDist:
 
         Args:
             clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is given and not empty),
-                and the ``remote_cluster_id``, or none to learn it (R28).
+                and the ``remote_cluster_id``, or none to learn it (interface R28).
             timeout: Milliseconds for all of it.
 
         Returns:
@@ -197,7 +198,7 @@ class LLMDataDist:
             TypeError: Wrong types.
             ParamError: ``timeout`` not above 0, or a cluster without local ip.
 
-        Source: API §3.4, §8.
+        Source: interface §3.4, §8.
         """
         return self._linking(clusters, timeout)(Deadline(timeout))
 
@@ -207,7 +208,7 @@ class LLMDataDist:
         Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
         clusters that it linked stay linked.
 
-        Source: API §3.4; extension.
+        Source: interface §3.4; extension.
         """
         pending = self._linking(clusters, timeout)
         return self._require_engine("link_clusters_async").workers.run(pending, timeout)
@@ -261,7 +262,7 @@ class LLMDataDist:
             TypeError: Wrong types, or a ``remote_cluster_id`` that is not set.
             ParamError: ``timeout`` not above 0.
 
-        Source: API §3.4, §8.
+        Source: interface §3.4, §8.
         """
         return self._unlinking(clusters, timeout, force)(Deadline(timeout))
 
@@ -271,7 +272,7 @@ class LLMDataDist:
         Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
         each link is kept or gone, as after a timeout.
 
-        Source: API §3.4; extension.
+        Source: interface §3.4; extension.
         """
         pending = self._unlinking(clusters, timeout, force)
         return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
@@ -319,7 +320,7 @@ class LLMDataDist:
             DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link is kept.
             PeerLost: The link broke meanwhile; link again.
 
-        Source: API §3.7.
+        Source: interface §3.7.
         """
         engine = self._require_engine("check_link_status")
         if engine.options.cache_manager:
@@ -372,7 +373,7 @@ class LLMDataDist:
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``): use ``link_clusters``.
             LinkRefused: None of the communicator's ports is free on this host (``LLM_LINK_FAILED``).
 
-        Source: API §3.5, BEHAVIOUR §2.3.
+        Source: interface §3.5, B2.3.
         """
         engine = self._communicating("link")
         ranks = _checked_ranks(comm_name, cluster_rank_info, rank_table)
@@ -397,7 +398,7 @@ class LLMDataDist:
             StateError: In v1 mode (``LLM_PARAM_INVALID``).
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
 
-        Source: API §3.5, BEHAVIOUR §2.3.
+        Source: interface §3.5, B2.3.
         """
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
@@ -409,7 +410,7 @@ class LLMDataDist:
         Raises:
             NotInitialized, TypeError, ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
 
-        Source: API §3.5.
+        Source: interface §3.5.
         """
         engine = self._communicating("query_register_mem_status")
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
@@ -465,7 +466,7 @@ class LLMDataDist:
         Whatever is raised, role and listener are as before; only when the new address shares the port of the old one,
         and both the new and the old cannot be bound any more, this end listens no more, and the text says so.
 
-        Source: API §3.6, BEHAVIOUR §7.
+        Source: interface §3.6, B7.
         """
         with self._lifecycle:  # before role and engine are looked at
             engine = self._require_engine("switch_role")
@@ -495,7 +496,7 @@ class LLMDataDist:
             NotInitialized: Before init or after finalize.
             StateError: In v1 mode (``LLM_PARAM_INVALID``).
 
-        Source: API §3.3.
+        Source: interface §3.3.
         """
         from llm_datadist.cache_manager import CacheManager
 
@@ -512,7 +513,7 @@ class LLMDataDist:
             NotInitialized: Before init or after finalize.
             StateError: In v2 mode (``LLM_PARAM_INVALID``).
 
-        Source: API §3.3.
+        Source: interface §3.3.
         """
         from llm_datadist.kv_cache_manager import KvCacheManager
 
@@ -616,7 +617,7 @@ def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str,
     """Do ``work`` for every cluster, in parallel.
 
     Returns:
-        ``(status, statuses)``: the last status that is no success, and one each (API §3.4).
+        ``(status, statuses)``: the last status that is no success, and one each (interface §3.4).
     """
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:

@@ -1,6 +1,6 @@
 """Status codes and the exception tree: whose fault it was, whether to try again, and one line of text.
 
-The numeric values are those of the interface (API §1.2); the tree is ours and every class in it is an
+The numeric values are those of the interface (interface §1.2); the tree is ours and every class in it is an
 :class:`LLMException`, so code that catches ``LLMException`` and reads ``.status_code`` sees every failure.
 """
 
@@ -40,9 +40,9 @@ _BASE = 0x5010B000
 
 
 class LLMStatusCode(IntEnum):
-    """Status of an operation (API §1.2). ``int(LLM_SUCCESS) == 0``; ``str()`` is ``LLMStatusCode.NAME``.
+    """Status of an operation (interface §1.2). ``int(LLM_SUCCESS) == 0``; ``str()`` is ``LLMStatusCode.NAME``.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     LLM_SUCCESS = 0
@@ -80,9 +80,9 @@ class LLMStatusCode(IntEnum):
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the status with the numeric value ``code``; a value without a name is ``LLM_FAILED`` (API §1.2).
+    """Return the status with the numeric value ``code``; a value without a name is ``LLM_FAILED`` (interface §1.2).
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
     try:
         return LLMStatusCode(code)
@@ -91,9 +91,9 @@ def code_2_status(code: int) -> LLMStatusCode:
 
 
 class Status:
-    """A status code with the question that is usually asked of it (API §1.2).
+    """A status code with the question that is usually asked of it (interface §1.2).
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     def __init__(self, status: int) -> None:
@@ -102,7 +102,7 @@ class Status:
     def is_ok(self) -> bool:
         """Return True for ``LLM_SUCCESS``.
 
-        Source: API §1.2.
+        Source: interface §1.2.
         """
         return self._status is LLMStatusCode.LLM_SUCCESS
 
@@ -116,17 +116,17 @@ class Status:
 
 
 class LLMException(RuntimeError):
-    """Root of everything this library raises about its own work (API §1.3).
+    """Root of everything this library raises about its own work (interface §1.3).
 
-    Raised by hand its status defaults to ``LLM_SUCCESS``, as documented (R29); nothing the library itself raises
-    carries that status.
+    Raised by hand its status defaults to ``LLM_SUCCESS``, as documented (interface R29); nothing the library itself
+    raises carries that status.
 
     Attributes:
         retryable: True when the same call may succeed later without a change by the caller.
         peer: Cluster id of the peer involved, or None.
         phase: Step of the operation that failed (``resolve``, ``copy``, ...), or None.
 
-    Source: API §1.3.
+    Source: interface §1.3.
     """
 
     default_status = LLMStatusCode.LLM_SUCCESS
@@ -163,13 +163,14 @@ def _rebuild(cls: type[LLMException], args: tuple[object, ...]) -> LLMException:
 
 
 class ParamError(LLMException, ValueError):
-    """A well-typed argument breaks a rule; nothing has happened (R1). The text names argument, value and rule."""
+    """A well-typed argument breaks a rule; nothing has happened (interface R1). The text names argument, value and
+    rule."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class NoneArgument(LLMException, TypeError, AttributeError):
-    """None was given where it is not allowed; nothing has happened (R1)."""
+    """None was given where it is not allowed; nothing has happened (interface R1)."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
@@ -181,7 +182,7 @@ class StateError(LLMException):
 
 
 class NotInitialized(StateError):
-    """A call that needs ``init`` before it (BEHAVIOUR §1: a RuntimeError)."""
+    """A call that needs ``init`` before it (interface B1: a RuntimeError)."""
 
 
 class OutOfMemory(LLMException, MemoryError):
@@ -230,7 +231,7 @@ class CacheNotFound(CacheError, LookupError):
 
 
 class KeyInUse(CacheError):
-    """The key is bound to another cache (R3)."""
+    """The key is bound to another cache (interface R3)."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
@@ -266,7 +267,7 @@ class LinkRefused(LinkError):
 
 
 class PeerLost(LinkError):
-    """The peer died or went silent during the operation; link again to recover (R22)."""
+    """The peer died or went silent during the operation; link again to recover (interface R22)."""
 
     default_status = LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
 

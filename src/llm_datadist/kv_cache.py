@@ -1,4 +1,4 @@
-"""KvCache, the handle of a cache in v1 mode (API §4)."""
+"""KvCache, the handle of a cache in v1 mode (interface §4)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KvCache:
     manager's next call: keep the handle for as long as you use the addresses. For the same reason there is one handle
     to a cache: ``copy`` returns the handle itself, and it cannot be pickled.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     __slots__ = ("__weakref__", "_cache", "_forgotten")
@@ -53,7 +53,7 @@ class KvCache:
             ParamError: Another placement, addresses and lists mixed, another number of addresses than
                 ``num_tensors``, of lists than devices (1), or none at all.
 
-        Source: API §4 (KvCache).
+        Source: interface §4 (KvCache).
         """
         check_type("cache_desc", cache_desc, CacheDesc)
         given = check_type("addrs", addrs, list)
@@ -112,7 +112,7 @@ class TensorDesc:
         TypeError: Wrong types (``NoneArgument`` for None).
         ParamError: A negative dimension, or one outside int64.
 
-    Source: API §8.
+    Source: interface §8.
     """
 
     __slots__ = ("_dtype", "_shape")
@@ -152,7 +152,7 @@ class Tensor:
         ParamError: Also a RuntimeError. An element type that the interface does not have, an array that is not
             contiguous, a shape or type that is not that of ``tensor_desc``, an address without ``tensor_desc``.
 
-    Source: API §8.
+    Source: interface §8.
     """
 
     __slots__ = ("_array", "_desc")
@@ -194,7 +194,7 @@ class Tensor:
             TypeError: ``copy`` is no bool.
             ParamError: Also a RuntimeError: text (``DT_STRING``) without ``copy``.
 
-        Source: API §8.
+        Source: interface §8.
         """
         check_type("copy", copy, bool)
         if self._desc.dtype is DataType.DT_BF16:

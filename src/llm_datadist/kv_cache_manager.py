@@ -1,4 +1,5 @@
-"""KvCacheManager, the v1 interface to caches (API §8): other rules and codes over the same calls as CacheManager."""
+"""KvCacheManager, the v1 interface to caches (interface §8): other rules and codes over the same calls as
+CacheManager."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ __all__ = ["KvCacheManager"]
 
 
 def _device_cache(name: str, value: object) -> Cache:
-    """Return the v2 handle behind a KvCache, which must be on the device (R16)."""
+    """Return the v2 handle behind a KvCache, which must be on the device (interface R16)."""
     cache = check_type(name, value, KvCache)._cache
     _require_device(name, cache.cache_desc)
     return cache
@@ -71,11 +72,11 @@ class KvCacheManager(EngineUser):
 
     Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
     it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every
-    method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (R21).
+    method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21).
 
     Threads: any.
 
-    Source: API §8.
+    Source: interface §8.
     """
 
     def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
@@ -87,7 +88,7 @@ class KvCacheManager(EngineUser):
     def is_initialized(self) -> bool:
         """Return True until ``finalize``.
 
-        Source: API §8.
+        Source: interface §8.
         """
         return self._of.alive
 
@@ -110,7 +111,8 @@ class KvCacheManager(EngineUser):
         """Allocate a continuous cache on the device; key i names batch row i, for a DECODER to pull.
 
         The memory comes from ``mem_pool_cfg``, else ``ge.flowGraphMemMaxSize`` x ``mem_utilization``, else straight
-        from the device (R12). It is given back once the cache is deallocated *and* its keys are pulled or removed.
+        from the device (interface R12). It is given back once the cache is deallocated *and* its keys are pulled or
+        removed.
 
         Args:
             cache_desc: ``num_tensors`` tensors of ``shape``; placement DEVICE.
@@ -122,7 +124,7 @@ class KvCacheManager(EngineUser):
             KeyInUse: A key is bound to another cache (``LLM_FAILED``).
             OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
 
-        Source: API §8.
+        Source: interface §8.
         """
         self._engine  # noqa: B018 (a finalized manager raises before anything else)
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, cache_keys=cache_keys)
@@ -144,7 +146,7 @@ class KvCacheManager(EngineUser):
             KeyInUse: There is a blocks cache of that model (``LLM_FAILED``).
             OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
 
-        Source: API §8.
+        Source: interface §8.
         """
         self._engine  # noqa: B018 (as above)
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
@@ -168,7 +170,7 @@ class KvCacheManager(EngineUser):
             TypeError: Not a KvCache (``NoneArgument`` for None).
             ParamError: A CPU cache: its memory is yours.
 
-        Source: API §8.
+        Source: interface §8.
         """
         engine = self._engine
         (handle,) = check(_ARGUMENTS, cache=cache)
@@ -184,7 +186,7 @@ class KvCacheManager(EngineUser):
             TypeError: Not a CacheKey (``NoneArgument`` for None).
             ParamError: This is no PROMPT.
 
-        Source: API §8.
+        Source: interface §8.
         """
         engine = self._engine
         check_type("cache_key", cache_key, CacheKey)
@@ -211,7 +213,7 @@ class KvCacheManager(EngineUser):
             ParamError: as v2's, and for a CPU cache.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed bytes are undefined.
 
-        Source: [seed:copy_cache], API §8.
+        Source: interface §8.
         """
         engine = self._engine
         given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
@@ -219,14 +221,14 @@ class KvCacheManager(EngineUser):
             calls.copy_cache(engine, _ARGUMENTS, given, req_id)(self._deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (R26).
+        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
 
         Raises:
             TypeError, CacheNotFound: as v2's.
             ParamError: as v2's, and for a CPU cache.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed blocks are undefined.
 
-        Source: [seed:deprecated] copy_blocks, API §8.
+        Source: interface §8.
         """
         engine = self._engine
         with v1_codes():
@@ -243,7 +245,7 @@ class KvCacheManager(EngineUser):
                 or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
 
-        Source: [seed:swap_blocks], API §8.
+        Source: interface §8.
         """
         engine = self._engine
         check_type("src", src, KvCache)
@@ -266,7 +268,7 @@ class KvCacheManager(EngineUser):
             TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: The index is outside, the cache was deallocated, or its elements are text (``DT_STRING``).
 
-        Source: API §8.
+        Source: interface §8.
         """
         self._engine  # noqa: B018 (as above)
         check_type("cache", cache, KvCache)
@@ -293,7 +295,8 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull a row of a PROMPT's continuous cache into row ``batch_index`` of ``kv_cache``.
 
-        As v2's without remote cache access, and with offsets. Neither they nor ``size`` make a pull incomplete (R5).
+        As v2's without remote cache access, and with offsets. Neither they nor ``size`` make a pull incomplete
+        (interface R5).
 
         Args:
             cache_key: The PROMPT's row: by key, or by cache id and row.
@@ -307,7 +310,7 @@ class KvCacheManager(EngineUser):
             ParamError: as v2's, and where this is no DECODER.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the link stays usable.
 
-        Source: API §8.
+        Source: interface §8.
         """
         engine = self._engine
         self._require_role("pull_cache", LLMRole.DECODER)
@@ -334,7 +337,8 @@ class KvCacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Pull blocks of a PROMPT's blocks cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in order (R26).
+        """Pull blocks of a PROMPT's blocks cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in order
+        (interface R26).
 
         Args:
             prompt_cache_key: The PROMPT's cache; its cluster id selects the link. Nothing is consumed.
@@ -344,9 +348,9 @@ class KvCacheManager(EngineUser):
 
         Raises:
             TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; different block sizes are a ParamError (R17).
+                :meth:`pull_cache`; different block sizes are a ParamError (interface R17).
 
-        Source: API §8.
+        Source: interface §8.
         """
         engine = self._engine
         self._require_role("pull_blocks", LLMRole.DECODER)
@@ -384,7 +388,7 @@ class KvCacheManager(EngineUser):
             ParamError: This is no PROMPT, or a rule on one argument is broken.
             CacheNotFound: The source is not there any more.
 
-        Source: API §8, §6.14.
+        Source: interface §8, §6.14.
         """
         engine = self._engine
         self._require_role("transfer_cache_async", LLMRole.PROMPT)

@@ -42,7 +42,7 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """One bound key: how long it has waited and how many bytes wait with it (R5)."""
+    """One bound key: how long it has waited and how many bytes wait with it (interface R5)."""
 
     key: str
     cache_id: int
@@ -53,7 +53,7 @@ class KeyStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """The engine of swap_blocks (R10): worker threads, and bytes of staging held on the device."""
+    """The engine of swap_blocks (interface R10): worker threads, and bytes of staging held on the device."""
 
     workers: int
     staging_bytes: int

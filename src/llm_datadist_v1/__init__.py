@@ -1,4 +1,4 @@
-"""Another path of the KvCacheManager mode (R23)."""
+"""Another path of the KvCacheManager mode (interface R23)."""
 
 from llm_datadist import KvCache, KvCacheManager, Tensor, TensorDesc
 

@@ -1,4 +1,5 @@
-"""The awaited calls: what the blocking ones do, argument errors at once, cancellation that leaves memory safe (R7)."""
+"""The awaited calls: what the blocking ones do, argument errors at once, cancellation that leaves memory safe
+(interface R7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bad input to the calls that copy inside a process: one table per call (API §6.5, §6.8, §6.9; R1, R8, R16, R17)."""
+"""Bad input to the calls that copy inside a process: one table per call (interface §6.5, §6.8, §6.9, R1, R8, R16,
+R17)."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ COPY_CACHE: Final = Table(
         *bad(RULE, "16", dst=Use("narrow rows"), size=17),
         *bad(RULE, "16", src=Use("narrow rows"), size=17),
         *bad(RULE, "16", src=Use("narrow rows"), offset=16, size=1),
-        # descriptors that do not match (R8)
+        # descriptors that do not match (interface R8)
         *bad(RULE, "16", dst=Use("narrow rows")),
         *bad(RULE, "dst 2", dst=Use("two tensors")),
         *bad(RULE, "5 tensors", src=Use("five tensors")),
@@ -135,7 +136,7 @@ SWAP_BLOCKS: Final = Table(
         *bad(RULE, "6", src_to_dst={0: 0, 6: 1}),  # the device has 6 blocks
         *bad(RULE, "8", src_to_dst={0: 0, 1: 8}),  # the host 8
         *bad(RULE, str(2**64), src_to_dst={0: 2**64}),
-        # geometry and placement (R16, R17)
+        # geometry and placement (interface R16, R17)
         *bad(RULE, "64", dst_cache=Use("wide host")),
         *bad(RULE, "num_tensors", dst_cache=Use("two host tensors")),
         *bad(RULE, "DEVICE", dst_cache=Use("more blocks")),

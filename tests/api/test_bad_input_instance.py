@@ -1,4 +1,4 @@
-"""Bad input to LLMDataDist: constructor, init, links of style A, explain (API §3.1 to §3.4; R1, R11)."""
+"""Bad input to LLMDataDist: constructor, init, links of style A, explain (interface §3.1 to §3.4, R1, R11)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
 
-# --- the constructor (API §3) ----------------------------------------------------------------------------------------
+# --- the constructor (interface §3) -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_r01_constructor(role: Any, cluster_id: Any, error: type[Exception], tex
     assert LLMDataDist.llm_engine_instance is None
 
 
-# --- init (API §3.1): the rules of the options, each broken alone -----------------------------------------------------
+# --- init (interface §3.1): the rules of the options, each broken alone -----------------------------------------------
 
 OPTIONS: Final = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}
 POOL: Final = "llm.MemPoolConfig"
@@ -169,7 +169,7 @@ def test_r01_init_wants_a_dict_of_str_to_str(options: Any, error: type[Exception
     refused_and_then_initialised(options, error, text)
 
 
-# --- links of style A (API §3.4): what is raised ----------------------------------------------------------------------
+# --- links of style A (interface §3.4): what is raised ----------------------------------------------------------------
 
 
 def nowhere() -> LLMClusterInfo:
@@ -272,7 +272,7 @@ def returned(pair: Pair, method: str, clusters: list[LLMClusterInfo], each: list
         ([("no remote ip", 6), ("nobody there", 5)], [INVALID, FAILED]),
         ([("the prompt", 1)], [ALREADY]),
         ([("the prompt", None)], [ALREADY]),
-        ([("the prompt", 9)], [FAILED]),  # it announces another id (R28)
+        ([("the prompt", 9)], [FAILED]),  # it announces another id (interface R28)
         ([("the prompt", 1), ("nobody there", 5)], [ALREADY, FAILED]),
     ],
 )

@@ -1,4 +1,5 @@
-"""Bad input to the calls that make caches and give them back: one table per call (API §6.1 to §6.7, §6.15; R1)."""
+"""Bad input to the calls that make caches and give them back: one table per call (interface §6.1 to §6.7, §6.15,
+R1)."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ REMOVE_CACHE_KEY: Final = Table(
         *types("cache_key", 1, "key", (2, 1), [CacheKey(2, 1)], BlocksCacheKey(2)),
         *no_op(cache_key=CacheKey(2, 99)),
         *no_op(cache_key=CacheKey(2, 1, model_id=1)),
-        *no_op(cache_key=PLACEHOLDER),  # the blocks key of model 0 stays (R25)
+        *no_op(cache_key=PLACEHOLDER),  # the blocks key of model 0 stays (interface R25)
         *no_op(cache_key=CacheKey(2, 2**64 - 1, 0, 1)),  # request 1 is no prefix 1
     ),
 )

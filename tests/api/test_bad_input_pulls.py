@@ -1,4 +1,5 @@
-"""Bad input to the pulls: one table per call, with and without remote cache access (API §6.10, §6.11; R1, R14, R17)."""
+"""Bad input to the pulls: one table per call, with and without remote cache access (interface §6.10, §6.11, R1, R14,
+R17)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ UINT8: Final = DataType.DT_UINT8
 ADDRS: Final = [n << 20 for n in range(1, 5)]
 UNKNOWN_ROWS: Final = Cache(99, CacheDesc(4, [3, 32], UINT8), ADDRS)
 UNKNOWN_BLOCKS: Final = Cache(99, CacheDesc(4, [6, 32], UINT8), ADDRS, is_blocks_cache=True)
-#: The prompt's ids count from 1 in the order of making (I11).
+#: The prompt's ids count from 1 in the order of making (interface I11).
 ID: Final = {name: number for number, name in enumerate(PROMPT_CACHES, start=1)}
 
 
@@ -51,7 +52,7 @@ LAYERS: Final[list[Row]] = [
     *bad(RULE, "below layer 0", src_layer_range=range(-1, 1)),
     *bad(RULE, "below layer 0", dst_layer_range=range(-1, 1)),
     *bad(RULE, "equal", src_layer_range=range(1), dst_layer_range=range(2)),
-    *bad(RULE, "equal", src_layer_range=range(1)),  # the other one stands for all layers (R14)
+    *bad(RULE, "equal", src_layer_range=range(1)),  # the other one stands for all layers (interface R14)
     *bad(RULE, "range(0, 1)", dst_layer_range=range(1)),
     *bad(RULE, "dst_layer_range", src_layer_range=range(1), dst_layer_range=range(2, 3)),
     *bad(RULE, "range(2, 3)", src_layer_range=range(2, 3), dst_layer_range=range(1)),

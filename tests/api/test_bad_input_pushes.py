@@ -1,4 +1,5 @@
-"""Bad input to the pushes: one table per call, and their refusal without remote access (API §6.12, §6.13; R14, R16)."""
+"""Bad input to the pushes: one table per call, and their refusal without remote access (interface §6.12, §6.13, R14,
+R16)."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ PUSH_BLOCKS: Final = Table(
         *bad(RULE, "remote_accessible", dst_cache_key=BlocksCacheKey(1, 3)),
     ),
 )
-#: Whatever the arguments are: remote access is asked for first (R16).
+#: Whatever the arguments are: remote access is asked for first (interface R16).
 WITHOUT_ACCESS: Final = tuple(
     Table(
         table.call,

@@ -1,4 +1,4 @@
-"""The caps of the original are not enforced (R19): clusters in a call, links, registered addresses."""
+"""The caps of the original are not enforced (interface R19): clusters in a call, links, registered addresses."""
 
 from __future__ import annotations
 

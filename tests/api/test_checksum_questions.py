@@ -1,4 +1,4 @@
-"""Rule 10 for checksums: what a peer asks is checked as a stranger's, and so is what it answers."""
+"""architecture rule 8 for checksums: what a peer asks is checked as a stranger's, and so is what it answers."""
 
 from __future__ import annotations
 

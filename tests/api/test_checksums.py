@@ -95,7 +95,7 @@ def test_pushes_are_confirmed_and_counted(pair: Pair) -> None:
     assert verified(pair.decoder) == TENSORS * 4 * STRIDE
     same_bytes(pair.prompt.do(show, "kv"), moved(rows, mine, [(2, 4)]))
     same_bytes(pair.prompt.do(show, "paged"), moved(paged, blocks, [(6, 0), (7, 1), (2, 5)]))
-    wait_until(lambda: "(0, 11, 0)" not in [key.key for key in pair.prompt.do(picture).keys])  # consumed (R5)
+    wait_until(lambda: "(0, 11, 0)" not in [key.key for key in pair.prompt.do(picture).keys])  # consumed (interface R5)
 
 
 def test_r26_of_blocks_written_twice_the_last_is_confirmed(pair: Pair) -> None:

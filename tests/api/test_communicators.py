@@ -1,4 +1,4 @@
-"""link, unlink, query_register_mem_status: rank tables become links, whoever calls first (API §3.5, BEHAVIOUR §2.3)."""
+"""link, unlink, query_register_mem_status: rank tables become links, whoever calls first (interface §3.5, B2.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of link, unlink and query_register_mem_status, and of register_* after link (API §3.5, §6.6)."""
+"""The arguments of link, unlink and query_register_mem_status, and of register_* after link (interface §3.5, §6.6)."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
 def test_finalize_while_link_is_being_called_leaves_nothing(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """finalize is to be alone (API §11); who breaks that rule gets an error, not a listener for ever."""
+    """finalize is to be alone (interface §11); who breaks that rule gets an error, not a listener for ever."""
     end.start("MIX", number, **SECONDS)
     really = Communicators._enter
 

@@ -1,4 +1,4 @@
-"""What consumes a key and what does not (R5), over both transports, seen in statistics() at the producer."""
+"""What consumes a key and what does not (interface R5), over both transports, seen in statistics() at the producer."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_r05_a_push_into_a_registered_cache_leaves_its_key(pair: Pair) -> None:
     assert left(pair.prompt) == {"(0, 10, 0)": STRIDE * TENSORS}
 
 
-# --- one binding, never a later one (R5) ----------------------------------------------------------------------------
+# --- one binding, never a later one (interface R5) --------------------------------------------------------------------
 
 
 def _rebind(world: World) -> Bytes:

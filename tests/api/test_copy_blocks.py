@@ -1,4 +1,4 @@
-"""copy_blocks: blocks inside one blocks cache (seed copy_blocks, API §6.8, R26)."""
+"""copy_blocks: blocks inside one blocks cache (seed copy_blocks, interface §6.8, R26)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""copy_cache: one batch row to another, inside this process (seed copy_cache, API §6.5, R8, R9)."""
+"""copy_cache: one batch row to another, inside this process (seed copy_cache, interface §6.5, R8, R9)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_registered_memory_is_copied_too(world: World) -> None:
     check(world, 0, 3, 0, ROW, 0, 3)
 
 
-# --- R8: descriptors must match ---------------------------------------------------------------------------------------
+# --- interface R8: descriptors must match -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     equal(read(src), source)
 
 
-# --- R9 ---------------------------------------------------------------------------------------------------------------
+# --- interface R9 -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("req_id", [0, 5, 2**64 - 1])

@@ -1,4 +1,5 @@
-"""Every argument of every call of the C++-shaped interface, wrong: TypeError or status, nothing has happened (R1)."""
+"""Every argument of every call of the C++-shaped interface, wrong: TypeError or status, nothing has happened
+(interface R1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sync_kv_timeout bounds transfers (R6, R7): phase, code, a link that stays usable, no pin left."""
+"""sync_kv_timeout bounds transfers (interface R6, R7): phase, code, a link that stays usable, no pin left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every public call against everything that can stall: typed and within its time, and nothing is broken after (R6, R7).
+"""Every public call against everything that can stall: typed and within its time, and nothing is broken after
+(interface R6, R7).
 
 What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
 listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer

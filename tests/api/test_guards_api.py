@@ -1,4 +1,5 @@
-"""Guards, kept answers and visibility (R15): what changes between resolve and copy never passes for success."""
+"""Guards, kept answers and visibility (interface R15): what changes between resolve and copy never passes for
+success."""
 
 from __future__ import annotations
 

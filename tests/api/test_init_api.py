@@ -1,4 +1,4 @@
-"""init that fails, with nothing left, and processes that end or fork with live instances (API §3.1)."""
+"""init that fails, with nothing left, and processes that end or fork with live instances (interface §3.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants I1 to I15 of BEHAVIOUR §12, one test each: its number is in its name."""
+"""The invariants interface I1 to I15 of interface B12, one test each: its number is in its name."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_i10_a_registered_cache_survives_everything_but_unregister(pair: Pair, p
     assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
     pair.link()
     arrives(KEY)
-    pair.prompt.do(call, "remove_cache_key", KEY)  # the key goes, the cache stays (R25)
+    pair.prompt.do(call, "remove_cache_key", KEY)  # the key goes, the cache stays (interface R25)
     with pytest.raises(CacheNotFound):
         pair.decoder.do(call, "pull_cache", KEY, Use("kv"))
     arrives(by_id)
@@ -247,7 +247,8 @@ def test_i11_ids_count_from_one_in_every_init_so_that_peers_may_assume_them(pair
 
 @pytest.mark.parametrize("call_", ["pull_cache", "pull_blocks", "link", "unlink"])
 def test_i12_every_call_ends_at_its_timeout_while_the_peer_answers_nothing(shm_pair: Pair, call_: str) -> None:
-    """It ends although the peer goes on being stopped; the link stays, and works when the peer goes on (R7)."""
+    """It ends although the peer goes on being stopped; the link stays, and works when the peer goes on
+    (interface R7)."""
     pair = shm_pair
     pair.start(linked=call_ != "link", sync_kv_timeout=300, extra={"llm.PeerTimeout": "600"})
     pair.prompt.do(make, "rows", ROW, 1)

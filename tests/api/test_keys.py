@@ -1,4 +1,5 @@
-"""Keys of allocated caches: R2, R3, R4, R5 (what this process sees of it), R25, and what a peer finds by them."""
+"""Keys of allocated caches: interface R2, R3, R4, R5 (what this process sees of it), interface R25, and what a peer
+finds by them."""
 
 from __future__ import annotations
 

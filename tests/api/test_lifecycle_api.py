@@ -1,4 +1,4 @@
-"""init, finalize, init again; several instances; managers that are stale (API §3.1, §3.2)."""
+"""init, finalize, init again; several instances; managers that are stale (interface §3.1, §3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""link_clusters: its codes, its rules, and links that work both ways (API §3.4, BEHAVIOUR §2.1)."""
+"""link_clusters: its codes, its rules, and links that work both ways (interface §3.4, B2.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the death of a peer is noticed where its sockets do not tell, and what must not pass for one (R22)."""
+"""How the death of a peer is noticed where its sockets do not tell, and what must not pass for one (interface R22)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loopback_links: a unit test of a client links to itself, with a table that holds no addresses (API §3.5, P)."""
+"""loopback_links: a unit test of a client links to itself, with a table that holds no addresses (interface §3.5, P)."""
 
 from __future__ import annotations
 

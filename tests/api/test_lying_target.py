@@ -142,7 +142,7 @@ def test_rule_10_a_lie_about_places_that_were_mapped_before_is_no_better(
 @pytest.mark.parametrize(
     ("code", "kind", "status"),
     [
-        (0, TransferFailed, LLMStatusCode.LLM_FAILED),  # R29: nothing that is raised carries success
+        (0, TransferFailed, LLMStatusCode.LLM_FAILED),  # interface R29: nothing that is raised carries success
         (1234, TransferFailed, LLMStatusCode.LLM_FAILED),
         (-1, TransferFailed, LLMStatusCode.LLM_UNKNOWN_ERROR),
         (507057, TransferFailed, LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR),

@@ -1,4 +1,4 @@
-"""allocate_cache, deallocate_cache, allocate_blocks_cache, deallocate_blocks_cache (API §6.1, §6.2, §6.4, §7)."""
+"""allocate_cache, deallocate_cache, allocate_blocks_cache, deallocate_blocks_cache (interface §6.1, §6.2, §6.4, §7)."""
 
 from __future__ import annotations
 

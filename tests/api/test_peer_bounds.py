@@ -1,4 +1,5 @@
-"""What one peer can cost whoever it is linked to: bounded memory, bounded pins, and nobody else's link (rule 10)."""
+"""What one peer can cost whoever it is linked to: bounded memory, bounded pins, and nobody else's link (architecture
+rule 8)."""
 
 from __future__ import annotations
 

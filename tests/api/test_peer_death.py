@@ -1,4 +1,4 @@
-"""Peers that are killed, frozen, restarted or finalised over shm, and what their survivors see (R22, BEHAVIOUR I3)."""
+"""Peers that are killed, frozen, restarted or finalised over shm, and what their survivors see (interface R22, I3)."""
 
 from __future__ import annotations
 

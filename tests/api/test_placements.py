@@ -1,4 +1,4 @@
-"""Where memory may be: placements (R16), remote_accessible, registered memory inside and outside a pool."""
+"""Where memory may be: placements (interface R16), remote_accessible, registered memory inside and outside a pool."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_r16_pushes_work_between_all_placements(pair: Pair, source: Placement, t
     same_bytes(pair.decoder.do(show, "rows"), rows)
 
 
-# --- remote_accessible (R16) --------------------------------------------------------------------------------------
+# --- remote_accessible (interface R16) --------------------------------------------------------------------------------
 
 CLOSED = "remote_accessible=False"
 

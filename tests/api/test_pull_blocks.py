@@ -1,4 +1,5 @@
-"""pull_blocks over both transports: every byte inside and outside the addressed blocks, at both ends (API §6.11)."""
+"""pull_blocks over both transports: every byte inside and outside the addressed blocks, at both ends
+(interface §6.11)."""
 
 from __future__ import annotations
 
@@ -188,7 +189,7 @@ def test_r14_layer_ranges(
     check(pair, src, wanted)
 
 
-# --- arguments (API §6.11) ----------------------------------------------------------------------------------------
+# --- arguments (interface §6.11) --------------------------------------------------------------------------------------
 
 BAD_ARGUMENTS: list[Case] = [
     (NoneArgument, (None, Use("kv"), [0], [0]), {}, ("src_cache_key", "None")),

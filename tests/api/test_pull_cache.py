@@ -1,4 +1,4 @@
-"""pull_cache over both transports: every byte inside and outside the addressed row, at both ends (API §6.10)."""
+"""pull_cache over both transports: every byte inside and outside the addressed row, at both ends (interface §6.10)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_rca_pulls_by_id_can_be_repeated(pair: Pair) -> None:
     check(pair, src, moved(dst, src, [(1, 2), (2, 2), (3, 2)]))
 
 
-# --- arguments (API §6.10): nothing happens at either end ---------------------------------------------------------
+# --- arguments (interface §6.10): nothing happens at either end -------------------------------------------------------
 
 BAD_ARGUMENTS: list[Case] = [
     (NoneArgument, (None, Use("kv")), {}, ("cache_key", "None")),

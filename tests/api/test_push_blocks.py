@@ -1,4 +1,5 @@
-"""push_blocks over both transports: every byte inside and outside the addressed blocks, at both ends (API §6.13)."""
+"""push_blocks over both transports: every byte inside and outside the addressed blocks, at both ends
+(interface §6.13)."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def test_r14_layer_ranges(
     check(pair, src, moved(dst, src, [(1, 7), (3, 2)], tensors))
 
 
-# --- R28: one's own cluster ---------------------------------------------------------------------------------------
+# --- interface R28: one's own cluster ---------------------------------------------------------------------------------
 
 
 def _link_self(world: World) -> Any:
@@ -162,7 +163,7 @@ def test_r26_the_same_block_of_another_layer_moves(end: LocalEnd) -> None:
     same_bytes(end.do(show, "kv"), moved(before, before, [(2, 2), (3, 3)], [(2, 0), (3, 1)]))
 
 
-# --- arguments (API §6.13) ----------------------------------------------------------------------------------------
+# --- arguments (interface §6.13) --------------------------------------------------------------------------------------
 
 BAD_ARGUMENTS: list[Case] = [
     (NoneArgument, (None, Use("kv"), [0], [0]), {}, ("dst_cache_key", "None")),

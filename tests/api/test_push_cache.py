@@ -1,4 +1,4 @@
-"""push_cache over both transports: every byte inside and outside the addressed row, at both ends (API §6.12)."""
+"""push_cache over both transports: every byte inside and outside the addressed row, at both ends (interface §6.12)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_seed_layers_pushed_one_by_one_make_the_whole_row(pair: Pair) -> None:
         check(pair, src, moved(dst, src, [(1, 4)], [(t, t) for t in range(layer + 1)]))
 
 
-# --- arguments (API §6.12) ----------------------------------------------------------------------------------------
+# --- arguments (interface §6.12) --------------------------------------------------------------------------------------
 
 KEY = row(0)
 BAD_ARGUMENTS: list[Case] = [

@@ -1,4 +1,4 @@
-"""Peers that are stopped in the middle of a push while the owner takes the memory back (ARCHITECTURE §3 rule 5)."""
+"""Peers that are stopped in the middle of a push while the owner takes the memory back (architecture rule 5)."""
 
 from __future__ import annotations
 

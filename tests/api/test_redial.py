@@ -1,4 +1,5 @@
-"""What one end dialled and lost comes back by itself, to the same incarnation only, until somebody unlinks it (R22)."""
+"""What one end dialled and lost comes back by itself, to the same incarnation only, until somebody unlinks it
+(interface R22)."""
 
 from __future__ import annotations
 

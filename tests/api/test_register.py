@@ -1,4 +1,4 @@
-"""register_cache, register_blocks_cache, unregister_cache, remap_registered_memory (API §6.6, §6.7, §6.15)."""
+"""register_cache, register_blocks_cache, unregister_cache, remap_registered_memory (interface §6.6, §6.7, §6.15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ten entries of the page of deprecated names, copy_cache and swap_blocks as flows of two ends (API §6, §7, R27).
+"""The ten entries of the page of deprecated names, copy_cache and swap_blocks as flows of two ends (interface §6, §7,
+R27).
 
 Each is the flow that the page describes. The printed samples in one process, and CopyKvBlocks: test_seed_pages.py.
 """
@@ -273,7 +274,7 @@ def test_seed_swap_blocks_page(end: LocalEnd) -> None:
 
 @pytest.mark.skipif(
     host_memory_limit()[0] < PAGE_POOL["memory_size"],
-    reason="the page's pool of 18737418240 bytes needs a host with as much memory; R11 refuses it elsewhere",
+    reason="the page's pool of 18737418240 bytes needs a host with as much memory; interface R11 refuses it elsewhere",
 )
 def test_seed_deprecated_mem_pool_cfg(end: LocalEnd) -> None:
     before = resident_shared_bytes()

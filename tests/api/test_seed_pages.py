@@ -1,4 +1,4 @@
-"""The seed pages, entry by entry, with the values that they and the samples print (API §14, BEHAVIOUR §11)."""
+"""The seed pages, entry by entry, with the values that they and the samples print (interface §14, B11)."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_seed_pool_of_18737418240_bytes(end: LocalEnd, name: str) -> None:
     """The test for mem_pool_cfg and host_mem_pool_cfg, with the value that their page prints."""
     other = {"mem_pool_cfg": None, "host_mem_pool_cfg": None} | {name: PAGE_EXAMPLE}
     most, source = host_memory_limit()
-    if most < 18737418240:  # the other half of R11: this host is too small for the example, and is told so
+    if most < 18737418240:  # the other half of interface R11: this host is too small for the example, and is told so
         with pytest.raises(OutOfMemory, match=f"18737418240 bytes, larger than the {most} bytes of {source}"):
             end.start("PROMPT", 1, **other)
         return

@@ -1,4 +1,5 @@
-"""PushKvBlocks' semantics through push_blocks (R31, R14): addressing by cache id, inclusive layer pairs, its codes."""
+"""PushKvBlocks' semantics through push_blocks (interface R31, R14): addressing by cache id, inclusive layer pairs, its
+codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What swap_blocks refuses, both ways, on a device that needs staging and hears nothing of it (R1, R16, API §6.9).
+"""What swap_blocks refuses, both ways, on a device that needs staging and hears nothing of it (interface R1, R16,
+§6.9).
 
 Without a device that counts, and each argument by itself: test_swap_blocks.py.
 """

@@ -1,4 +1,4 @@
-"""swap_blocks: blocks between device and host memory (seed swap_blocks, API §6.9, R26), and what it refuses."""
+"""swap_blocks: blocks between device and host memory (seed swap_blocks, interface §6.9, R26), and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine under swap_blocks (R10): workers, staging buffers and their memory, and a device that fails."""
+"""The engine under swap_blocks (interface R10): workers, staging buffers and their memory, and a device that fails."""
 
 from __future__ import annotations
 

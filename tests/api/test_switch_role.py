@@ -1,4 +1,4 @@
-"""switch_role: the listener opens, moves and closes, links stand in the way, caches live on (API §3.6)."""
+"""switch_role: the listener opens, moves and closes, links stand in the way, caches live on (interface §3.6)."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_a_link_to_a_peer_that_has_ended_does_not_stand_in_the_way(pair: Pair) -
 
 
 def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(pair: Pair) -> None:
-    """BEHAVIOUR §11 item 6: D pulls from P, both switch, P links to D, D pushes over the link that P made."""
+    """interface B11 item 6: D pulls from P, both switch, P links to D, D pushes over the link that P made."""
     extra = {"llm.Transport": pair.transport}
     settings: dict[str, Any] = {"enable_remote_cache_accessible": True, "extra": extra}
     pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)

@@ -1,4 +1,5 @@
-"""transfer_cache_async: which bytes arrive where, for every data shape of API §6.14, by key and by raw addresses."""
+"""transfer_cache_async: which bytes arrive where, for every data shape of interface §6.14, by key and by raw
+addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""transfer_cache_async with wrong arguments: each has its typed error, and nothing has happened (API §6.14, §4)."""
+"""transfer_cache_async with wrong arguments: each has its typed error, and nothing has happened (interface §6.14,
+§4)."""
 
 from __future__ import annotations
 

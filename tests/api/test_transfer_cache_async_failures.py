@@ -1,4 +1,4 @@
-"""transfer_cache_async that fails: synchronizers, peers, links, finalize; every config has a result (R18)."""
+"""transfer_cache_async that fails: synchronizers, peers, links, finalize; every config has a result (interface R18)."""
 
 from __future__ import annotations
 

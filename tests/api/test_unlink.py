@@ -1,4 +1,4 @@
-"""unlink_clusters, forced and not, under way and at rest, and linking again (API §3.4, BEHAVIOUR §2.2)."""
+"""unlink_clusters, forced and not, under way and at rest, and linking again (interface §3.4, B2.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""v1: every argument of KvCacheManager wrong in every way; a typed error each, and nothing happened (API §8, R1)."""
+"""v1: every argument of KvCacheManager wrong in every way; a typed error each, and nothing happened (interface §8,
+R1)."""
 
 from __future__ import annotations
 

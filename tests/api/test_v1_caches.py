@@ -1,4 +1,5 @@
-"""v1: caches, keys, dropped handles, copies, swaps and tensors of one process (API §4, §8, R4, R6, R10, R12, R21)."""
+"""v1: caches, keys, dropped handles, copies, swaps and tensors of one process (interface §4, §8, R4, R6, R10, R12,
+R21)."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
         ("transfer_cache_async", (cache, None, [])),
     ]
     for name, args in calls:
-        with pytest.raises(StateError, match="finalized") as dead:  # R21
+        with pytest.raises(StateError, match="finalized") as dead:  # interface R21
             getattr(manager, name)(*args)
         assert dead.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
     del cache  # its id belongs to the old manager and means nothing to the new one
@@ -304,7 +305,7 @@ def test_copy_cache_copies_part_of_a_row_and_names_its_request(
     from_, to = fill(src._cache, 1), fill(dst._cache, 2)
     with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
         prompt.copy_cache(dst, src, 2, 5, 7, 11, 4711)
-    assert "req_id=4711" in caplog.text  # R9
+    assert "req_id=4711" in caplog.text  # interface R9
     prompt.copy_cache(dst, src, dst_batch_index=0, src_batch_index=1)
     for tensor, source in zip(to, from_, strict=True):
         tensor[2, 7:18] = source[5, 7:18]
@@ -344,7 +345,7 @@ def test_swap_blocks_moves_out_and_in_blocks_or_rows(end: LocalEnd, paged: bool,
     for tensor in here:
         tensor[2], tensor[3], tensor[0] = tensor[0].copy(), tensor[7], 9
     same_bytes(read(on_device._cache), here)
-    assert end.world.dd.statistics().swap.staging_bytes == 4 * 48  # R10
+    assert end.world.dd.statistics().swap.staging_bytes == 4 * 48  # interface R10
 
 
 def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:

@@ -1,4 +1,4 @@
-"""v1: link_clusters of all or none, unlink_clusters, check_link_status (API §3.7, §8, BEHAVIOUR §2.4)."""
+"""v1: link_clusters of all or none, unlink_clusters, check_link_status (interface §3.7, §8, B2.4)."""
 
 from __future__ import annotations
 

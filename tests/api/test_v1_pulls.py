@@ -1,4 +1,4 @@
-"""v1: pull_cache and pull_blocks between two processes, every byte compared (API §8, R5, R12, R28)."""
+"""v1: pull_cache and pull_blocks between two processes, every byte compared (interface §8, R5, R12, R28)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_offsets_are_bytes_inside_the_row_of_either_end(
     for tensor, from_ in zip(dst, src, strict=True):
         tensor[3, (dst_at or 0) : (dst_at or 0) + length] = from_[0, (src_at or 0) : (src_at or 0) + length]
     same_bytes(pair.decoder.do(show, "kv"), dst)
-    consumed(pair, KEYS[1])  # R5: neither offsets nor size make a pull incomplete
+    consumed(pair, KEYS[1])  # interface R5: neither offsets nor size make a pull incomplete
 
 
 def _pull_with(world: Any, key: CacheKey, row: int, size: int, keywords: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def test_offsets_go_with_layer_ranges_and_rows_of_unequal_length(pair: Pair) -> 
     consumed(pair, *KEYS)  # a third of the layers: the key stays
     pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(1), "src_cache_offset": 0})
     pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(2, 3), "src_cache_offset": 0})
-    consumed(pair, KEYS[0])  # R5: the union covers it
+    consumed(pair, KEYS[0])  # interface R5: the union covers it
 
 
 def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pair: Pair) -> None:

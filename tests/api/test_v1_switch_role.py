@@ -1,4 +1,5 @@
-"""switch_role in v1 mode, where the role says who may do what; link(), which that mode does not have (API §3.6)."""
+"""switch_role in v1 mode, where the role says who may do what; link(), which that mode does not have
+(interface §3.6)."""
 
 from __future__ import annotations
 

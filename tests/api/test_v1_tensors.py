@@ -1,4 +1,4 @@
-"""v1: get_cache_tensors, the memory of a cache as arrays (API §8)."""
+"""v1: get_cache_tensors, the memory of a cache as arrays (interface §8)."""
 
 from __future__ import annotations
 

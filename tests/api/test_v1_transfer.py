@@ -1,4 +1,4 @@
-"""v1: transfer_cache_async from a PROMPT to addresses of a DECODER (API §8, §6.14, R18)."""
+"""v1: transfer_cache_async from a PROMPT to addresses of a DECODER (interface §8, §6.14, R18)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Walk 2 of the architecture and its other exits, step by step: allocate, pull, deallocate, consume, free (I5, I6)."""
+"""Walk 2 of the architecture and its other exits, step by step: allocate, pull, deallocate, consume, free
+(interface I5, I6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vllm-ascend's LLMDataDistCMgrConnector (CLIENTS §2.1), written as that client writes it, and how tests drive it."""
+"""vllm-ascend's LLMDataDistCMgrConnector, written as that client writes it, and how tests drive it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindIE's separate deployment engine (CLIENTS §1), written as that client writes it, and how tests drive it."""
+"""MindIE's separate deployment engine, written as that client writes it, and how tests drive it."""
 
 from __future__ import annotations
 

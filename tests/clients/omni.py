@@ -1,4 +1,4 @@
-"""omni-infer's manager with dynamic links (CLIENTS §4.2), written as that client writes it, and how tests drive it."""
+"""omni-infer's manager with dynamic links, written as that client writes it, and how tests drive it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""omni-infer's manager with static links (CLIENTS §4.1), written as that client writes it, and how tests drive it."""
+"""omni-infer's manager with static links, written as that client writes it, and how tests drive it."""
 
 from __future__ import annotations
 

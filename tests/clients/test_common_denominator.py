@@ -1,4 +1,4 @@
-"""What all clients have in common (CLIENTS §0, §7): remote access, one blocks cache per model id, many links, any list.
+"""What all clients have in common: remote access, one blocks cache per model id, many links, any list.
 
 24 prompts in three processes, four model ids with the tensor counts of real models, two decoders.
 """
@@ -68,7 +68,7 @@ def registered(dd: LLMDataDist, model_id: int, tensors: Any, key: BlocksCacheKey
 
 
 def start_prompts(world: World, process: int) -> list[int | None]:
-    """Several prompts in one process (R20), each with a cache of its own per model id."""
+    """Several prompts in one process (interface R20), each with a cache of its own per model id."""
     ports = []
     world.memory["prompts"] = []
     for prompt in range(process * EACH, (process + 1) * EACH):

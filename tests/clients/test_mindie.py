@@ -1,4 +1,4 @@
-"""MindIE (CLIENTS §1): a full mesh by rank tables from two daemon threads, one pull per model id, MIX, unlink while
+"""MindIE: a full mesh by rank tables from two daemon threads, one pull per model id, MIX, unlink while
 preparing."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""omni-infer with dynamic links (CLIENTS §4.2): lazy links, ids above 2**63, failures, restarts."""
+"""omni-infer with dynamic links: lazy links, ids above 2**63, failures, restarts."""
 
 from __future__ import annotations
 

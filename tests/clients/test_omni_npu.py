@@ -1,4 +1,4 @@
-"""omni-npu (CLIENTS §4.2): sleep mode, prompts in pipeline stages, hybrid attention as raw bytes."""
+"""omni-npu: sleep mode, prompts in pipeline stages, hybrid attention as raw bytes."""
 
 from __future__ import annotations
 

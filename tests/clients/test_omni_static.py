@@ -1,4 +1,4 @@
-"""omni-infer with static links (CLIENTS §4.1): every pair linked at the start, in bursts; two ranks for one decoder."""
+"""omni-infer with static links: every pair linked at the start, in bursts; two ranks for one decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sglang, later version (CLIENTS §3.2): the decoder opens the link, the prompt pushes over it from 12 threads at once.
+"""sglang, later version: the decoder opens the link, the prompt pushes over it from 12 threads at once.
 
 What the tests themselves add: processes instead of devices, smaller tensors, and the comparison of every byte.
 """

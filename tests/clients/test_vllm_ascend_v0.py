@@ -1,4 +1,4 @@
-"""The sequence of vllm-ascend's first connectors, in two processes (CLIENTS §2.2).
+"""The sequence of vllm-ascend's first connectors, in two processes.
 
 Options by hand, the v1 manager, equal cluster ids at both ends, four caches per request that the producer deallocates
 at once, deterministic ids, keys that are released by the pull, buffers that the consumer keeps until the next request.

@@ -1,4 +1,4 @@
-"""vllm-ascend, v1 engine (CLIENTS §2.1): links on demand, polled without a bound; MHA, MLA and sparse caches."""
+"""vllm-ascend, v1 engine: links on demand, polled without a bound; MHA, MLA and sparse caches."""
 
 from __future__ import annotations
 

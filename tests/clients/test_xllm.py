@@ -1,4 +1,4 @@
-"""xllm (CLIENTS §5): C++ calls only, two options, one-tensor caches by the hundred, pushed layer by layer by cache id.
+"""xllm: C++ calls only, two options, one-tensor caches by the hundred, pushed layer by layer by cache id.
 
 What the tests themselves add: processes instead of devices, smaller tensors, and the comparison of every byte.
 """

@@ -1,4 +1,5 @@
-"""CopyKvBlocks (R13): device to device, device to host and back, one source list to every inner list, its codes."""
+"""CopyKvBlocks (interface R13): device to device, device to host and back, one source list to every inner list, its
+codes."""
 
 from __future__ import annotations
 

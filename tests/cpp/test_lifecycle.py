@@ -1,4 +1,4 @@
-"""Initialize, Finalize, links, statuses and their reasons in the C++-shaped interface (API §9, §3)."""
+"""Initialize, Finalize, links, statuses and their reasons in the C++-shaped interface (interface §9, §3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RegisterKvCache, UnregisterKvCache, AllocateCache, DeallocateCache: what is given out comes back (API §9)."""
+"""RegisterKvCache, UnregisterKvCache, AllocateCache, DeallocateCache: what is given out comes back (interface §9)."""
 
 from __future__ import annotations
 

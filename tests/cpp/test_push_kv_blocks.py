@@ -1,4 +1,4 @@
-"""PushKvBlocks (R31, R14): two processes, its printed example, layer pairs, tensors per layer, its codes."""
+"""PushKvBlocks (interface R31, R14): two processes, its printed example, layer pairs, tensors per layer, its codes."""
 
 from __future__ import annotations
 

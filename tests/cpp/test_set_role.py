@@ -1,4 +1,5 @@
-"""SetRole of the C++-shaped interface (API §9, §3.6): the guard, the listener, caches that survive, unchanged state."""
+"""SetRole of the C++-shaped interface (interface §9, §3.6): the guard, the listener, caches that survive, unchanged
+state."""
 
 from __future__ import annotations
 

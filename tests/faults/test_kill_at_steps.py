@@ -1,5 +1,6 @@
-"""`kill -9` of either end at every step of walk 1, pull and push (R22): the survivor has right bytes or a typed error,
-its other link moves data, nothing of the dead is left, and it links to the restarted end with no unlink."""
+"""`kill -9` of either end at every step of walk 1, pull and push (interface R22): the survivor has right bytes or a
+typed error, its other link moves data, nothing of the dead is left, and it links to the restarted end with no
+unlink."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A peer that asks for more and more over its data lanes and never reads an answer: bounded memory at the owner, and
-nobody else notices (rule 10). The lanes are made by the real handshake; from then on they are sockets of the test."""
+nobody else notices (architecture rule 8). The lanes are made by the real handshake; from then on they are sockets of
+the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hosts that are cut off, wholly or one way, before a pull or in the middle of it; hosts that come back (R7, R22)."""
+"""Hosts that are cut off, wholly or one way, before a pull or in the middle of it; hosts that come back (interface R7,
+R22)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hosts that are restarted under the same address: a process killed, another one with its port and cluster id (R22)."""
+"""Hosts that are restarted under the same address: a process killed, another one with its port and cluster id
+(interface R22)."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def is_named(
 
 
 def unconsumed(pair: Pair, keys: int) -> None:
-    """The pin is given back, and every key is still there (R5)."""
+    """The pin is given back, and every key is still there (interface R5)."""
     wait_until(lambda: pair.prompt.do(picture).pins == 0)
     assert len(pair.prompt.do(picture).keys) == keys
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 #: Longer than a message takes; only a failing test waits for it.
 _SETTLE_SECONDS = 10.0
 
-#: What R1 says an error of each kind is at once, and is not.
+#: What interface R1 says an error of each kind is at once, and is not.
 _CLASSES: dict[type[Exception], tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]] = {
     TypeError: ((TypeError,), (LLMException, ValueError)),
     NoneArgument: ((LLMException, TypeError, AttributeError), (ValueError,)),
@@ -90,7 +90,8 @@ def state(world: World) -> tuple[Any, dict[str, Any]]:
 def refused(
     world: World, kind: type[Exception], *parts: str, status: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> Iterator[None]:
-    """The block raises ``kind`` (with all that R1 says it is) and ``status``, in one line that holds all ``parts``.
+    """The block raises ``kind`` (with all that interface R1 says it is) and ``status``, in one line that holds all
+    ``parts``.
 
     And nothing has happened.
     """

@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Kind:
-    """What is raised: the class, the status (None: it has none), and what it is as well (R1)."""
+    """What is raised: the class, the status (None: it has none), and what it is as well (interface R1)."""
 
     error: type[Exception]
     status: LLMStatusCode | None

@@ -1,4 +1,5 @@
-"""The module paths of API §1.1: each name is there, and is the very object that the package has (R23)."""
+"""The module paths of interface §1.1: each name is there, and is the very object that the package has
+(interface R23)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The argument checks: what passes unchanged, what is refused, and what the message says (R1, API §1.3)."""
+"""The argument checks: what passes unchanged, what is refused, and what the message says (interface R1, §1.3)."""
 
 from __future__ import annotations
 

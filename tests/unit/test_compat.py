@@ -1,4 +1,4 @@
-"""Helpers that code for the original imports: every rule of API §1.3 that says something about them."""
+"""Helpers that code for the original imports: every rule of interface §1.3 that says something about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLMConfig, property by property, and the dict it makes (API §2)."""
+"""LLMConfig, property by property, and the dict it makes (interface §2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory straight from a device: counted, bounded, given back with its cache, kept under who still uses it (R12)."""
+"""Memory straight from a device: counted, bounded, given back with its cache, kept under who still uses it
+(interface R12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree: bases, default codes, fields, pickling (R1, R29, API §1.2, §1.3)."""
+"""The exception tree: bases, default codes, fields, pickling (interface R1, R29, §1.2, §1.3)."""
 
 from __future__ import annotations
 

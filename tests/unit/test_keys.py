@@ -1,4 +1,4 @@
-"""The keys: frozen values that refuse everything else (API §4)."""
+"""The keys: frozen values that refuse everything else (interface §4)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def check(plan: Plan, dst: Geometry, src: Geometry, oracle: Callable[[Any, Any],
     assert plan.nbytes == plan.count * int(plan.runs[:, 2].sum())
 
 
-# --- R14: layer ranges and tensor_num_per_layer -------------------------------------------------------------------
+# --- interface R14: layer ranges and tensor_num_per_layer -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_layer", [1, 2, 3, 4, 5, 2**32 - 1])
@@ -365,7 +365,7 @@ def test_plan_pieces_refuses_the_wrong_kinds_and_rows() -> None:
     mismatch(CacheNotFound, plan(geometry(rows=2), blocks(), 2), "2 rows")
 
 
-# --- copies inside one process (R8) ----------------------------------------------------------------------------------
+# --- copies inside one process (interface R8) -------------------------------------------------------------------------
 
 
 @given(

@@ -17,7 +17,7 @@ LEFT = {
     State.FREED: (False, 0, 0),
 }
 
-#: Written down a second time, from BEHAVIOUR §3 and ARCHITECTURE §7: event -> targets, by state.
+#: Written down a second time, from interface B3 and docs/architecture.md: event -> targets, by state.
 ROWS = {
     State.LIVE: {
         Event.BIND: "live",

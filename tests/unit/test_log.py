@@ -1,4 +1,4 @@
-"""Logging (R30): the logger's name, no handler by import, the level from the environment."""
+"""Logging (interface R30): the logger's name, no handler by import, the level from the environment."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_blocks_between_two_caches(pairs: list[tuple[int, int]], dst_first: int,
 
 @given(PAIRS)
 def test_pairs_of_one_cache_take_effect_in_the_order_given(pairs: list[tuple[int, int]]) -> None:
-    """R26, against the pairs themselves: nothing the planner did may show."""
+    """interface R26, against the pairs themselves: nothing the planner did may show."""
     (tensor,) = twin.noise(3, 1, TENSOR)
     expected = tensor.copy()
     for d, s in pairs:

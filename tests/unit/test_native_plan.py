@@ -1,4 +1,4 @@
-"""The planner against its NumPy twin, the pairs of R26, and what it refuses."""
+"""The planner against its NumPy twin, the pairs of interface R26, and what it refuses."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
 
 @pytest.mark.parametrize("alias", [False, True])
 def test_duplicate_destinations_are_ordered_and_unmerged(alias: bool) -> None:
-    """R26: {1: 5, 2: 5}."""
+    """interface R26: {1: 5, 2: 5}."""
     assert plan([5, 5], [1, 2], alias=alias) == ([[80, 16, 16], [80, 32, 16]], True)
     assert plan([5, 6, 5], [1, 2, 1], alias=alias) == ([[80, 16, 16], [96, 32, 16], [80, 16, 16]], True)
 
 
 def test_chains_are_ordered_only_where_the_ends_are_one_memory() -> None:
-    """R26: {1: [2], 2: [3]}, in either order."""
+    """interface R26: {1: [2], 2: [3]}, in either order."""
     assert plan([2, 3], [1, 2], alias=True) == ([[32, 16, 16], [48, 32, 16]], True)
     assert plan([3, 2], [2, 1], alias=True) == ([[48, 32, 16], [32, 16, 16]], True)
     assert plan([2, 3], [1, 2], alias=False) == ([[32, 16, 32]], False)

@@ -1,4 +1,4 @@
-"""Options: every rule of the option strings (API §2, §3.1)."""
+"""Options: every rule of the option strings (interface §2, §3.1)."""
 
 from __future__ import annotations
 

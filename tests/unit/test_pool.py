@@ -1,4 +1,5 @@
-"""Pools: all or nothing, the numbers in an error, many threads, and the check against the host's memory (R11)."""
+"""Pools: all or nothing, the numbers in an error, many threads, and the check against the host's memory
+(interface R11)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 KIB = 1 << 10
 MIB = 1 << 20
-PAGE_EXAMPLE = 18_737_418_240  # the page's own memory_size (R11)
+PAGE_EXAMPLE = 18_737_418_240  # the page's own memory_size (interface R11)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The pools in the option strings (API §7, R11, R12)."""
+"""The pools in the option strings (interface §7, R11, R12)."""
 
 from __future__ import annotations
 

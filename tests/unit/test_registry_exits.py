@@ -1,4 +1,4 @@
-"""The registry: walk 2 of ARCHITECTURE §7 and its other exits, each by its name."""
+"""The registry: walk 2 of docs/architecture.md and its other exits, each by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry's keys (R2 to R5, R25), its limits, and many threads at once."""
+"""The registry's keys (interface R2 to R5, R25), its limits, and many threads at once."""
 
 from __future__ import annotations
 

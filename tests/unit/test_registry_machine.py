@@ -1,4 +1,4 @@
-"""The registry against a simple model, step by step, under hypothesis (R2 to R5, R25, R27, BEHAVIOUR §3)."""
+"""The registry against a simple model, step by step, under hypothesis (interface R2 to R5, R25, R27, B3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor and TensorDesc of v1 (API §8)."""
+"""Tensor and TensorDesc of v1 (interface §8)."""
 
 from __future__ import annotations
 

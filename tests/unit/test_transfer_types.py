@@ -1,4 +1,4 @@
-"""Arguments of the layer-wise transfer, and LLMClusterInfo (API §2.1, §4)."""
+"""Arguments of the layer-wise transfer, and LLMClusterInfo (interface §2.1, §4)."""
 
 from __future__ import annotations
 

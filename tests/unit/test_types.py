@@ -1,4 +1,4 @@
-"""Enumerations, CacheDesc and Cache: every documented check, the geometry and the text (API §1.2, §4, §5)."""
+"""Enumerations, CacheDesc and Cache: every documented check, the geometry and the text (interface §1.2, §4, §5)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Geometry of a cache, and plans from one geometry to another. Pure: no bytes, no addresses, no peers. Any thread.
 
-Terms (API §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous cache,
-blocks of a blocks cache); *stride* = T // rows; *layer* l = tensors [l x tnpl, (l + 1) x tnpl).
+Terms (interface §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous
+cache, blocks of a blocks cache); *stride* = T // rows; *layer* l = tensors [l x tnpl, (l + 1) x tnpl).
 A plan that cannot be made is an error that names the caller's argument; nothing has moved by then.
 """
 
@@ -147,7 +147,8 @@ _decode_cached: Final = lru_cache(256)(_decode)
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """The layer ranges of one call, as the caller gave them (R14). ``None`` stands for every tensor of that end."""
+    """The layer ranges of one call, as the caller gave them (interface R14). ``None`` stands for every tensor of that
+    end."""
 
     src: range | None
     dst: range | None
@@ -276,12 +277,12 @@ def plan_row(
 
 
 def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
-    """Check that blocks of ``src`` fit ``dst``; return the planner for lists of them (R26).
+    """Check that blocks of ``src`` fit ``dst``; return the planner for lists of them (interface R26).
 
     ``alias`` is True if both ends have the same tensors.
 
     Raises:
-        CacheMismatch: Block sizes differ (R17), or either end is not a blocks cache.
+        CacheMismatch: Block sizes differ (interface R17), or either end is not a blocks cache.
         ParamError: From the planner: unequal lengths, or an index outside its cache.
     """
     for end, geometry in (("source", src), ("destination", dst)):
@@ -326,7 +327,7 @@ def plan_pieces(
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
-    """Plan copy_cache (R8): bytes [offset, offset + n) of a row, in all tensors.
+    """Plan copy_cache (interface R8): bytes [offset, offset + n) of a row, in all tensors.
 
     Raises:
         ParamError: ``num_tensors`` or ``data_type`` differ, a row index or the byte range leaves either cache, or with
@@ -420,7 +421,8 @@ class LayerPlan:
 
     @classmethod
     def of_blocks(cls, src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> LayerPlan:
-        """Plan blocks (rows of a continuous cache): ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+        """Plan blocks (rows of a continuous cache): ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given
+        (interface R26).
 
         Raises:
             ParamError: A block outside the source.
@@ -445,7 +447,8 @@ class LayerPlan:
     def plan(self, dst_first: int, src_first: int, count: int, *, offset: int, alias: bool) -> Plan:
         """Return the plan of ``count`` tensors whose destination begins at ``offset`` in each destination tensor.
 
-        ``alias`` is True if both ends have the same tensors: then the runs take effect in the order given (R26).
+        ``alias`` is True if both ends have the same tensors: then the runs take effect in the order given
+        (interface R26).
         """
         runs = self.runs
         if offset:
@@ -458,7 +461,7 @@ class LayerPlan:
         """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named.
 
         Raises:
-            CacheMismatch: Sizes or kinds do not fit (R17).
+            CacheMismatch: Sizes or kinds do not fit (interface R17).
             ParamError: A block outside the cache.
         """
         if self.blocks is None:

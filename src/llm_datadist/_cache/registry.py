@@ -1,4 +1,4 @@
-"""Which cache is still needed, and by what: owner, keys, pins of peers, local calls (BEHAVIOUR §3, R2 to R5, R25, R27).
+"""Which cache is still needed, and by what: owner, keys, pins of peers, local calls (interface B3, R2 to R5, R25, R27).
 
 No I/O and no bytes: storages and guards are opaque values of the caller. Each mutator computes under the one lock and
 returns :class:`Effects`: guards to advance, guards to retire, storages to free. The caller applies them after the lock
@@ -55,7 +55,7 @@ _HISTORY_LENGTH: Final = 16
 
 
 class Namespace:
-    """The three name spaces of keys; a placeholder is in none of them (R4, R25)."""
+    """The three name spaces of keys; a placeholder is in none of them (interface R4, R25)."""
 
     REQUEST: Final = 0
     PREFIX: Final = 1
@@ -67,7 +67,7 @@ Key = tuple[int, int, int]
 
 
 def key_of(key: CacheKey | BlocksCacheKey) -> Key | None:
-    """Return the table key of a public key; None for a placeholder (R4)."""
+    """Return the table key of a public key; None for a placeholder (interface R4)."""
     if isinstance(key, BlocksCacheKey):
         return (Namespace.BLOCKS, 0, key.model_id)
     if key.prefix_id != INVALID_ID:
@@ -270,7 +270,7 @@ class Registry:
     # --- owners and keys -------------------------------------------------------------------------------------------
 
     def require_free(self, keys: Iterable[Key]) -> None:
-        """Raise KeyInUse if one of ``keys`` is bound (R3): an early check, :meth:`add` decides."""
+        """Raise KeyInUse if one of ``keys`` is bound (interface R3): an early check, :meth:`add` decides."""
         with self._lock:
             self._require_free(keys)
 
@@ -287,8 +287,8 @@ class Registry:
         """Add a cache with its ``(key, row, guard)`` bindings.
 
         An allocated cache (``owned``) refuses a key in use with KeyInUse, and nothing has changed; if one call names a
-        key twice, the last row wins (R2). A registered cache refuses no key (API §6.6): a continuous one leaves the
-        first binding, a blocks cache replaces it.
+        key twice, the last row wins (interface R2). A registered cache refuses no key (interface §6.6): a continuous
+        one leaves the first binding, a blocks cache replaces it.
         """
         effects = Effects()
         with self._lock:
@@ -305,8 +305,8 @@ class Registry:
     def drop_owner(self, cache_id: int) -> Effects:
         """End the owner's need of an allocated cache; ignore any other id.
 
-        A blocks cache loses its key at once (R27), one of kind MIX has none; a continuous one lives until its keys are
-        consumed.
+        A blocks cache loses its key at once (interface R27), one of kind MIX has none; a continuous one lives until its
+        keys are consumed.
         """
         effects = Effects()
         with self._lock:
@@ -321,7 +321,7 @@ class Registry:
         return effects
 
     def remove_key(self, key: Key) -> Effects:
-        """Unbind ``key`` from its cache, also a registered one (R25); ignore an unknown key."""
+        """Unbind ``key`` from its cache, also a registered one (interface R25); ignore an unknown key."""
         effects = Effects()
         with self._lock:
             binding = self._keys.get(key)
@@ -408,7 +408,7 @@ class Registry:
         """Resolve a key, or a (cache id, row), to (entry, row, binding).
 
         Raises:
-            CacheNotFound: Unknown key or id, or the row is outside the cache (BEHAVIOUR §8).
+            CacheNotFound: Unknown key or id, or the row is outside the cache (interface B8).
         """
         with self._lock:
             return self._find(key, cache_id, row)
@@ -453,8 +453,8 @@ class Registry:
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
         """End a pin of ``peer``; with ``consume``, count tensors [first, first + count) as pulled.
 
-        The binding that was resolved is consumed, never a later one of the same key (R5). An unknown pin (expired, or
-        of a lost peer) is counted and ignored.
+        The binding that was resolved is consumed, never a later one of the same key (interface R5). An unknown pin
+        (expired, or of a lost peer) is counted and ignored.
         """
         effects = Effects()
         with self._lock:
@@ -468,7 +468,7 @@ class Registry:
         return effects
 
     def consume_row(self, cache_id: int, row: int, first: int, count: int) -> Effects:
-        """Count tensors [first, first + count) of a row as pushed; the last consumes its key (R5)."""
+        """Count tensors [first, first + count) of a row as pushed; the last consumes its key (interface R5)."""
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
@@ -478,7 +478,7 @@ class Registry:
         return effects
 
     def drop_peer(self, peer: object) -> Effects:
-        """End the pins of a lost peer; the keys stay (R5)."""
+        """End the pins of a lost peer; the keys stay (interface R5)."""
         return self._unpin_all(lambda pin: pin.peer is peer)
 
     def expire(self, now: float) -> Effects:

@@ -100,7 +100,7 @@ class Pools:
 
     def __init__(self, options: Options, device: Device, host: Device) -> None:
         self._pools: dict[Placement, MemoryPool] = {}
-        # DEVICE memory in v1 mode without a pool (R12).
+        # DEVICE memory in v1 mode without a pool (interface R12).
         self.direct = None if options.cache_manager or options.mem_pool else DirectMemory("device, no pool", device)
         configured = (Placement.DEVICE, options.mem_pool, device), (Placement.HOST, options.host_mem_pool, host)
         try:
@@ -122,7 +122,7 @@ class Pools:
         """Return what memory of ``placement`` is allocated from.
 
         Raises:
-            ParamError: No pool is configured (R12).
+            ParamError: No pool is configured (interface R12).
         """
         pool = self._pools.get(placement) or self.direct
         if pool is None:
@@ -227,8 +227,8 @@ class CacheStore:
         Waits only if memory in quarantine could be enough.
 
         Raises:
-            ParamError: No pool is configured for that placement (R12).
-            KeyInUse: A key is bound already (R3).
+            ParamError: No pool is configured for that placement (interface R12).
+            KeyInUse: A key is bound already (interface R3).
             OutOfMemory: The pool cannot hold the tensors, or foreign writers do not let go of it.
         """
         pool = self.pools.of(Placement(geometry.placement))
@@ -286,11 +286,11 @@ class CacheStore:
     # --- giving them back ------------------------------------------------------------------------------------------
 
     def deallocate(self, cache_id: int) -> None:
-        """End the owner's need of an allocated cache; anything else is a no-op (API §6.2)."""
+        """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2)."""
         self.apply(self.registry.drop_owner(cache_id))
 
     def remove_key(self, key: CacheKey) -> None:
-        """Unbind a key; a placeholder or an unknown key is a no-op (R25)."""
+        """Unbind a key; a placeholder or an unknown key is a no-op (interface R25)."""
         table_key = key_of(key)
         if table_key is not None:
             self.apply(self.registry.remove_key(table_key))
@@ -411,7 +411,7 @@ class _Use(msgspec.Struct, eq=False):
 
 
 def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
-    """Return (table key, row) of every key that binds: placeholders do not (R4)."""
+    """Return (table key, row) of every key that binds: placeholders do not (interface R4)."""
     return [(table_key, row) for key, row in keys if (table_key := key_of(key)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (API §3.5, BEHAVIOUR §2.3).
+"""Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (interface §3.5, B2.3).
 
 Of two members the one with the lower cluster id opens a listener for as long as the preparation takes, the other one
 dials it; both use the handshake of every link, in which the ``Hello`` names the communicator. The result is an
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist.metrics import CommunicatorStatistics
 
-#: Attempts at once (API §3.5); more wait for their turn, which is soon.
+#: Attempts at once (interface §3.5); more wait for their turn, which is soon.
 _DIAL_THREADS: Final = 16
 #: A stranger at the port, or a stopped process, that accepts and stays silent costs one attempt so long.
 _LONGEST_ATTEMPT_MS: Final = 5000
@@ -55,7 +55,7 @@ class Communicators:
     too long. The lock guards the table and every communicator; nothing blocks under it.
 
     Attributes:
-        called: True once a ``link()`` succeeded (API §6.6).
+        called: True once a ``link()`` succeeded (interface §6.6).
     """
 
     def __init__(self, links: LinkPort, control: ControlLoop, own: int) -> None:
@@ -113,7 +113,7 @@ class Communicators:
         with self._lock:
             if not self._stopped:
                 self._last_id += 1
-                # A client may compare what link() returns with a status (CLIENTS §1).
+                # A client may compare what link() returns with a status.
                 while self._last_id in LLMStatusCode.__members__.values():
                     self._last_id += 1
                 communicator = Communicator(self._last_id, self._own, plan, deadline)

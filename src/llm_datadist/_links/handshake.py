@@ -367,7 +367,7 @@ def bind(address: tuple[str, int]) -> socket.socket:
     """Return a listening socket; port 0 picks a free one.
 
     Raises:
-        LinkError: The address cannot be bound (``LLM_FAILED``, API §3.1): the text names it.
+        LinkError: The address cannot be bound (``LLM_FAILED``, interface §3.1): the text names it.
     """
     try:
         return listening_socket(address)

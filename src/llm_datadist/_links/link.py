@@ -70,7 +70,7 @@ class LinkEvent(Enum):
     SILENT = "silent"  # no heartbeat for a while
     HEARD = "heard"  # a message after a silence
     UNLINK = "unlink"  # either end unlinks
-    RESUME = "resume"  # the peer did not answer the unlink: the link is kept (API §3.4)
+    RESUME = "resume"  # the peer did not answer the unlink: the link is kept (interface §3.4)
     IDLE = "idle"  # drained: nothing in flight
     LOST = "lost"  # io error, bad frame, dead, replaced
     CLEANUP = "cleanup"  # everything of a broken link has been given back

@@ -136,7 +136,7 @@ class LinkManager:
         return Listener(self._control, listening, self._endpoint, self._rendezvous, self, admission)
 
     def stop(self, reason: str) -> None:
-        """End every link without telling the peers (API §3.2), then the listener and the rendezvous."""
+        """End every link without telling the peers (interface §3.2), then the listener and the rendezvous."""
         self.communicators.stop()
         self._reconnector.stop()
         for link in self._table.close():
@@ -240,7 +240,7 @@ class LinkManager:
     # --- the initiator: a caller's thread, or one of a retry queue -------------------------------------------------
 
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
-        """Link to the listener at ``address``; ``wanted`` None learns its cluster id (R28).
+        """Link to the listener at ``address``; ``wanted`` None learns its cluster id (interface R28).
 
         When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
         a loss when the link is back already.
@@ -463,7 +463,7 @@ class LinkManager:
         still runs at the deadline fails. Otherwise the peer must agree.
 
         Raises:
-            DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (API §3.4).
+            DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (interface §3.4).
         """
         self._reconnector.unlink(cluster_id, deadline)
         try:

@@ -39,7 +39,7 @@ MAX_VERIFY_RUNS: Final = 1 << 14
 #: Addresses of one :class:`Locate`: two per layer, so that one message is enough for any model.
 MAX_LOCATE: Final = 1 << 12
 
-#: What a communicator may have (API §3.5): characters of its name, members.
+#: What a communicator may have (interface §3.5): characters of its name, members.
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
 
@@ -96,7 +96,8 @@ class Greeting(Message, frozen=True):
 class Hello(Greeting, frozen=True):
     """Initiator -> target, first frame: who I am and what I want.
 
-    ``wanted`` is the cluster id the caller expects, or None to learn it (R28). ``reconnects`` says that no user asked
+    ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects`` says that no
+    user asked
     for this link now: the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once. With
     ``communicator`` it is ``link()`` that asks, and only the same communicator of the target will do.
     """
@@ -177,7 +178,7 @@ class UnlinkAck(Message, frozen=True):
 
 
 class UnlinkCancel(Message, frozen=True):
-    """Either way: take the :class:`UnlinkRequest` back; the link is kept (API §3.4)."""
+    """Either way: take the :class:`UnlinkRequest` back; the link is kept (interface §3.4)."""
 
 
 class Resolve(Message, frozen=True):
@@ -237,7 +238,7 @@ class Release(Message, frozen=True):
 
 
 class Consumed(Message, frozen=True):
-    """Initiator -> target: these tensors of this row have been pushed (R5)."""
+    """Initiator -> target: these tensors of this row have been pushed (interface R5)."""
 
     cache_id: int
     row: Id
@@ -382,6 +383,6 @@ def remote_refusal(message: Refused, what: str) -> LinkRefused:
 
 
 def _status(message: Failed | Refused, failure: LLMStatusCode) -> LLMStatusCode:
-    """Return the peer's status; ``failure`` instead of success, which no exception carries (R29)."""
+    """Return the peer's status; ``failure`` instead of success, which no exception carries (interface R29)."""
     status = code_2_status(message.code)
     return failure if status is LLMStatusCode.LLM_SUCCESS else status

@@ -1,4 +1,4 @@
-"""Rank tables: where the members of a communicator are (API §3.5), and at which ports they listen.
+"""Rank tables: where the members of a communicator are (interface §3.5), and at which ports they listen.
 
 A rank table names addresses and no ports; both ends derive the ports from what they share, the communicator's name and
 the cluster id of the member that listens. No state; reads one environment variable.

@@ -243,7 +243,8 @@ class Reconnect(Attempt):
     """A link that this end dialled and lost. Owns the peer's pidfd, if any.
 
     Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
-    is the user's decision (R22). Operations do not wait for a reconnect: they fail, and the error says that it goes on.
+    is the user's decision (interface R22). Operations do not wait for a reconnect: they fail, and the error says that
+    it goes on.
 
     Attributes:
         reason: Why the last attempt failed.

@@ -27,7 +27,7 @@ class Device(Protocol):
 
     @property
     def needs_staging(self) -> bool:
-        """True if host memory reaches single blocks only through staging buffers on the device (R10)."""
+        """True if host memory reaches single blocks only through staging buffers on the device (interface R10)."""
         ...
 
     def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:

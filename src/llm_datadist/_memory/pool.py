@@ -215,7 +215,7 @@ class MemoryPool:
 def create_pool(
     name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
 ) -> MemoryPool:
-    """Create a pool on ``device``, if this process may use that much memory (R11).
+    """Create a pool on ``device``, if this process may use that much memory (interface R11).
 
     Args:
         name: For messages, ``device`` or ``host``.

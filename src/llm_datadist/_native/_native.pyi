@@ -96,7 +96,7 @@ class Plan:
         count: Tensor pairs.
         runs: Shape ``(R, 3)``, C-contiguous: destination offset, source offset and length in bytes inside a tensor.
             Not to be changed while the plan is executed.
-        ordered: True when the runs must take effect one after the other (R26).
+        ordered: True when the runs must take effect one after the other (interface R26).
         nbytes: Bytes over all tensors: ``count`` times the sum of the lengths.
     """
 
@@ -200,7 +200,7 @@ def plan_blocks(
     Returns:
         The plan, its runs read-only and neighbours merged. It is ``ordered``, and nothing merged, when merging or doing
         pairs at once could be seen: a destination occurs twice, or a block of aliased tensors is the source of one
-        pair and the destination of another (R26).
+        pair and the destination of another (interface R26).
 
     Raises:
         ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.

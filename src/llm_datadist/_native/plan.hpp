@@ -19,7 +19,7 @@ struct Run {
 };
 static_assert(sizeof(Run) == 3 * sizeof(std::uint64_t), "a run is a row of three uint64");
 
-// What the planner hands out: `ordered` runs take effect one after the other (R26).
+// What the planner hands out: `ordered` runs take effect one after the other (interface R26).
 struct RunList {
     std::vector<Run> runs;
     bool ordered = false;
@@ -117,7 +117,7 @@ inline bool moves_nothing(const Blocks& dst, const Blocks& src, std::size_t i, b
     return alias && dst[i] == src[i];
 }
 
-// True when doing the pairs in another order could leave other bytes behind (R26).
+// True when doing the pairs in another order could leave other bytes behind (interface R26).
 inline bool order_shows(const Blocks& dst, const Blocks& src, bool alias) {
     if (dst.size < 2) return false;
     BlockSet written(static_cast<std::uint64_t>(dst.count), dst.size);

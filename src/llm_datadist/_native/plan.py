@@ -101,8 +101,8 @@ def digest(
 def standing(plan: Plan, *, alias: bool) -> Plan:
     """Return the part of ``plan`` whose bytes can still be compared after it is done.
 
-    That is all of it, unless it is ordered (R26): then later runs may have overwritten what earlier ones wrote; and
-    also what they read, if both ends are the same tensors (``alias``).
+    That is all of it, unless it is ordered (interface R26): then later runs may have overwritten what earlier ones
+    wrote; and also what they read, if both ends are the same tensors (``alias``).
     """
     if not plan.ordered:
         return plan

@@ -113,7 +113,7 @@ def _blocks_key(name: str, value: object) -> Bindings:
 
 
 def _addresses(name: str, value: object) -> list[int]:
-    return check_uint64_list(name, value, tuple_ok=False)  # no tuple (API §6.6)
+    return check_uint64_list(name, value, tuple_ok=False)  # no tuple (interface §6.6)
 
 
 def _optional_uint64(name: str, value: object) -> int | None:
@@ -125,7 +125,7 @@ def _byte_offset(name: str, value: object) -> int:
 
 
 def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair, of a dict of int to list of int (API §6.8)."""
+    """Return (sources, destinations), pair by pair, of a dict of int to list of int (interface §6.8)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
         return plain
@@ -145,7 +145,7 @@ def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair, of a dict of int to int (API §6.9)."""
+    """Return (sources, destinations), pair by pair, of a dict of int to int (interface §6.9)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
         return plain
@@ -217,9 +217,9 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Return whether peers may use registered memory: None means True (R16).
+    """Return whether peers may use registered memory: None means True (interface R16).
 
-    ``linked``: ``link()`` was called, so True must not be given any more (API §6.6).
+    ``linked``: ``link()`` was called, so True must not be given any more (interface §6.6).
     """
     if remote_accessible is None:
         return True
@@ -232,7 +232,7 @@ def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
 
 
 def check_mem_infos(mem_infos: object) -> None:
-    """Check one MemInfo or a list of them: device memory, address and size above 0 (API §6.15)."""
+    """Check one MemInfo or a list of them: device memory, address and size above 0 (interface §6.15)."""
     infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
     check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
     for i, info in enumerate(infos):
@@ -257,7 +257,7 @@ def made_here(call: str, cache: Cache, engine: Engine) -> bool:
 
 @contextmanager
 def naming_request(req_id: object) -> Iterator[None]:
-    """Put ``req_id=N`` into the text of every error of the block (R9)."""
+    """Put ``req_id=N`` into the text of every error of the block (interface R9)."""
     try:
         yield
     except (LLMException, TypeError) as error:
@@ -270,7 +270,7 @@ def naming_request(req_id: object) -> Iterator[None]:
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:
-    """Raise ParamError unless remote cache access is on: pushes need it (R16)."""
+    """Raise ParamError unless remote cache access is on: pushes need it (interface R16)."""
     check_rule(
         remote_accessible, f"{call} needs enable_remote_cache_accessible=True (llm.EnableRemoteCacheAccessible=1)"
     )
@@ -302,7 +302,7 @@ def _all_layers(tensors_per_layer: int) -> LayerSelection:
 
 
 def check_single_id(key: object) -> None:
-    """Check that exactly one id of a CacheKey is set (API §6.0); other kinds of keys pass."""
+    """Check that exactly one id of a CacheKey is set (interface §6.0); other kinds of keys pass."""
     if isinstance(key, CacheKey):
         given = (key.req_id != INVALID_ID) + (key.prefix_id != INVALID_ID)
         check_rule(
@@ -314,7 +314,7 @@ def check_single_id(key: object) -> None:
 def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
     """Return how the peer is asked for ``key``.
 
-    Pulling from one's own cluster is refused; pass None as ``own_cluster_id`` for a push (R28).
+    Pulling from one's own cluster is refused; pass None as ``own_cluster_id`` for a push (interface R28).
     """
     cluster = key.cluster_id
     if cluster == own_cluster_id:
@@ -340,7 +340,7 @@ def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
 
 
 def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that the block lists suit the kind of key (API §6.11)."""
+    """Check that the block lists suit the kind of key (interface §6.11)."""
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")
@@ -368,7 +368,7 @@ def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCach
 
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that the lists are pairs (API §6.13) and that an id-key names no row (R31)."""
+    """Check that the lists are pairs (interface §6.13) and that an id-key names no row (interface R31)."""
     if not len(dst_blocks):
         raise ParamError("dst_blocks is empty: at least one block is needed")
     check_pairs(src_blocks, dst_blocks)

@@ -69,7 +69,8 @@ Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize`` (R21).
+    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize``
+    (interface R21).
 
     Threads: any.
     """
@@ -94,7 +95,7 @@ class EngineUser:
             TypeError: Not a CacheKey (``NoneArgument`` for None).
             ParamError: Both, or neither.
 
-        Source: API §6.0, §8.
+        Source: interface §6.0, §8.
         """
         arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
@@ -232,7 +233,7 @@ def swap_blocks(
     names: tuple[str, str],
     _: Deadline,
 ) -> None:
-    """Move blocks between device and host memory; there is no deadline (R6).
+    """Move blocks between device and host memory; there is no deadline (interface R6).
 
     ``names``: what the caller knows the two caches as.
     """
@@ -304,7 +305,8 @@ def pull_blocks(
     *,
     name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`.
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26). Errors as
+    :func:`pull_row`.
 
     Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
     ``name``: what the caller knows ``dst_blocks`` as.
@@ -347,7 +349,8 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (R26). Errors as :func:`pull_row`."""
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26). Errors as
+    :func:`pull_row`."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,

@@ -109,7 +109,7 @@ class ChecksumClient:
     def verify(self, done: CompletedTransfer, plan: Plan) -> None:
         """Return if both ends hold the same bytes wherever ``plan`` has put them.
 
-        Of an ordered plan only bytes that no later run has written over are compared (R26).
+        Of an ordered plan only bytes that no later run has written over are compared (interface R26).
 
         Raises:
             ChecksumMismatch: They differ; the text names the first place.

@@ -1,7 +1,8 @@
 """The engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
 
 ``LLMDataDist`` makes one per ``init``. A manager keeps the engine it was made for, so that a manager of an earlier
-``init`` is recognised as stale (R21). If a part cannot be built, those before it are taken down and init fails.
+``init`` is recognised as stale (interface R21). If a part cannot be built, those before it are taken down and init
+fails.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Engine:
         return self.links.communicators.open(plan)
 
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
-        """Take another role, and listen at ``listen`` or not at all (API §3.6).
+        """Take another role, and listen at ``listen`` or not at all (interface §3.6).
 
         Raises:
             StateError: There is a link, or one is being made (``LLM_EXIST_LINK``).
@@ -219,7 +220,7 @@ class Engine:
         self.links.listen(listening, even_if_linked=True)
 
     def close(self) -> None:
-        """Take everything down in reverse order; peers are not told (API §3.2). Idempotent."""
+        """Take everything down in reverse order; peers are not told (interface §3.2). Idempotent."""
         if not self.alive:
             return
         self.alive = False

@@ -92,7 +92,7 @@ class TransferOp(msgspec.Struct, eq=False):
         deadline: Of the whole call.
         what: The public call, for errors.
         push: True if the bytes go to the remote cache.
-        consumes: True if a complete push consumes the key of the remote row (R5).
+        consumes: True if a complete push consumes the key of the remote row (interface R5).
         grant: A pull succeeds only while this grant holds too.
         destination_pin: Where the earlier parts of a push in parts went.
     """

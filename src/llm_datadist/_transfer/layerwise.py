@@ -1,4 +1,4 @@
-"""Layer-wise jobs: each sends a layer to all its destinations once the model has computed it (R18).
+"""Layer-wise jobs: each sends a layer to all its destinations once the model has computed it (interface R18).
 
 One thread per job. A job ends when everything is sent, at its first failure, or by ``finalize``. Then each destination
 has a result, an unfinished one never reads as a success, and errors are kept and logged.
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 TENSORS_PER_LAYER: Final = 2
-"""K and V: the layer-wise transfer knows no other number (API §6.14)."""
+"""K and V: the layer-wise transfer knows no other number (interface §6.14)."""
 
 _WHAT: Final = "transfer_cache_async"
 #: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
@@ -247,7 +247,7 @@ class CacheTask:
     A time-out of these calls does not end the transfer; only its own end, a failure and ``finalize`` do. A result is
     final once it is there, also after ``finalize``.
 
-    Source: API §4, [py:CacheTask.md], R18.
+    Source: interface §4, R18.
     """
 
     def __init__(self, job: TransferJob) -> None:
@@ -267,7 +267,7 @@ class CacheTask:
             TypeError, ParamError: ``timeout_in_millis`` is no uint32.
             StateError: Called by the transfer's own synchronizer, or in a forked child.
 
-        Source: API §4.
+        Source: interface §4.
         """
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
@@ -286,7 +286,7 @@ class CacheTask:
         Raises:
             TypeError, ParamError, StateError: As :meth:`synchronize`.
 
-        Source: API §4.
+        Source: interface §4.
         """
         over = self._wait(timeout_in_millis)
         results = self._job.results()[1]

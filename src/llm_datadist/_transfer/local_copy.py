@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheRow", "LocalCopies", "Operand", "SwapEngine"]
 
-#: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (R10).
+#: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
 _WORKERS: Final = 4
 _STAGING_BUFFERS: Final = 4
 
@@ -79,7 +79,7 @@ class LocalCopies:
         self._pool = pool
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
-        """Copy part of a row to a row (R8); return the bytes copied."""
+        """Copy part of a row to a row (interface R8); return the bytes copied."""
         hold, src_name, dst_name = self._store.using, f"{what}: src", f"{what}: dst"
         with hold(src.cache_id, src_name) as source, hold(dst.cache_id, dst_name) as target:
             source.geometry.require_kind(src_name, CacheKind.CACHE)
@@ -92,7 +92,7 @@ class LocalCopies:
     def copy_blocks(
         self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
     ) -> int:
-        """Copy blocks inside one cache, in the order given (R26); return the bytes copied."""
+        """Copy blocks inside one cache, in the order given (interface R26); return the bytes copied."""
         with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
             cache = Operand("cache", entry.geometry, entry.storage.tensors)
@@ -109,7 +109,7 @@ class LocalCopies:
         *,
         ends: tuple[str, str] = ("src_cache", "dst_cache"),
     ) -> int:
-        """Move blocks between a HOST and a DEVICE blocks cache (R10); return the bytes moved.
+        """Move blocks between a HOST and a DEVICE blocks cache (interface R10); return the bytes moved.
 
         ``ends`` are the caller's names of the two caches.
 
@@ -137,10 +137,11 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy one list of blocks to each of several lists; return the bytes copied (R13).
+        """Copy one list of blocks to each of several lists; return the bytes copied (interface R13).
 
-        The pairs take effect list by list, in the order given (R26). Between device and host it is a swap, with its
-        threads and staging and without a time limit (R6, R10); on the device a copy within ``deadline``.
+        The pairs take effect list by list, in the order given (interface R26). Between device and host it is a swap,
+        with its threads and staging and without a time limit (interface R6, R10); on the device a copy within
+        ``deadline``.
 
         Args:
             src: Source: the id of a cache of ours, or memory of the caller.
@@ -170,7 +171,7 @@ class LocalCopies:
     def _swap_operand(self, name: str, cache: Cache) -> Iterator[Operand]:
         """Yield geometry and addresses of a handle; a cache of ours keeps its memory meanwhile.
 
-        The handle alone counts, registered or not (API §6.9): ids of caches that are not ours mean nothing here.
+        The handle alone counts, registered or not (interface §6.9): ids of caches that are not ours mean nothing here.
         """
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
@@ -263,7 +264,7 @@ def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) ->
 
 
 class SwapEngine:
-    """Owns the swap workers and the staging buffers of one LLMDataDist (R10).
+    """Owns the swap workers and the staging buffers of one LLMDataDist (interface R10).
 
     Threads: any; one swap runs at a time. The workers exist from the first swap to :meth:`close`.
 
@@ -290,7 +291,8 @@ class SwapEngine:
             return 0
         with self._lock:
             if not self._device.needs_staging:
-                # Not the engine's pool: R10 fixes the number of workers, llm.CopyThreads that of the engine's.
+                # Not the engine's pool: interface R10 fixes the number of workers, llm.CopyThreads that of the
+                # engine's.
                 if self._copy_pool is None:
                     self._copy_pool = _native.CopyPool(self.workers)
                 _native.execute(plan, dst.tensors, src.tensors, self._copy_pool, _native.NO_DEADLINE)

@@ -71,13 +71,13 @@ class Target:
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
-        """End a pin of the peer. With remote cache access a pull consumes nothing (R5)."""
+        """End a pin of the peer. With remote cache access a pull consumes nothing (interface R5)."""
         consume = message.count > 0 and not self._store.remote_accessible
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
-        """Consume the key of a row once all of it was pushed (R5)."""
+        """Consume the key of a row once all of it was pushed (interface R5)."""
         if self._store.remote_accessible:
             effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
             self._store.apply(effects)
@@ -100,10 +100,11 @@ class Target:
         if message.push:
             self._policy.require_push(link, message.cache_id if key is None else None)
             if key is None and message.cache_id <= 0:
-                # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (BEHAVIOUR §3).
+                # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (interface B3).
                 key = (Namespace.REQUEST, 0, 0)
             if key is None:
-                # A push to a missing row is a wrong argument; the row of a pull may still be published (API §6.12).
+                # A push to a missing row is a wrong argument; the row of a pull may still be published
+                # (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         pin, entry, row, binding = self._found(link, message, key)

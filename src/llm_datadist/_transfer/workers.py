@@ -1,4 +1,5 @@
-"""Threads for awaited calls: the blocking call runs in a worker, and its cancellation leaves memory safe (R7)."""
+"""Threads for awaited calls: the blocking call runs in a worker, and its cancellation leaves memory safe
+(interface R7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++-shaped interface: the class, structs and option keys of the original's C++ header, in Python (API §9).
+"""The C++-shaped interface: the class, structs and option keys of the original's C++ header, in Python (interface §9).
 
     from llm_datadist.cpp_api import *
 

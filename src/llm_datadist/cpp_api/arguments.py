@@ -112,7 +112,7 @@ def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
 
 
 def cache_id(name: str, cache: object) -> int:
-    """Return the id of a local cache: the one field that the transfers read (R31)."""
+    """Return the id of a local cache: the one field that the transfers read (interface R31)."""
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
 
 
@@ -131,7 +131,7 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
 
 
 def operand(name: str, cache: object) -> int | Operand:
-    """Return one side of CopyKvBlocks: the id of a local cache, or host memory without one (R13)."""
+    """Return one side of CopyKvBlocks: the id of a local cache, or host memory without one (interface R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number
@@ -161,7 +161,7 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     """Return how the peer is asked for a cache.
 
     Args:
-        own_cluster_id: Ours where it is no possible peer: pulling from oneself is refused (R28).
+        own_cluster_id: Ours where it is no possible peer: pulling from oneself is refused (interface R28).
         row: False where blocks are addressed, which are in no row.
     """
     given = check_type(name, index, CacheIndex)
@@ -176,7 +176,7 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
 
 
 def layers(name: str, ext_param: object) -> LayerSelection:
-    """Return which layers take part (R14)."""
+    """Return which layers take part (interface R14)."""
     ext = check_type(name, ext_param, KvCacheExtParam)
     per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
     check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -223,7 +223,7 @@ ARGUMENTS: Final[Rules] = {
 
 
 def block_lists(src_blocks: object, dst_blocks_list: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources of shape (N,), destinations of shape (L, N)) of CopyKvBlocks (R13)."""
+    """Return (sources of shape (N,), destinations of shape (L, N)) of CopyKvBlocks (interface R13)."""
     sources = parse_indices("src_blocks", src_blocks)
     lists = check_type("dst_blocks_list", dst_blocks_list, (list, tuple))
     targets = [parse_indices(f"dst_blocks_list[{i}]", each) for i, each in enumerate(lists)]

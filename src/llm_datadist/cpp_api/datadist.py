@@ -1,4 +1,4 @@
-"""LlmDataDist, the class of the C++ header (API §9): the calls of LLMDataDist and CacheManager with statuses."""
+"""LlmDataDist, the class of the C++ header (interface §9): the calls of LLMDataDist and CacheManager with statuses."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class LlmDataDist:
     consume no key, and return, besides what each one names: ``LLM_PARAM_INVALID``: a rule on one argument is broken, or
     the two caches do not fit each other; nothing has happened. ``LLM_KV_CACHE_NOT_EXIST``: no such cache here, or no
     such cache or row there. ``LLM_NOT_YET_LINK``. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``; the
-    link stays usable (R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died; link again. ``LLM_FAILED``: the other end's
-    cache changed meanwhile. After the last three the addressed destination is undefined. Of local caches only
-    ``cache_id`` is read. ``ext_param`` follows R14: both ranges (-1, -1) move every tensor, one of them stands for all
-    layers, and a given range needs ``tensor_num_per_layer`` to divide ``num_tensors``.
+    link stays usable (interface R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died; link again. ``LLM_FAILED``: the other
+    end's cache changed meanwhile. After the last three the addressed destination is undefined. Of local caches only
+    ``cache_id`` is read. ``ext_param`` follows interface R14: both ranges (-1, -1) move every tensor, one of them
+    stands for all layers, and a given range needs ``tensor_num_per_layer`` to divide ``num_tensors``.
 
-    Threads: any, except that Finalize must be alone (API §11).
+    Threads: any, except that Finalize must be alone (interface §11).
 
     Args:
         cluster_id: uint64, unique among all that link to each other. Checked by Initialize.
@@ -80,7 +80,7 @@ class LlmDataDist:
     Raises:
         TypeError: Wrong types (``NoneArgument`` for None).
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     def __init__(self, cluster_id: int, role: LlmRole, *, device: Device | None = None) -> None:
@@ -107,7 +107,7 @@ class LlmDataDist:
             ``LLM_PARAM_INVALID``: a cluster id outside uint64, ``kEnd``, an option that breaks its rule.
             ``LLM_OUT_OF_MEMORY``: a pool does not fit the host. ``LLM_FAILED``: the address cannot be bound.
 
-        Source: API §9, §3.1.
+        Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
         with _Call(self, "Initialize") as call:
@@ -127,7 +127,7 @@ class LlmDataDist:
     def Finalize(self) -> LLMStatusCode:
         """Give up links, listener, pools and tables; peers are not told. ``LLM_SUCCESS``, also when not initialised.
 
-        Source: API §9, §3.2.
+        Source: interface §9, §3.2.
         """
         with _Call(self, "Finalize") as call:
             if self._dist is not None:
@@ -173,7 +173,7 @@ class LlmDataDist:
             ``(LLM_PARAM_INVALID, [])`` when an argument is wrong: no cluster, an address that is none, ``timeout`` not
             above 0; then nothing has happened.
 
-        Source: API §9, §3.4.
+        Source: interface §9, §3.4.
         """
         with _Call(self, "LinkLlmClusters") as call:
             dist, options = call.dist, call.engine.options
@@ -197,7 +197,7 @@ class LlmDataDist:
             As :meth:`LinkLlmClusters`; per cluster ``LLM_UNLINK_FAILED`` or ``LLM_TIMEOUT`` where the peer did not
             agree, and then the link is kept.
 
-        Source: API §9, §3.4.
+        Source: interface §9, §3.4.
         """
         with _Call(self, "UnlinkLlmClusters") as call:
             dist = call.dist
@@ -222,7 +222,7 @@ class LlmDataDist:
             ip:port. ``LLM_FAILED``: the address cannot be bound. ``LLM_FEATURE_NOT_ENABLED``: another address with
             ``OPTION_TRANSFER_BACKEND``.
 
-        Source: API §9, §3.6.
+        Source: interface §9, §3.6.
         """
         with _Call(self, "SetRole") as call:
             dist, taken = call.dist, arguments.role("role", role)
@@ -249,7 +249,7 @@ class LlmDataDist:
             ``(LLM_SUCCESS, cache_id)``, ids count from 1; ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no
             address, another number of them than tensors, a zero address.
 
-        Source: API §9, §6.6.
+        Source: interface §9, §6.6.
         """
         cache_id: int | None = None
         with _Call(self, "RegisterKvCache") as call:
@@ -267,7 +267,7 @@ class LlmDataDist:
             ``LLM_SUCCESS``: no call and no peer uses the memory any more. ``LLM_PARAM_INVALID``: an id outside int64.
             ``LLM_TIMEOUT``: the memory is still in use; the cache stays registered.
 
-        Source: API §9, §6.7.
+        Source: interface §9, §6.7.
         """
         with _Call(self, "UnregisterKvCache") as call:
             engine = call.engine
@@ -283,10 +283,10 @@ class LlmDataDist:
 
         Returns:
             ``(LLM_SUCCESS, cache)`` with id and addresses, which stay mapped for as long as the struct lives;
-            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, or no pool for that placement (R12);
+            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, or no pool for that placement (interface R12);
             ``(LLM_OUT_OF_MEMORY, None)``: the pool is exhausted; nothing was allocated.
 
-        Source: API §9, §6.1.
+        Source: interface §9, §6.1.
         """
         cache: Cache | None = None
         with _Call(self, "AllocateCache") as call:
@@ -308,7 +308,7 @@ class LlmDataDist:
         Returns:
             ``LLM_PARAM_INVALID``: an id outside int64.
 
-        Source: API §9, §6.2.
+        Source: interface §9, §6.2.
         """
         with _Call(self, "DeallocateCache") as call:
             engine = call.engine
@@ -329,7 +329,7 @@ class LlmDataDist:
     ) -> LLMStatusCode:
         """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``. As ``CacheManager.pull_cache``.
 
-        Source: API §9, §6.10.
+        Source: interface §9, §6.10.
         """
         with _Call(self, "PullKvCache") as call:
             engine = call.engine
@@ -349,12 +349,12 @@ class LlmDataDist:
         dst_blocks: list[int],
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (R26).
+        """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26).
 
         As ``CacheManager.pull_blocks``; ``src_cache_index.batch_index`` is 0. Different block sizes are
-        ``LLM_PARAM_INVALID`` (R17).
+        ``LLM_PARAM_INVALID`` (interface R17).
 
-        Source: API §9, §6.11.
+        Source: interface §9, §6.11.
         """
         with _Call(self, "PullKvBlocks") as call:
             engine = call.engine
@@ -375,11 +375,11 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Push a whole row of ``src_cache``, which is on kDevice (R16), into a row of a peer's cache.
+        """Push a whole row of ``src_cache``, which is on kDevice (interface R16), into a row of a peer's cache.
 
         As ``CacheManager.push_cache``.
 
-        Source: API §9, §6.12.
+        Source: interface §9, §6.12.
         """
         with _Call(self, "PushKvCache") as call:
             engine = call.engine
@@ -401,12 +401,13 @@ class LlmDataDist:
         dst_blocks: list[int],
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in the order given (R26).
+        """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in the order given
+        (interface R26).
 
-        As ``CacheManager.push_blocks`` by cache id (R31); ``dst_cache_index.batch_index`` is 0. Different block sizes
-        are ``LLM_PARAM_INVALID`` (R17).
+        As ``CacheManager.push_blocks`` by cache id (interface R31); ``dst_cache_index.batch_index`` is 0. Different
+        block sizes are ``LLM_PARAM_INVALID`` (interface R17).
 
-        Source: [seed:PushKvBlocks], API §9, §6.13.
+        Source: interface §9, §6.13.
         """
         with _Call(self, "PushKvBlocks") as call:
             engine = call.engine
@@ -439,7 +440,7 @@ class LlmDataDist:
             ``LLM_KV_CACHE_NOT_EXIST``: no such cache. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``;
             the addressed bytes are undefined.
 
-        Source: API §9, §6.5.
+        Source: interface §9, §6.5.
         """
         with _Call(self, "CopyKvCache") as call:
             engine = call.engine
@@ -466,8 +467,8 @@ class LlmDataDist:
         """Copy blocks to several places: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every k, in every tensor.
 
         Device to device (a shared, partly filled block that is about to be written), device to host and host to
-        device (swap). The pairs take effect list by list, in the order given (R26). A cache with ``cache_id`` 1 or
-        above is looked up; -1 with placement kHost is host memory of yours, described by ``cache_desc`` and
+        device (swap). The pairs take effect list by list, in the order given (interface R26). A cache with ``cache_id``
+        1 or above is looked up; -1 with placement kHost is host memory of yours, described by ``cache_desc`` and
         ``tensor_addrs``.
 
         Args:
@@ -479,11 +480,11 @@ class LlmDataDist:
         Returns:
             ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, different block sizes or
             ``num_tensors``, an index outside its cache; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no cache with
-            that id. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (R10). ``LLM_TIMEOUT``: a copy on the
-            device took longer than ``OPTION_SYNC_CACHE_WAIT_TIME``, and the addressed blocks are undefined; between
-            host and device there is no limit, as for ``swap_blocks`` (R6).
+            that id. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (interface R10). ``LLM_TIMEOUT``: a copy on
+            the device took longer than ``OPTION_SYNC_CACHE_WAIT_TIME``, and the addressed blocks are undefined; between
+            host and device there is no limit, as for ``swap_blocks`` (interface R6).
 
-        Source: [seed:CopyKvBlocks], API §9.
+        Source: interface §9.
         """
         with _Call(self, "CopyKvBlocks") as call:
             engine = call.engine
@@ -553,7 +554,7 @@ class _Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # None where it is not allowed is an LLMException and a TypeError (R1); here it is the latter.
+        # None where it is not allowed is an LLMException and a TypeError (interface R1); here it is the latter.
         if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED

@@ -1,4 +1,4 @@
-"""Enumerations, structs and option keys of the C++ header (API §1.2, §2, §9).
+"""Enumerations, structs and option keys of the C++ header (interface §1.2, §2, §9).
 
 Plain mutable values, as in C++: a field may hold anything until a call takes the struct; the call checks it.
 """
@@ -55,7 +55,7 @@ OPTION_ENABLE_SET_ROLE: Final = "llm.EnableSwitchRole"
 class LlmRole(IntEnum):
     """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     kPrompt = 1
@@ -67,7 +67,7 @@ class LlmRole(IntEnum):
 class CachePlacement(IntEnum):
     """Where a cache's memory is.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     kHost = 0
@@ -77,7 +77,7 @@ class CachePlacement(IntEnum):
 class Undefined(Enum):
     """The type of :data:`DT_UNDEFINED`.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     DT_UNDEFINED = "undefined"
@@ -100,7 +100,7 @@ class CacheDesc:
         data_type: Element type; a call needs one.
         shape: Shape of one tensor, int64; ``shape[0]`` counts batch rows or blocks.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     placement: CachePlacement = CachePlacement.kDevice
@@ -136,7 +136,7 @@ class Cache:
         tensor_addrs: Address of each tensor.
         cache_desc: What it looks like.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     cache_id: int = -1
@@ -154,7 +154,7 @@ class CacheIndex:
         cache_id: int64: the cache's id there.
         batch_index: uint32: the row; 0 where blocks are addressed.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     cluster_id: int = 0
@@ -166,7 +166,7 @@ class CacheIndex:
 class IpInfo:
     """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     ip: str = ""
@@ -178,12 +178,12 @@ class ClusterInfo:
     """One cluster to link to, or to unlink from.
 
     Attributes:
-        remote_cluster_id: uint64. LinkLlmClusters learns it in the handshake where it is left 0 (R28).
+        remote_cluster_id: uint64. LinkLlmClusters learns it in the handshake where it is left 0 (interface R28).
         remote_role_type: Has no effect, as documented.
         local_ip_infos: This host's address; the port does not matter.
         remote_ip_infos: The peer's listening endpoint, exactly one.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     remote_cluster_id: int = 0
@@ -194,14 +194,14 @@ class ClusterInfo:
 
 @dataclass(slots=True)
 class KvCacheExtParam:
-    """Which layers a pull or push moves (R14).
+    """Which layers a pull or push moves (interface R14).
 
     Attributes:
         src_layer_range: First and last layer at the source, both **inclusive**, int32; (-1, -1): all.
         dst_layer_range: The same at the destination; as many layers.
         tensor_num_per_layer: uint8; must divide ``num_tensors`` when a range is given.
 
-    Source: API §9.
+    Source: interface §9.
     """
 
     src_layer_range: tuple[int, int] = (-1, -1)
@@ -213,5 +213,5 @@ class KvCacheExtParam:
 class RegisterCfg:
     """Reserved by the interface: it has no fields.
 
-    Source: API §9.
+    Source: interface §9.
     """

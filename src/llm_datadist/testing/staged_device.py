@@ -1,4 +1,4 @@
-"""A device for tests of staging on any host (R10): host memory that declares that it needs staging."""
+"""A device for tests of staging on any host (interface R10): host memory that declares that it needs staging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLMClusterInfo, which names a peer to link to, and IPv4 addresses as the interface packs them (API §2.1)."""
+"""LLMClusterInfo, which names a peer to link to, and IPv4 addresses as the interface packs them (interface §2.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def trans_str_ip(ip: str, name: str = "ip") -> int:
         ParamError: ``ip`` is no IPv4 address (also a RuntimeError, as documented).
         TypeError: ``ip`` is no str.
 
-    Source: API §2.1.
+    Source: interface §2.1.
     """
     check_type(name, ip, str)
     try:
@@ -45,10 +45,11 @@ def _endpoint(ip: object, port: object) -> tuple[int, int]:
 class LLMClusterInfo:
     """One cluster to link to or to unlink from.
 
-    ``remote_cluster_id`` may stay unset when linking: it is learned in the handshake (R28). The remote endpoint is the
-    peer's ``listen_ip_info``, exactly one; the local one is this host's address, its port does not matter.
+    ``remote_cluster_id`` may stay unset when linking: it is learned in the handshake (interface R28). The remote
+    endpoint is the peer's ``listen_ip_info``, exactly one; the local one is this host's address, its port does not
+    matter.
 
-    Source: API §2.1.
+    Source: interface §2.1.
     """
 
     def __init__(self) -> None:
@@ -80,14 +81,14 @@ class LLMClusterInfo:
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
         """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
 
-        Source: API §2.1.
+        Source: interface §2.1.
         """
         self._local.append(_endpoint(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
         """Add the peer's listening endpoint; arguments and errors as in :meth:`append_local_ip_info`.
 
-        Source: API §2.1.
+        Source: interface §2.1.
         """
         self._remote.append(_endpoint(ip, port))
 

@@ -1,4 +1,4 @@
-"""Element types of the tensors in a cache, and what they are in NumPy (API §1.2)."""
+"""Element types of the tensors in a cache, and what they are in NumPy (interface §1.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DataType", "canonical_type", "dtype_to_np_dtype", "np_dtype_to_dtype
 class DataType(Enum):
     """Element type of a tensor; the numbers are the interface's own codes.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     DT_FLOAT = 0

@@ -1,4 +1,4 @@
-"""CacheDesc, the geometry of a cache, and Cache, the handle of one (API §4, §5)."""
+"""CacheDesc, the geometry of a cache, and Cache, the handle of one (interface §4, §5)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CacheDesc:
         ParamError: an integer outside its width, or a dimension index outside the shape.
         TypeError: anything of a wrong type (NoneArgument for None).
 
-    Source: API §4, §5.
+    Source: interface §4, §5.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CacheDesc:
 
         Raises:
             ParamError: no tensor has this shape: more than 31 dimensions, one that is not positive, or a total beyond
-                int64 (R29: the status is LLM_PARAM_INVALID).
+                int64 (interface R29: the status is LLM_PARAM_INVALID).
         """
         # Not cached: the shape is the caller's own list, and a stale size would be silently wrong.
         shape = self._shape
@@ -145,7 +145,7 @@ class CacheDesc:
             TypeError: the shape was given as a tuple, or an argument is no int.
             ParamError: ``dim_index`` outside the shape, ``dim_value`` outside int64.
 
-        Source: API §4.
+        Source: interface §4.
         """
         index = check_int("dim_index", dim_index)
         value = check_int64("dim_value", dim_value)
@@ -170,7 +170,7 @@ class Cache:
     Not made by users. The memory stays mapped while the handle lives, so the addresses can be used as long as it
     is not deallocated.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     __slots__ = ("__weakref__", "_addrs", "_desc", "_granter", "_id", "_is_blocks", "_memory")
@@ -205,7 +205,7 @@ class Cache:
             ParamError: another placement, or another number of addresses than ``num_tensors``.
             TypeError: a wrong type; ``addrs`` must be a list (NoneArgument for None).
 
-        Source: API §4.
+        Source: interface §4.
         """
         check_type("cache_desc", cache_desc, CacheDesc)
         addresses = check_uint64_list("addrs", addrs, tuple_ok=False)

@@ -1,4 +1,4 @@
-"""The interface's enumerations and their numeric values (API §1.2)."""
+"""The interface's enumerations and their numeric values (interface §1.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _NamedIntEnum(IntEnum):
 class LLMRole(_NamedIntEnum):
     """What an instance does in a cluster; in CacheManager mode a label with no effect on transfers.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     PROMPT = 1
@@ -31,7 +31,7 @@ class LLMRole(_NamedIntEnum):
 class Placement(_NamedIntEnum):
     """Where a cache's memory is.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     HOST = 0
@@ -41,7 +41,7 @@ class Placement(_NamedIntEnum):
 class RegisterMemStatus(Enum):
     """How far a link made by ``link()`` has come.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     OK = 0
@@ -52,7 +52,7 @@ class RegisterMemStatus(Enum):
 class Memtype(Enum):
     """Where the memory of a :class:`MemInfo` is. Note the order: opposite to :class:`Placement`.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     MEM_TYPE_DEVICE = 0
@@ -62,7 +62,7 @@ class Memtype(Enum):
 class PushType(Enum):
     """How the target of a layer-wise transfer is addressed.
 
-    Source: API §1.2.
+    Source: interface §1.2.
     """
 
     NO_CACHE_KEY = 0

@@ -1,4 +1,4 @@
-"""Keys: small frozen values that say which cache, row or blocks cache of which cluster is meant (API §4)."""
+"""Keys: small frozen values that say which cache, row or blocks cache of which cluster is meant (interface §4)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CacheKey:
         ParamError: too many, missing, repeated or unknown arguments; a value outside uint64.
         TypeError: a value that is no int (NoneArgument for None).
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     cluster_id: int
@@ -80,7 +80,7 @@ class CacheKey:
 
     @property
     def is_placeholder(self) -> bool:
-        """True when the key names nothing and only fills a row of ``allocate_cache`` (R4; extension)."""
+        """True when the key names nothing and only fills a row of ``allocate_cache`` (interface R4; extension)."""
         return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
 
 
@@ -91,7 +91,7 @@ class BlocksCacheKey:
     ``BlocksCacheKey(cluster_id, model_id=0)``, positional or by keyword, ``prompt_cluster_id`` as in
     :class:`CacheKey`, and the same errors. Hashable, comparable, immutable.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     cluster_id: int
@@ -119,7 +119,7 @@ class CacheKeyByIdAndIndex:
         cache_id: Its ``Cache.cache_id``, int64.
         batch_index: The row, uint32.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     cluster_id: int

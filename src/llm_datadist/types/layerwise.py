@@ -1,4 +1,4 @@
-"""Arguments of the layer-wise transfer and of memory repair (API §4)."""
+"""Arguments of the layer-wise transfer and of memory repair (interface §4)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MemInfo:
         addr: Its address.
         size: Its length in bytes.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     mem_type: Memtype
@@ -59,7 +59,7 @@ class TransferConfig:
         ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
         TypeError: a wrong type (NoneArgument for None).
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TransferWithCacheKeyConfig:
         ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
         TypeError: a wrong type (NoneArgument for None, also for the ranges).
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ def _check_row(row: int, key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
 class LayerSynchronizer(ABC):
     """Tells ``transfer_cache_async`` when a layer's cache has been computed; implemented by the user.
 
-    Source: API §4.
+    Source: interface §4.
     """
 
     @abstractmethod
@@ -237,5 +237,5 @@ class LayerSynchronizer(ABC):
         Returns:
             True when the layer may be sent; False stops the whole job.
 
-        Source: API §4.
+        Source: interface §4.
         """

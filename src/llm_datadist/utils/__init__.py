@@ -1,1 +1,1 @@
-"""Other paths of ``llm_datadist``'s helpers (R23)."""
+"""Other paths of ``llm_datadist``'s helpers (interface R23)."""

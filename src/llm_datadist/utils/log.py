@@ -1,4 +1,5 @@
-"""Another path of the logger ``LLM_DATADIST`` (R23); what is logged here is logged there, with its caller's line."""
+"""Another path of the logger ``LLM_DATADIST`` (interface R23); what is logged here is logged there, with its caller's
+line."""
 
 from logging import Logger
 
@@ -15,6 +16,6 @@ _find_caller = logger.findCaller
 def get_logger() -> Logger:
     """Return the library's logger.
 
-    Source: API §12.
+    Source: interface §12.
     """
     return logger

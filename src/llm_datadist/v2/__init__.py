@@ -1,1 +1,1 @@
-"""Other paths of the CacheManager mode (R23)."""
+"""Other paths of the CacheManager mode (interface R23)."""

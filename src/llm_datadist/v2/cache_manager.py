@@ -1,4 +1,4 @@
-"""Another path of CacheManager (R23)."""
+"""Another path of CacheManager (interface R23)."""
 
 from llm_datadist.cache_manager import CacheManager
 
