@@ -210,7 +210,7 @@ def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(exampl
 @pytest.mark.parametrize(
     ("page", "head", "table"),
     [
-        ("architecture.md", "cache state", registry.TRANSITIONS),
+        ("interface.md", "cache state", registry.TRANSITIONS),
         ("protocol.md", "link state", {pair: frozenset({target}) for pair, target in link.TRANSITIONS.items()}),
     ],
 )
