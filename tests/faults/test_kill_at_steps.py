@@ -31,7 +31,7 @@ TIMED: Final = {"deadline", "write deadline"}
 TRANSPORTS: Final = ("shm", "cma", "tcp")
 
 
-class CachePair:
+class Ends:
     """A survivor in this process with a neighbour, and a child that dies."""
 
     def __init__(self, transport: str, *, push: bool) -> None:
@@ -81,11 +81,11 @@ def cases(choose: Callable[[list[str]], list[str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def ends(request: pytest.FixtureRequest) -> Iterator[CachePair]:
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The survivor lives through all steps; the end that is born again after one of them dies at the next."""
     before = residue()
     transport, push = request.param
-    ends = CachePair(transport, push=push)
+    ends = Ends(transport, push=push)
     yield ends
     ends.stop()
     del ends
@@ -105,7 +105,7 @@ def same(one: Bytes, other: Bytes) -> bool:
 class Scene:
     """One row to be moved, and what each end holds of it."""
 
-    ends: CachePair
+    ends: Ends
     initiator: Any
     target: Any
 
@@ -152,7 +152,7 @@ class Scene:
 
 
 @pytest.mark.parametrize(("ends", "step"), cases(list), indirect=["ends"])
-def test_r22_killed_at_a_step(ends: CachePair, step: str, tmp_path: Path) -> None:
+def test_r22_killed_at_a_step(ends: Ends, step: str, tmp_path: Path) -> None:
     """Who stands at the step is killed there."""
     before = held()
     initiator_dies = STEPS[step].end == "initiator"
@@ -176,7 +176,7 @@ def test_r22_killed_at_a_step(ends: CachePair, step: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("ends", "step"), cases(one_of_each_row), indirect=["ends"])
-def test_r22_killed_while_the_other_end_is_at_a_step(ends: CachePair, step: str, tmp_path: Path) -> None:
+def test_r22_killed_while_the_other_end_is_at_a_step(ends: Ends, step: str, tmp_path: Path) -> None:
     """Who stands at the step goes on, and finds that the other end was killed."""
     before = held()
     target_dies = STEPS[step].end == "initiator"

@@ -105,7 +105,7 @@ def test_what_is_no_fault_is_refused() -> None:
 # --- the relay --------------------------------------------------------------------------------------------------------
 
 
-class CachePair:
+class Ends:
     """A dialer and an accepted socket, with a relay between them."""
 
     def __init__(self, relay: Relay, server: socket.socket) -> None:
@@ -121,12 +121,12 @@ class CachePair:
 
 
 @pytest.fixture
-def ends() -> Iterator[CachePair]:
+def ends() -> Iterator[Ends]:
     before = residue()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(20)
         with Relay(server.getsockname()[:2]) as relay:
-            yield CachePair(relay, server)
+            yield Ends(relay, server)
     assert settled(before) == before
 
 
@@ -161,7 +161,7 @@ def saying(sock: socket.socket, data: bytes) -> Iterator[None]:
     thread.join()
 
 
-def test_without_a_fault_every_byte_arrives_both_ways(ends: CachePair) -> None:
+def test_without_a_fault_every_byte_arrives_both_ways(ends: Ends) -> None:
     up, down = random.Random(1).randbytes(3 << 20), random.Random(2).randbytes(2 << 20)
     dialer, accepted = ends.join()
     with dialer, accepted, saying(dialer, up), saying(accepted, down):
@@ -175,7 +175,7 @@ def test_without_a_fault_every_byte_arrives_both_ways(ends: CachePair) -> None:
     assert repr(ends.relay.carried()[0]) == f"<Carried control, over: {len(up) + 12} bytes up, {len(down)} down>"
 
 
-def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: CachePair) -> None:
+def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: Ends) -> None:
     ends.relay.plan("lane", "up", Fault("corrupt", at=12))
     ends.relay.plan("control", "down", Fault("drop", count=1))
     for first, up, down in ((CONTROL_PREAMBLE, DATA, DATA[1:]), (LANE_PREAMBLE, FLIPPED[:1] + DATA[1:], DATA)):
@@ -194,7 +194,7 @@ def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: CachePa
         assert exactly(accepted, 112) == LANE_PREAMBLE + DATA
 
 
-def test_a_connection_is_cut_after_a_number_of_bytes(ends: CachePair) -> None:
+def test_a_connection_is_cut_after_a_number_of_bytes(ends: Ends) -> None:
     ends.relay.plan(None, "up", Fault("truncate", at=50))
     dialer, accepted = ends.join()
     with dialer, accepted:
@@ -204,7 +204,7 @@ def test_a_connection_is_cut_after_a_number_of_bytes(ends: CachePair) -> None:
             assert heard(dialer) == b""
 
 
-def test_a_reset_reaches_both_ends(ends: CachePair) -> None:
+def test_a_reset_reaches_both_ends(ends: Ends) -> None:
     dialer, accepted = ends.join()
     with dialer, accepted:
         assert exactly(accepted, 12) == CONTROL_PREAMBLE
@@ -215,7 +215,7 @@ def test_a_reset_reaches_both_ends(ends: CachePair) -> None:
                 end.recv(1)
 
 
-def test_a_half_closed_connection_still_carries_the_other_way(ends: CachePair) -> None:
+def test_a_half_closed_connection_still_carries_the_other_way(ends: Ends) -> None:
     ends.relay.plan("control", "up", Fault("half_close", at=20))
     dialer, accepted = ends.join()
     with dialer, accepted:
@@ -225,7 +225,7 @@ def test_a_half_closed_connection_still_carries_the_other_way(ends: CachePair) -
         assert exactly(dialer, 100) == DATA
 
 
-def test_a_stalled_connection_goes_on_where_it_stopped(ends: CachePair) -> None:
+def test_a_stalled_connection_goes_on_where_it_stopped(ends: Ends) -> None:
     dialer, accepted = ends.join()
     with dialer, accepted:
         assert exactly(accepted, 12) == CONTROL_PREAMBLE
@@ -243,7 +243,7 @@ def test_a_stalled_connection_goes_on_where_it_stopped(ends: CachePair) -> None:
             assert heard(accepted) == DATA * 30_000
 
 
-def test_a_cut_cable_swallows_the_end_too(ends: CachePair) -> None:
+def test_a_cut_cable_swallows_the_end_too(ends: Ends) -> None:
     dialer, accepted = ends.join()
     with dialer, accepted:
         assert exactly(accepted, 12) == CONTROL_PREAMBLE
@@ -256,14 +256,14 @@ def test_a_cut_cable_swallows_the_end_too(ends: CachePair) -> None:
             accepted.recv(1)
 
 
-def test_a_delay_and_a_throttle_lose_nothing(ends: CachePair) -> None:
+def test_a_delay_and_a_throttle_lose_nothing(ends: Ends) -> None:
     ends.relay.plan("control", "up", Fault("delay", seconds=0.05), Fault("throttle", at=12, rate=1e6))
     dialer, accepted = ends.join()
     with dialer, accepted, saying(dialer, DATA * 500):
         assert heard(accepted) == CONTROL_PREAMBLE + DATA * 500
 
 
-def test_whoever_says_less_than_a_preamble_is_carried_too(ends: CachePair) -> None:
+def test_whoever_says_less_than_a_preamble_is_carried_too(ends: Ends) -> None:
     dialer, accepted = ends.join(b"GET")
     with dialer, accepted:
         dialer.shutdown(socket.SHUT_WR)

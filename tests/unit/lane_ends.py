@@ -125,7 +125,7 @@ class Target:
 
 
 @dataclass
-class CachePair:
+class Ends:
     """An initiator and a target in this process, with lanes between them."""
 
     near: LaneEngine
@@ -153,9 +153,9 @@ class CachePair:
 
 
 @contextmanager
-def joined(lanes: int = 1, threads: int = 1) -> Iterator[CachePair]:
+def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
     """Yield two engines with that many lanes over unix sockets."""
-    ends = CachePair(LaneEngine(threads), LaneEngine(threads))
+    ends = Ends(LaneEngine(threads), LaneEngine(threads))
     try:
         for _ in range(lanes):
             ends.join()

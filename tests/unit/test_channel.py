@@ -68,7 +68,7 @@ def test_a_parser_keeps_no_more_than_one_frame_of_a_hostile_stream() -> None:
 # --- Channel ----------------------------------------------------------------------------------------------------------
 
 
-class CachePair:
+class Ends:
     """A channel, the socket at its other end, and what the channel reported."""
 
     def __init__(self, control: ControlLoop, on_message: Callable[[Message], None] | None = None) -> None:
@@ -111,10 +111,10 @@ class CachePair:
 
 
 @contextmanager
-def channel(on_message: Callable[[Message], None] | None = None) -> Iterator[CachePair]:
+def channel(on_message: Callable[[Message], None] | None = None) -> Iterator[Ends]:
     control = ControlLoop()
     control.start()
-    ends = CachePair(control, on_message)
+    ends = Ends(control, on_message)
     try:
         yield ends
         ends.close()
@@ -248,7 +248,7 @@ def test_a_bug_in_a_handler_ends_its_own_channel_and_not_the_loop(caplog: pytest
 
     control = ControlLoop()
     control.start()
-    bad, good = CachePair(control, buggy), CachePair(control)
+    bad, good = Ends(control, buggy), Ends(control)
     bad.theirs.sendall(frame(Beat(1)) + frame(Beat(2)))
     wait_until(lambda: bool(bad.lost))
     assert "KeyError" in bad.lost[0]
@@ -298,7 +298,7 @@ def talk_until_closed(one: Channel) -> None:
 def test_a_channel_of_a_stopped_loop_ends_at_once() -> None:
     control = ControlLoop()
     control.start()
-    ends = CachePair(control)
+    ends = Ends(control)
     control.stop()
     ends.threads.clear()
     ends.channel.close("finalized")

@@ -33,7 +33,7 @@ from . import twin
 from .lane_ends import (
     DATA,
     READ,
-    CachePair,
+    Ends,
     Target,
     Wire,
     deadline,
@@ -66,7 +66,7 @@ def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
     return twin.make_plan(table, dst_first=firsts[0], src_first=firsts[1], count=count)
 
 
-def check_moves(ends: CachePair, plan: Plan, seed: int, *, tensors: int, extent: int, write: bool) -> None:
+def check_moves(ends: Ends, plan: Plan, seed: int, *, tensors: int, extent: int, write: bool) -> None:
     ours, theirs = twin.noise(seed, tensors, extent), twin.noise(seed + 1, tensors, extent)
     expected_ours, expected_theirs = [a.copy() for a in ours], [a.copy() for a in theirs]
     if write:
@@ -111,9 +111,9 @@ def test_both_directions_of_one_lane_at_once() -> None:
     nbytes, rounds = 5 * MIB, 5
     near, far, inbox, outbox = twin.noise(1, 4, nbytes)
     with joined() as ends, Target(ends.far, twin.tensors_of([far])), Target(ends.near, twin.tensors_of([near])):
-        other = CachePair(ends.far, ends.near)
+        other = Ends(ends.far, ends.near)
 
-        def pull(ends: CachePair, lane: int, into: twin.Bytes, source: twin.Bytes) -> None:
+        def pull(ends: Ends, lane: int, into: twin.Bytes, source: twin.Bytes) -> None:
             for _ in range(rounds):
                 into[:] = 0
                 assert ends.move(lane, one_row(nbytes), twin.tensors_of([into])).ending is Ending.GOOD
@@ -375,7 +375,7 @@ def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
                 assert ends.move(lane, one_row(4096), twin.tensors_of([into])).ending is Ending.GOOD
 
 
-def _child_of_fork(ends: CachePair, others: set[str]) -> int:
+def _child_of_fork(ends: Ends, others: set[str]) -> int:
     signal.alarm(20)
     try:
         for call in (ends.near.poll_events, lambda: ends.near.quiesce(0), lambda: ends.near.drop_lane(1)):
