@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
 
-__all__ = ["AccessPolicy"]
-
 
 class AccessPolicy:
     """Decides what a peer may do with a cache; every call that does not raise is a permission.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
 
-__all__ = ["AddressBook", "Locations", "Locator", "RemoteOffset", "offsets_in"]
-
 #: Ids kept per link; beyond, those of caches that are gone are dropped.
 _MANY_IDS: Final = 1024
 

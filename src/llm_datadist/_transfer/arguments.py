@@ -45,40 +45,12 @@ if TYPE_CHECKING:
     from llm_datadist._native import BlockList
     from llm_datadist._transfer.engine import Engine
 
-__all__ = [
-    "ARGUMENTS",
-    "Bindings",
-    "Rules",
-    "byte_count",
-    "check",
-    "check_accessible",
-    "check_addresses",
-    "check_blocks",
-    "check_grant",
-    "check_key_count",
-    "check_mem_infos",
-    "check_pairs",
-    "check_pull_blocks",
-    "check_push_blocks",
-    "check_single_id",
-    "check_size",
-    "equal_lengths",
-    "instance_of",
-    "layer_selection",
-    "made_here",
-    "naming_request",
-    "remote_name",
-    "require_rca",
-]
-
 #: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
 Rule = Callable[[str, object], Any]
 Rules = Mapping[str, Rule]
 
 #: Which keys a new cache gets, each with its row.
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
-
-# --- one argument by itself -------------------------------------------------------------------------------------------
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -195,8 +167,6 @@ ARGUMENTS: Final[Rules] = {
     "src_to_dst": _swap_pairs,
 }
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
 
 def check_key_count(keys: Bindings, geometry: Geometry) -> None:
     """Check that there is at most one key per batch row."""
@@ -264,9 +234,6 @@ def naming_request(req_id: object) -> Iterator[None]:
         if req_id is not None and f"req_id={req_id}" not in str(error):
             error.args = (f"{error} (req_id={req_id})", *error.args[1:])
         raise
-
-
-# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:

@@ -42,27 +42,6 @@ if TYPE_CHECKING:
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-__all__ = [
-    "EngineUser",
-    "LayerwiseArguments",
-    "Pending",
-    "RowCopy",
-    "TransferCall",
-    "allocate",
-    "awaited",
-    "blocking",
-    "copy_blocks",
-    "copy_cache",
-    "deallocate",
-    "new_handle",
-    "pull_blocks",
-    "pull_row",
-    "push_blocks",
-    "push_row",
-    "start_transfer",
-    "swap_blocks",
-]
-
 #: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
 Pending = Callable[[Deadline], None]
 Awaited = Coroutine[Any, Any, None]
@@ -144,9 +123,6 @@ def _set_result(call: Callable[..., object], result: str) -> None:
     call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
     """Allocate a cache with these keys; return its handle."""
     shape = Geometry.of(cache_desc, kind)
@@ -176,9 +152,6 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         memory=storage,
         granter=engine.grants,
     )
-
-
-# --- copies inside the process ----------------------------------------------------------------------------------------
 
 
 class RowCopy(NamedTuple):
@@ -240,9 +213,6 @@ def swap_blocks(
     ids = (src.cache_id, dst.cache_id, len(pairs[0]))
     with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
         span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
-
-
-# --- pulls and pushes -------------------------------------------------------------------------------------------------
 
 
 class TransferCall(msgspec.Struct, eq=False):
@@ -366,9 +336,6 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
         span.nbytes = engine.initiator.run(
             TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
         )
-
-
-# --- layer by layer ---------------------------------------------------------------------------------------------------
 
 
 class LayerwiseArguments:

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from llm_datadist._native import CopyPool
     from llm_datadist._transfer.resolution import Resolution
 
-__all__ = ["MAX_QUESTION_BYTES", "MAX_QUESTION_TENSORS", "ChecksumClient", "ChecksumServer", "CompletedTransfer"]
-
 MAX_QUESTION_BYTES: Final = 64 << 20
 """Bytes of memory of one question: some 10 ms of work, for which the questions of other peers wait."""
 MAX_QUESTION_TENSORS: Final = 1 << 15

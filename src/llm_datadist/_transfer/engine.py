@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
 
-__all__ = ["Engine"]
-
 #: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
 _MAX_LANE_THREADS: Final = 4
 

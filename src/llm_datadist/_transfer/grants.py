@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.store import CacheStore
 
-__all__ = ["Grants"]
-
 
 class Grants:
     """Owns a guard for every grant that has not ended.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.checksum import ChecksumClient
     from llm_datadist.types.grant import Grant
 
-__all__ = ["DestinationPin", "Initiator", "MakePlan", "TransferOp"]
-
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 

@@ -45,17 +45,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
-__all__ = [
-    "TENSORS_PER_LAYER",
-    "AddressDelivery",
-    "CacheTask",
-    "Delivery",
-    "KeyDelivery",
-    "Source",
-    "Tasks",
-    "TransferJob",
-]
-
 TENSORS_PER_LAYER: Final = 2
 """K and V: the layer-wise transfer knows no other number (interface §6.14)."""
 

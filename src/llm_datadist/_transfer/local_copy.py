@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from llm_datadist._native import CopyPool
     from llm_datadist.types import Cache
 
-__all__ = ["CacheRow", "LocalCopies", "Operand", "SwapEngine"]
-
 #: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
 _WORKERS: Final = 4
 _STAGING_BUFFERS: Final = 4

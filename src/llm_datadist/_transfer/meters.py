@@ -15,8 +15,6 @@ from llm_datadist.metrics import OperationStatistics
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Meters", "Span"]
-
 
 class Span(Protocol):
     """One operation while it runs. Used by one thread.

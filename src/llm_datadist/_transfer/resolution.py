@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-__all__ = ["RemoteName", "Resolution", "Resolving", "keep", "open_answer", "with_grant"]
-
 #: Mapped tensors kept per link, and the longest list of offsets that is worth keeping.
 _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096

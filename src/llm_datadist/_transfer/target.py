@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transport.lanes import LaneRequest
 
-__all__ = ["LaneReconnector", "LaneTarget", "Target", "encode_handle"]
-
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
 #: Bounds one attempt to reconnect all lanes of a link; finalize may wait for it.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 
-__all__ = ["check_link_status", "link_clusters", "unlink_cluster", "unlink_result", "v1_code", "v1_codes"]
-
 _OK: Final = LLMStatusCode.LLM_SUCCESS
 #: Milliseconds that undoing may take; after it the links are given up without the peer's agreement.
 _UNDO_MS: Final = 1000
