@@ -1,9 +1,8 @@
 """Raw addresses of a peer (``TransferConfig.dst_addrs``): which of its caches they are, and the right to write there.
 
-The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target looks them
-up among the tensors of its caches; an address outside all of them, or a range across the end of one, is
-``LLM_PARAM_INVALID``. Its answer ``Located`` names cache, tensor and offset. From then on the pushes are as all others:
-by cache id, resolved, under guards, planned against the true geometry.
+The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target answers
+with ``Located``: cache, tensor and offset. From then on the pushes are as all others: by cache id, resolved, under
+guards, planned against the true geometry.
 
 Without remote cache access (RCA) a target allows pushes only into caches that it has located for this link
 (``PeerCacheView.located``). Ids are never used again within an ``init``, so that right ends with the cache or the
@@ -14,7 +13,7 @@ data lanes and the same process reach, and shared memory does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFail
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -69,12 +68,7 @@ class Locator:
     ) -> Locations:
         """Return where ``addresses`` lie; ``nbytes`` bytes will be written at each.
 
-        Raises:
-            NotLinked: No link to the cluster.
-            ParamError: An address, or a part of its range, lies in no cache that the peer lets us write; the text
-                names it.
-            DeadlineExceeded: In phase ``locate``.
-            PeerLost: The link broke.
+        Raise ParamError if an address, or a part of its range, lies in no cache that the peer lets this end write.
         """
         link = self._links.get(cluster_id)
         found, allocated = [], False
@@ -99,11 +93,7 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
 
 
 def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
-    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets.
-
-    Raises:
-        ProtocolError: It is not about as many.
-    """
+    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets."""
     if not count * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
         raise ProtocolError(f"{who} located {len(answer.tensors) // 4} of {count} addresses")
     columns = ((answer.cache_ids, "<u8"), (answer.tensors, "<u4"), (answer.offsets, "<u8"))
@@ -115,10 +105,6 @@ class AddressBook:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {Locate: self.on_locate}
 
     def on_locate(self, link: Link, message: Locate) -> None:
         """Answer what lies at addresses of ours, and let the peer write there."""
@@ -168,11 +154,7 @@ class _AddressIndex:
         self._rooms = np.repeat(room, counts)[order]
 
     def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of each address.
-
-        Raises:
-            ParamError: One of them, or a part of what follows it, is in no tensor.
-        """
+        """Return the row of each address; raise ParamError if one, or a part of its range, is in no tensor."""
         # The last tensor that begins at or before an address holds it, unless caches overlap.
         found = np.searchsorted(self.bases, addresses, side="right") - 1
         if len(self.bases):

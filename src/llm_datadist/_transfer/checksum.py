@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -305,10 +305,6 @@ class ChecksumServer:
         self._lock = threading.Lock()
         self._queues: dict[Link, _Queue] = {}  # the first one is next
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-datadist-verify")
-
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {Verify: self.on_verify}
 
     def on_verify(self, link: Link, message: Verify) -> None:
         """Queue a peer's question. Threads: control."""

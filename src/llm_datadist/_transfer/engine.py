@@ -11,10 +11,11 @@ import errno
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
+from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
@@ -135,10 +136,13 @@ class Engine:
     def _make_links(self) -> LinkManager:
         options = self.options
         transport = None if options.transport == "auto" else options.transport
-        handlers = {
-            **self._target.handlers(),
-            **self._checksums.handlers(),
-            **AddressBook(self.store).handlers(),
+        handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
+            messages.Resolve: self._target.on_resolve,
+            messages.Resolved: self._target.on_late_answer,
+            messages.Release: self._target.on_release,
+            messages.Consumed: self._target.on_consumed,
+            messages.Verify: self._checksums.on_verify,
+            messages.Locate: AddressBook(self.store).on_locate,
         }
         return LinkManager(
             self._control,
@@ -236,7 +240,7 @@ class Engine:
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
-        self._target.expire(now)
+        self.store.apply(self.store.registry.expire(now))
         self.store.sweep()
 
     def statistics(self) -> Statistics:
