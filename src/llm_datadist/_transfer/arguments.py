@@ -254,7 +254,7 @@ def layer_selection(
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
     if src_layer_range is None and dst_layer_range is None:
-        return _all_layers(per_layer)
+        return _selection(None, None, per_layer)
     ranges = [
         None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
@@ -262,10 +262,8 @@ def layer_selection(
     return LayerSelection(ranges[0], ranges[1], per_layer)
 
 
-@lru_cache(maxsize=64)
-def _all_layers(tensors_per_layer: int) -> LayerSelection:
-    """Return the selection of a call without layer ranges, made once."""
-    return LayerSelection(None, None, tensors_per_layer)
+#: For calls without layer ranges.
+_selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check_single_id(key: object) -> None:
@@ -346,7 +344,7 @@ def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 def check_pairs(
     src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
 ) -> None:
-    """Check for two lists of equal length, not empty; ``names``: what the caller calls them."""
+    """Check for two lists of equal length, not empty; the caller calls them ``names``."""
     check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks, names)
 

@@ -206,12 +206,10 @@ def swap_blocks(
     names: tuple[str, str],
     _: Deadline,
 ) -> None:
-    """Move blocks between device and host memory; there is no deadline (interface R6).
-
-    ``names``: what the caller knows the two caches as.
-    """
-    ids = (src.cache_id, dst.cache_id, len(pairs[0]))
-    with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
+    """Move blocks between device and host memory; there is no deadline (interface R6)."""
+    with engine.meters.span(
+        "swap_blocks", "src=%d dst=%d %d blocks", src.cache_id, dst.cache_id, len(pairs[0])
+    ) as span:
         span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
 
 
@@ -219,12 +217,12 @@ class TransferCall(msgspec.Struct, eq=False):
     """One pull or push, its own arguments checked. Used by one thread.
 
     Attributes:
-        engine: Whose cache it is.
-        what: What the caller knows the call as: in errors, logs and statistics.
-        argument: What the caller knows the local cache as.
+        what: The caller's name of the call: in errors, logs and statistics.
+        argument: The caller's name of the local cache.
         cache_id: The local cache.
         name: The remote one.
-        layers: Which of their layers.
+
+    As text it is what errors call the local cache.
     """
 
     engine: Engine
@@ -235,20 +233,13 @@ class TransferCall(msgspec.Struct, eq=False):
     layers: LayerSelection
 
     def __str__(self) -> str:
-        """Name the local cache as errors do."""
         return f"{self.what}: {self.argument}"
 
 
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1.
-
-    Offsets are bytes into either row.
-
-    Raises:
-        CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.run`.
-    """
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into a row."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
@@ -275,11 +266,10 @@ def pull_blocks(
     *,
     name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26). Errors as
-    :func:`pull_row`.
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26).
 
     Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name``: what the caller knows ``dst_blocks`` as.
+    ``name`` is the caller's of ``dst_blocks``.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -299,7 +289,7 @@ def pull_blocks(
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
-    """Push the local ``row`` into the remote one. Errors as :func:`pull_row`."""
+    """Push the local ``row`` into the remote one."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,
@@ -319,8 +309,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26). Errors as
-    :func:`pull_row`."""
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
@@ -341,16 +330,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
 class LayerwiseArguments:
     """The arguments of transfer_cache_async but for the source, checked in their documented order.
 
-    Args:
-        layer_synchronizer: Says when a layer is ready.
-        transfer_configs: The destinations.
-        src_block_indices: Blocks of the source, or None.
-        dst_block_indices: Blocks of the destination, or None.
-        dst_block_memory_size: Bytes of a destination block, or None.
-        by_key: Configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
-
-    Raises:
-        TypeError, ParamError: See :meth:`CacheManager.transfer_cache_async`.
+    ``by_key``: configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
     """
 
     def __init__(
@@ -415,10 +395,7 @@ def start_transfer(
     given: LayerwiseArguments,
     timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Hold the source, whose placement was checked, and start the thread.
-
-    ``timeout_code``: what a time-out is called by this interface.
-    """
+    """Hold the source, whose placement was checked, and start the thread."""
     store = engine.store
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")

@@ -65,17 +65,7 @@ _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class CompletedTransfer:
-    """A transfer whose bytes have arrived, still to be compared.
-
-    Attributes:
-        link: The link that it used.
-        local: The cache of this end.
-        remote: The peer's cache.
-        push: True if the bytes went to the peer.
-        same_memory: True if both caches are the same tensors.
-        deadline: Of the whole call.
-        what: Name of the call, for errors.
-    """
+    """A transfer whose bytes have arrived, still to be compared; the deadline is that of the whole call."""
 
     link: Link
     local: Entry
@@ -95,11 +85,7 @@ class CompletedTransfer:
 
 
 class ChecksumClient:
-    """Compares both ends after a transfer. Threads: any; keeps no state.
-
-    Args:
-        pool: Threads that help to digest, or None.
-    """
+    """Compares both ends after a transfer. Threads: any; keeps no state."""
 
     def __init__(self, pool: CopyPool | None) -> None:
         self._pool = pool
@@ -292,10 +278,6 @@ class ChecksumServer:
 
     Threads: the control thread fills the queues, ``llm-datadist-verify`` empties them; it exists from the first
     question to :meth:`close`. The lock guards the queues.
-
-    Args:
-        store: The caches asked about.
-        pool: Threads that help to digest, or None.
     """
 
     def __init__(self, store: CacheStore, pool: CopyPool | None) -> None:

@@ -38,7 +38,6 @@ from llm_datadist.errors import LinkError, StateError
 from llm_datadist.metrics import Statistics
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
@@ -51,41 +50,24 @@ _MAX_LANE_THREADS: Final = 4
 
 
 class Engine:
-    """Everything between ``init`` and ``finalize``. Threads: any.
-
-    Attributes:
-        options: The options of init, parsed.
-        store: Caches and their memory.
-        links: Links to peers.
-        initiator: Pulls and pushes.
-        locator: Looks up addresses at peers.
-        tasks: Layer-wise jobs.
-        workers: Threads of awaited calls.
-        local: Copies inside the process.
-        grants: Grants given to peers.
-        meters: Totals per operation.
-        alive: False once finalized.
-    """
+    """Everything between ``init`` and ``finalize``; ``alive`` is False from then on. Threads: any."""
 
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
         self.options = options
         self.meters = Meters()
         self.alive = True
-        # The port first: if it is busy nothing else has been built.
-        listening = bind(options.listen) if options.listen is not None else None
-        try:
-            self._build(device or HostDevice(), listening)
-        except BaseException:
-            if listening is not None:
-                listening.close()
-            raise
+        self._build(device or HostDevice())
 
-    def _build(self, device: Device, listening: socket.socket | None) -> None:
+    def _build(self, device: Device) -> None:
         """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
+        # The port first: if it is busy nothing else has been built.
+        listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
+            if listening is not None:
+                undo.callback(listening.close)
             self.store = CacheStore(options, device, HostDevice(), incarnation)
             undo.callback(self.store.close)
             threads = options.copy_threads or _native.usable_cpus()
@@ -153,12 +135,7 @@ class Engine:
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
-        """Start linking the members of a rank table; return the communicator's id.
-
-        Raises:
-            ParamError: The table is malformed, or has no address of a member.
-            LinkRefused: The communicator cannot be opened.
-        """
+        """Start linking the members of a rank table; return the communicator's id."""
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options

@@ -16,7 +16,7 @@ from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import CompletedTransfer
-from llm_datadist._transfer.resolution import RemoteName, Resolution, Resolving, keep, open_answer, with_grant
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
@@ -53,26 +53,20 @@ class DestinationPin(msgspec.Struct, eq=False):
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Allow the next part to go to cache ``cache_id``, as which ``name`` was resolved.
-
-        Raises:
-            TransferFailed: An earlier part went elsewhere.
-        """
-        if self._peer is not None and self._peer.incarnation != peer.incarnation:
-            raise TransferFailed(
-                f"{what}: {peer} has been initialised anew; what was sent before went to {self._peer} and is not there "
-                "any more; send all of it again",
-                peer=peer.cluster_id,
-                phase="resolve",
-            )
+        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, which ``name`` resolved to."""
         before = self._caches.get(name, cache_id)
-        if before != cache_id:
-            raise TransferFailed(
-                f"{what}: {name} has been bound anew meanwhile: it is cache {cache_id} of {peer} now, and cache "
-                f"{before} there may hold a part of what was pushed; send all of it again",
-                peer=peer.cluster_id,
-                phase="resolve",
+        if self._peer is not None and self._peer.incarnation != peer.incarnation:
+            moved = (
+                f"{peer} has been initialised anew; what was sent before went to {self._peer} and is not there any more"
             )
+        elif before != cache_id:
+            moved = (
+                f"{name} has been bound anew meanwhile: it is cache {cache_id} of {peer} now, and cache {before} there "
+                "may hold a part of what was pushed"
+            )
+        else:
+            return
+        raise TransferFailed(f"{what}: {moved}; send all of it again", peer=peer.cluster_id, phase="resolve")
 
     def record(self, peer: Peer, name: Hashable, cache_id: int) -> None:
         """Note that a part has arrived there, or may have."""
@@ -93,6 +87,8 @@ class TransferOp(msgspec.Struct, eq=False):
         consumes: True if a complete push consumes the key of the remote row (interface R5).
         grant: A pull succeeds only while this grant holds too.
         destination_pin: Where the earlier parts of a push in parts went.
+
+    As text it is what errors call its resolve.
     """
 
     name: RemoteName
@@ -104,6 +100,9 @@ class TransferOp(msgspec.Struct, eq=False):
     consumes: bool = False
     grant: Grant | None = None
     destination_pin: DestinationPin | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}: resolving {self.name}"
 
 
 class Initiator:
@@ -167,7 +166,7 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("ask", link)
         try:
-            answer = link.request(build, deadline, Resolving(op.what, name), "resolve")
+            answer = link.request(build, deadline, op, "resolve")
         except RemoteFailure as failure:
             raise failure.typed(op.what) from failure
         if not isinstance(answer, Resolved):
@@ -191,7 +190,9 @@ class Initiator:
                 return None
             pair = remote.pair
             if pair is None or pair.cache_id != op.local.cache_id:
-                pair = remote.pair = _compare(link, op.local, remote)
+                comparable = link.connection.capabilities.same_addresses or not remote.tensors.private
+                same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
+                pair = remote.pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
             if steps.watch is not None:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
@@ -257,14 +258,6 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
         return remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
-
-
-def _compare(link: Link, local: Entry, remote: Resolution) -> CachePair:
-    """Pair both caches, and find out if they are the same tensors."""
-    theirs = remote.tensors
-    comparable = link.connection.capabilities.same_addresses or not theirs.private
-    same_memory = comparable and local.storage.tensors.native.same_bases(theirs.native)
-    return CachePair(remote.geometry, remote.row, local.cache_id, same_memory)
 
 
 def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:

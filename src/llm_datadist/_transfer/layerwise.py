@@ -72,9 +72,7 @@ class TransferJob:
     transfer runs; nothing is called under it.
 
     Args:
-        name: For messages and the thread.
         deliveries: The destinations, one for each config.
-        synchronizer: Returns when a layer is ready.
         release: Gives the source's memory back; called once, at the end of the job.
         timeout_code: The status of a time-out in this interface.
 
@@ -213,11 +211,7 @@ class TransferJob:
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Wait for the end; return False when the time is over first.
-
-        Raises:
-            StateError: Called by the job's own synchronizer, or in a forked child, which has no such thread.
-        """
+        """Wait for the end; return False when the time is over first."""
         if os.getpid() != self._pid:
             raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
         if threading.current_thread() is self._thread:
@@ -300,8 +294,7 @@ class CacheTask:
 class Tasks:
     """Owns the jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
 
-    Args:
-        patience_ms: The longest time that one transfer takes.
+    One transfer takes ``patience_ms`` at most.
     """
 
     def __init__(self, patience_ms: int) -> None:
@@ -312,15 +305,11 @@ class Tasks:
         self._stopped = False
 
     def name(self) -> str:
-        """Return the name of the next job."""
+        """Name the next job."""
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
-        """Run a job in its own thread.
-
-        Raises:
-            StateError: finalize has begun, or the system has no thread left; the job has ended.
-        """
+        """Run a job in its own thread; when it cannot, the job has ended."""
         thread = threading.Thread(target=job.run, name=job.name, daemon=True)
         refusal: StateError | None = None
         with self._lock:
@@ -458,9 +447,8 @@ class AddressDelivery:
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
 
-        Raises:
-            TransferFailed: Another cache is there than at an earlier layer, and one of the two is memory of the peer's
-                pools: what was sent before is lost. Memory of the user is the same, however it is registered.
+        If another cache is there than at an earlier layer, and one of the two is memory of the peer's pools, what was
+        sent before is lost. Memory of the user is the same, however it is registered.
         """
         before = self.located
         now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
