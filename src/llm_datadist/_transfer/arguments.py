@@ -29,7 +29,6 @@ from llm_datadist._checks import (
     check_uint64_list,
     type_error,
 )
-from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._native import BlockList
-    from llm_datadist._transfer.engine import Engine
 
 #: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
 Rule = Callable[[str, object], Any]
@@ -51,6 +49,9 @@ Rules = Mapping[str, Rule]
 
 #: Which keys a new cache gets, each with its row.
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
+
+#: For calls without layer ranges, which are most.
+_selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -214,17 +215,6 @@ def check_mem_infos(mem_infos: object) -> None:
         check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
 
 
-def made_here(call: str, cache: Cache, engine: Engine) -> bool:
-    """Return True unless ``cache`` is of another LLMDataDist, or from before ``finalize``, which is logged.
-
-    Such a handle's id is another cache's here.
-    """
-    if cache._granter is None or cache._granter is engine.grants:
-        return True
-    logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
-    return False
-
-
 @contextmanager
 def naming_request(req_id: object) -> Iterator[None]:
     """Put ``req_id=N`` into the text of every error of the block (interface R9)."""
@@ -260,10 +250,6 @@ def layer_selection(
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
     ]
     return LayerSelection(ranges[0], ranges[1], per_layer)
-
-
-#: For calls without layer ranges.
-_selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check_single_id(key: object) -> None:

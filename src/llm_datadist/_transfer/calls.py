@@ -18,6 +18,7 @@ from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
 from llm_datadist._checks import check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
@@ -134,7 +135,9 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
     """Give back the cache of a handle of this engine, and empty the handle."""
-    if not arguments.made_here(call, cache, engine):
+    if cache._granter is not None and cache._granter is not engine.grants:
+        # Its id is another cache's here.
+        logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
         return
     with engine.meters.span(call, "id=%d", cache.cache_id):
         cache._empty()  # first: as long as the handle has addresses, the registry has the cache
@@ -207,9 +210,8 @@ def swap_blocks(
     _: Deadline,
 ) -> None:
     """Move blocks between device and host memory; there is no deadline (interface R6)."""
-    with engine.meters.span(
-        "swap_blocks", "src=%d dst=%d %d blocks", src.cache_id, dst.cache_id, len(pairs[0])
-    ) as span:
+    ids = (src.cache_id, dst.cache_id, len(pairs[0]))
+    with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
         span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
 
 

@@ -98,8 +98,6 @@ class ChecksumClient:
         Raises:
             ChecksumMismatch: They differ; the text names the first place.
             TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it did not answer.
-            DeadlineExceeded: No answer in time (phase ``verify``).
-            PeerLost: The link broke.
         """
         plan = standing(plan, alias=done.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0

@@ -81,8 +81,6 @@ class TransferOp(msgspec.Struct, eq=False):
         name: The remote cache. A push without remote cache access reaches only caches located before.
         local: The cache of this end; the caller holds it.
         make_plan: Returns what to copy, once both caches are known; may raise ParamError.
-        deadline: Of the whole call.
-        what: The public call, for errors.
         push: True if the bytes go to the remote cache.
         consumes: True if a complete push consumes the key of the remote row (interface R5).
         grant: A pull succeeds only while this grant holds too.
@@ -114,18 +112,7 @@ class Initiator:
         self._verifier = verifier
 
     def run(self, op: TransferOp) -> int:
-        """Resolve, copy and settle; return the bytes moved.
-
-        Raises:
-            NotLinked: No link to the cluster.
-            CacheNotFound: The target has no such key, id or row.
-            ParamError: Geometry or indices do not fit, or the target does not allow it.
-            LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
-            DeadlineExceeded: In phase ``resolve``, ``copy`` or ``verify``.
-            TransferFailed: The remote cache changed during the copy, the grant ended, or a part went elsewhere.
-            ChecksumMismatch: Both ends differ after the copy.
-            PeerLost: The link broke.
-        """
+        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_blocks`."""
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)

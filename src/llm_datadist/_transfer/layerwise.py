@@ -365,7 +365,7 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the deliveries of one job send, and by what. Threads: the job's own.
+    """What one delivery sends, and by what. Threads: the job's own.
 
     Attributes:
         entry: The local cache; the job holds it.
@@ -379,10 +379,11 @@ class Source:
     locator: Locator
     meters: Meters
     timeout_ms: int
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, destination_pin: DestinationPin) -> int:
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:
         """Push a part, which consumes no key; return the bytes moved."""
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=destination_pin)
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=self.destination_pin)
         return self.initiator.run(op)
 
 
@@ -394,7 +395,6 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -413,8 +413,7 @@ class KeyDelivery:
             return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
         with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            deadline = Deadline(self.source.timeout_ms)
-            span.nbytes = self.source.push(self.name, plan, deadline, self.destination_pin)
+            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms))
 
 
 @dataclass(slots=True)
@@ -425,7 +424,6 @@ class AddressDelivery:
     cluster_id: int
     addresses: Sequence[int]
     layers: range
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
     located: Locations | None = None
 
     def send(self, layer: int) -> None:
@@ -480,4 +478,4 @@ class AddressDelivery:
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
         name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.source.push(name, plan, deadline, self.destination_pin)
+        return self.source.push(name, plan, deadline)
