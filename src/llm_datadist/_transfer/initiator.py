@@ -112,7 +112,7 @@ class Initiator:
         self._verifier = verifier
 
     def run(self, op: TransferOp) -> int:
-        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_blocks`."""
+        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
