@@ -100,39 +100,34 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-class AddressBook:
-    """Answers :class:`~llm_datadist._links.messages.Locate`. Threads: control."""
+def on_locate(store: CacheStore, link: Link, message: Locate) -> None:
+    """Answer what lies at addresses of ours, and let the peer write there. Threads: control."""
+    try:
+        answer: Message = _located(store, link, message)
+    except LLMException as error:
+        answer = failed(message.id, error)
+    link.tell(answer)
 
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
 
-    def on_locate(self, link: Link, message: Locate) -> None:
-        """Answer what lies at addresses of ours, and let the peer write there."""
-        try:
-            answer: Message = self._located(link, message)
-        except LLMException as error:
-            answer = failed(message.id, error)
-        link.tell(answer)
-
-    def _located(self, link: Link, message: Locate) -> Located:
-        if len(message.addresses) % 8 or message.nbytes < 1:
-            raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
-        addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
-        entries, _, _ = self._store.registry.snapshot()
-        live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
-        index = _AddressIndex(live, message.nbytes)
-        found = index.find(addresses)
-        cache_ids = index.cache_ids[found]
-        if len(link.caches.located) > _MANY_IDS:
-            link.caches.located &= {entry.cache_id for entry in live}
-        link.caches.located |= set(cache_ids.tolist())
-        return Located(
-            message.id,
-            cache_ids.astype("<u8").tobytes(),
-            index.tensors[found].astype("<u4").tobytes(),
-            (addresses - index.bases[found]).astype("<u8").tobytes(),
-            bool(index.owned[found].any()),
-        )
+def _located(store: CacheStore, link: Link, message: Locate) -> Located:
+    if len(message.addresses) % 8 or message.nbytes < 1:
+        raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
+    addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
+    entries, _, _ = store.registry.snapshot()
+    live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+    index = _AddressIndex(live, message.nbytes)
+    found = index.find(addresses)
+    cache_ids = index.cache_ids[found]
+    if len(link.caches.located) > _MANY_IDS:
+        link.caches.located &= {entry.cache_id for entry in live}
+    link.caches.located |= set(cache_ids.tolist())
+    return Located(
+        message.id,
+        cache_ids.astype("<u8").tobytes(),
+        index.tensors[found].astype("<u4").tobytes(),
+        (addresses - index.bases[found]).astype("<u8").tobytes(),
+        bool(index.owned[found].any()),
+    )
 
 
 class _AddressIndex:

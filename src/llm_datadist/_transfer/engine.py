@@ -11,6 +11,7 @@ import errno
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
@@ -23,8 +24,8 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._transfer.addresses import AddressBook, Locator
-from llm_datadist._transfer.checksum import ChecksumClient, ChecksumServer
+from llm_datadist._transfer.addresses import Locator, on_locate
+from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
@@ -97,8 +98,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            verifier = ChecksumClient(self._copy_pool) if options.checksum else None
-            self.initiator = Initiator(self.links, self._copy_pool, verifier)
+            self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
             self.locator = Locator(self.links)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
@@ -124,7 +124,7 @@ class Engine:
             messages.Release: self._target.on_release,
             messages.Consumed: self._target.on_consumed,
             messages.Verify: self._checksums.on_verify,
-            messages.Locate: AddressBook(self.store).on_locate,
+            messages.Locate: partial(on_locate, self.store),
         }
         return LinkManager(
             self._control,

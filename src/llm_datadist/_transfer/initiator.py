@@ -15,7 +15,7 @@ from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan, steps
-from llm_datadist._transfer.checksum import CompletedTransfer
+from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool
-    from llm_datadist._transfer.checksum import ChecksumClient
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.
@@ -106,10 +105,10 @@ class TransferOp(msgspec.Struct, eq=False):
 class Initiator:
     """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: ChecksumClient | None = None) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, *, checksum: bool) -> None:
         self._links = links
         self._pool = pool
-        self._verifier = verifier
+        self._checksum = checksum
 
     def run(self, op: TransferOp) -> int:
         """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
@@ -188,9 +187,10 @@ class Initiator:
         finally:
             if intent is not None:
                 intent.end()
-        if self._verifier is not None:  # while the pin keeps what the peer is asked about
-            done = CompletedTransfer(link, op.local, remote, op.push, pair.same_memory, op.deadline, op.what)
-            self._verifier.verify(done, plan)
+        if self._checksum:  # while the pin keeps what the peer is asked about
+            same_memory = pair.same_memory
+            comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
+            comparison.verify(plan)
         return plan
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
