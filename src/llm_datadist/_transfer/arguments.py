@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -85,10 +85,6 @@ def _blocks_key(name: str, value: object) -> Bindings:
     return [] if value is None else [(check_type(name, value, BlocksCacheKey), 0)]
 
 
-def _addresses(name: str, value: object) -> list[int]:
-    return check_uint64_list(name, value, tuple_ok=False)  # no tuple (interface §6.6)
-
-
 def _optional_uint64(name: str, value: object) -> int | None:
     return None if value is None else check_uint64(name, value)
 
@@ -145,7 +141,7 @@ ARGUMENTS: Final[Rules] = {
     "cache_desc": instance_of(CacheDesc),
     "cache_keys": _row_keys,
     "blocks_cache_key": _blocks_key,
-    "addrs": _addresses,
+    "addrs": partial(check_uint64_list, tuple_ok=False),  # interface §6.6
     "cache_id": check_int64,
     "cache": _CACHE,
     "src_cache": _CACHE,
