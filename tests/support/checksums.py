@@ -111,4 +111,4 @@ def block_answers(world: World, go: Path) -> None:
 def questions(world: World) -> int:
     """Return how many questions wait for an answer of this end."""
     assert world.dd._engine is not None
-    return sum(len(queue.questions) for queue in world.dd._engine._checksums._queues.values())
+    return sum(len(queue) for queue in world.dd._engine._checksums._queues.values())

@@ -12,30 +12,21 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
 
-__all__ = ["AccessPolicy"]
-
 
 class AccessPolicy:
-    """Decides what a peer may do with a cache; every call that does not raise is a permission.
+    """Decides what a peer may do with a cache; a call that does not raise permits. Threads: any; keeps no state.
 
     A peer may use a cache that is remote accessible, under a pin where one is needed. It may write where this end has
     remote cache access (RCA), or into a cache that it has located by address over the same link.
-
-    Threads: any; it keeps no state.
     """
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
 
     def require_push(self, link: object, cache_id: int | None) -> None:
-        """Allow the peer to write a cache; ``cache_id`` is None where it named a key.
-
-        Raises:
-            ParamError: No remote cache access, and the cache was not located over this link.
-        """
-        if self._store.remote_accessible:
-            return
-        if not (isinstance(link, Link) and cache_id in link.caches.located):
+        """Raise ParamError unless the peer may write a cache; ``cache_id`` is None where it named a key."""
+        located = isinstance(link, Link) and cache_id in link.caches.located
+        if not self._store.remote_accessible and not located:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
 
     def needs_pin(self, entry: Entry) -> bool:
@@ -44,15 +35,10 @@ class AccessPolicy:
         A complete pull consumes a row's key, after which the memory may be freed. Nothing is consumed of blocks
         caches, nor of registered ones with remote cache access: a peer may keep where these are, protected by guards.
         """
-        registered_with_access = not entry.owned and self._store.remote_accessible
-        return entry.geometry.kind is CacheKind.CACHE and not registered_with_access
+        return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._store.remote_accessible)
 
     def require_use(self, entry: Entry, pin: int) -> None:
-        """Allow the peer to use a cache under ``pin``, or without one where that is 0.
-
-        Raises:
-            ParamError: Not remote accessible, or it needs a pin.
-        """
+        """Raise ParamError unless the peer may use a cache under ``pin``; 0 stands for none."""
         if not entry.remote_accessible:
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
         if not pin and self.needs_pin(entry):

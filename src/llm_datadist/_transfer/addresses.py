@@ -1,9 +1,8 @@
 """Raw addresses of a peer (``TransferConfig.dst_addrs``): which of its caches they are, and the right to write there.
 
-The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target looks them
-up among the tensors of its caches; an address outside all of them, or a range across the end of one, is
-``LLM_PARAM_INVALID``. Its answer ``Located`` names cache, tensor and offset. From then on the pushes are as all others:
-by cache id, resolved, under guards, planned against the true geometry.
+The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target answers
+with ``Located``: cache, tensor and offset. From then on the pushes are as all others: by cache id, resolved, under
+guards, planned against the true geometry.
 
 Without remote cache access (RCA) a target allows pushes only into caches that it has located for this link
 (``PeerCacheView.located``). Ids are never used again within an ``init``, so that right ends with the cache or the
@@ -14,7 +13,7 @@ data lanes and the same process reach, and shared memory does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFail
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
-
-__all__ = ["AddressBook", "Locations", "Locator", "RemoteOffset", "offsets_in"]
 
 #: Ids kept per link; beyond, those of caches that are gone are dropped.
 _MANY_IDS: Final = 1024
@@ -71,12 +68,7 @@ class Locator:
     ) -> Locations:
         """Return where ``addresses`` lie; ``nbytes`` bytes will be written at each.
 
-        Raises:
-            NotLinked: No link to the cluster.
-            ParamError: An address, or a part of its range, lies in no cache that the peer lets us write; the text
-                names it.
-            DeadlineExceeded: In phase ``locate``.
-            PeerLost: The link broke.
+        Raise ParamError if an address, or a part of its range, lies in no cache that the peer lets this end write.
         """
         link = self._links.get(cluster_id)
         found, allocated = [], False
@@ -101,54 +93,41 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
 
 
 def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
-    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets.
-
-    Raises:
-        ProtocolError: It is not about as many.
-    """
+    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets."""
     if not count * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
         raise ProtocolError(f"{who} located {len(answer.tensors) // 4} of {count} addresses")
     columns = ((answer.cache_ids, "<u8"), (answer.tensors, "<u4"), (answer.offsets, "<u8"))
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-class AddressBook:
-    """Answers :class:`~llm_datadist._links.messages.Locate`. Threads: control."""
+def on_locate(store: CacheStore, link: Link, message: Locate) -> None:
+    """Answer what lies at addresses of ours, and let the peer write there. Threads: control."""
+    try:
+        answer: Message = _located(store, link, message)
+    except LLMException as error:
+        answer = failed(message.id, error)
+    link.tell(answer)
 
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
 
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {Locate: self.on_locate}
-
-    def on_locate(self, link: Link, message: Locate) -> None:
-        """Answer what lies at addresses of ours, and let the peer write there."""
-        try:
-            answer: Message = self._located(link, message)
-        except LLMException as error:
-            answer = failed(message.id, error)
-        link.tell(answer)
-
-    def _located(self, link: Link, message: Locate) -> Located:
-        if len(message.addresses) % 8 or message.nbytes < 1:
-            raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
-        addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
-        entries, _, _ = self._store.registry.snapshot()
-        live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
-        index = _AddressIndex(live, message.nbytes)
-        found = index.find(addresses)
-        cache_ids = index.cache_ids[found]
-        if len(link.caches.located) > _MANY_IDS:
-            link.caches.located &= {entry.cache_id for entry in live}
-        link.caches.located |= set(cache_ids.tolist())
-        return Located(
-            message.id,
-            cache_ids.astype("<u8").tobytes(),
-            index.tensors[found].astype("<u4").tobytes(),
-            (addresses - index.bases[found]).astype("<u8").tobytes(),
-            bool(index.owned[found].any()),
-        )
+def _located(store: CacheStore, link: Link, message: Locate) -> Located:
+    if len(message.addresses) % 8 or message.nbytes < 1:
+        raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
+    addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
+    entries, _, _ = store.registry.snapshot()
+    live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+    index = _AddressIndex(live, message.nbytes)
+    found = index.find(addresses)
+    cache_ids = index.cache_ids[found]
+    if len(link.caches.located) > _MANY_IDS:
+        link.caches.located &= {entry.cache_id for entry in live}
+    link.caches.located |= set(cache_ids.tolist())
+    return Located(
+        message.id,
+        cache_ids.astype("<u8").tobytes(),
+        index.tensors[found].astype("<u4").tobytes(),
+        (addresses - index.bases[found]).astype("<u8").tobytes(),
+        bool(index.owned[found].any()),
+    )
 
 
 class _AddressIndex:
@@ -170,11 +149,7 @@ class _AddressIndex:
         self._rooms = np.repeat(room, counts)[order]
 
     def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of each address.
-
-        Raises:
-            ParamError: One of them, or a part of what follows it, is in no tensor.
-        """
+        """Return the row of each address; raise ParamError if one, or a part of its range, is in no tensor."""
         # The last tensor that begins at or before an address holds it, unless caches overlap.
         found = np.searchsorted(self.bases, addresses, side="right") - 1
         if len(self.bases):

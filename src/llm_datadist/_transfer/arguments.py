@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,7 +29,6 @@ from llm_datadist._checks import (
     check_uint64_list,
     type_error,
 )
-from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
@@ -43,33 +42,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._native import BlockList
-    from llm_datadist._transfer.engine import Engine
-
-__all__ = [
-    "ARGUMENTS",
-    "Bindings",
-    "Rules",
-    "byte_count",
-    "check",
-    "check_accessible",
-    "check_addresses",
-    "check_blocks",
-    "check_grant",
-    "check_key_count",
-    "check_mem_infos",
-    "check_pairs",
-    "check_pull_blocks",
-    "check_push_blocks",
-    "check_single_id",
-    "check_size",
-    "equal_lengths",
-    "instance_of",
-    "layer_selection",
-    "made_here",
-    "naming_request",
-    "remote_name",
-    "require_rca",
-]
 
 #: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
 Rule = Callable[[str, object], Any]
@@ -78,7 +50,8 @@ Rules = Mapping[str, Rule]
 #: Which keys a new cache gets, each with its row.
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
 
-# --- one argument by itself -------------------------------------------------------------------------------------------
+#: For calls without layer ranges, which are most.
+_selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -110,10 +83,6 @@ def _row_keys(name: str, value: object) -> Bindings:
 
 def _blocks_key(name: str, value: object) -> Bindings:
     return [] if value is None else [(check_type(name, value, BlocksCacheKey), 0)]
-
-
-def _addresses(name: str, value: object) -> list[int]:
-    return check_uint64_list(name, value, tuple_ok=False)  # no tuple (interface §6.6)
 
 
 def _optional_uint64(name: str, value: object) -> int | None:
@@ -172,7 +141,7 @@ ARGUMENTS: Final[Rules] = {
     "cache_desc": instance_of(CacheDesc),
     "cache_keys": _row_keys,
     "blocks_cache_key": _blocks_key,
-    "addrs": _addresses,
+    "addrs": partial(check_uint64_list, tuple_ok=False),  # interface §6.6
     "cache_id": check_int64,
     "cache": _CACHE,
     "src_cache": _CACHE,
@@ -194,8 +163,6 @@ ARGUMENTS: Final[Rules] = {
     "copy_block_info": _copy_pairs,
     "src_to_dst": _swap_pairs,
 }
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def check_key_count(keys: Bindings, geometry: Geometry) -> None:
@@ -244,17 +211,6 @@ def check_mem_infos(mem_infos: object) -> None:
         check_rule(info.addr > 0 and info.size > 0, f"mem_infos[{i}]={info}: addr and size must be above 0")
 
 
-def made_here(call: str, cache: Cache, engine: Engine) -> bool:
-    """Return True unless ``cache`` is of another LLMDataDist, or from before ``finalize``, which is logged.
-
-    Such a handle's id is another cache's here.
-    """
-    if cache._granter is None or cache._granter is engine.grants:
-        return True
-    logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
-    return False
-
-
 @contextmanager
 def naming_request(req_id: object) -> Iterator[None]:
     """Put ``req_id=N`` into the text of every error of the block (interface R9)."""
@@ -264,9 +220,6 @@ def naming_request(req_id: object) -> Iterator[None]:
         if req_id is not None and f"req_id={req_id}" not in str(error):
             error.args = (f"{error} (req_id={req_id})", *error.args[1:])
         raise
-
-
-# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:
@@ -287,18 +240,12 @@ def layer_selection(
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
     if src_layer_range is None and dst_layer_range is None:
-        return _all_layers(per_layer)
+        return _selection(None, None, per_layer)
     ranges = [
         None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))
     ]
     return LayerSelection(ranges[0], ranges[1], per_layer)
-
-
-@lru_cache(maxsize=64)
-def _all_layers(tensors_per_layer: int) -> LayerSelection:
-    """Return the selection of a call without layer ranges, made once."""
-    return LayerSelection(None, None, tensors_per_layer)
 
 
 def check_single_id(key: object) -> None:
@@ -379,7 +326,7 @@ def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 def check_pairs(
     src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
 ) -> None:
-    """Check for two lists of equal length, not empty; ``names``: what the caller calls them."""
+    """Check for two lists of equal length, not empty; the caller calls them ``names``."""
     check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks, names)
 

@@ -18,6 +18,7 @@ from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
 from llm_datadist._checks import check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
@@ -41,27 +42,6 @@ if TYPE_CHECKING:
     from llm_datadist.types.grant import Grant
 
     Config = TransferConfig | TransferWithCacheKeyConfig
-
-__all__ = [
-    "EngineUser",
-    "LayerwiseArguments",
-    "Pending",
-    "RowCopy",
-    "TransferCall",
-    "allocate",
-    "awaited",
-    "blocking",
-    "copy_blocks",
-    "copy_cache",
-    "deallocate",
-    "new_handle",
-    "pull_blocks",
-    "pull_row",
-    "push_blocks",
-    "push_row",
-    "start_transfer",
-    "swap_blocks",
-]
 
 #: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
 Pending = Callable[[Deadline], None]
@@ -144,9 +124,6 @@ def _set_result(call: Callable[..., object], result: str) -> None:
     call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
     """Allocate a cache with these keys; return its handle."""
     shape = Geometry.of(cache_desc, kind)
@@ -158,7 +135,9 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
     """Give back the cache of a handle of this engine, and empty the handle."""
-    if not arguments.made_here(call, cache, engine):
+    if cache._granter is not None and cache._granter is not engine.grants:
+        # Its id is another cache's here.
+        logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
         return
     with engine.meters.span(call, "id=%d", cache.cache_id):
         cache._empty()  # first: as long as the handle has addresses, the registry has the cache
@@ -176,9 +155,6 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         memory=storage,
         granter=engine.grants,
     )
-
-
-# --- copies inside the process ----------------------------------------------------------------------------------------
 
 
 class RowCopy(NamedTuple):
@@ -233,28 +209,22 @@ def swap_blocks(
     names: tuple[str, str],
     _: Deadline,
 ) -> None:
-    """Move blocks between device and host memory; there is no deadline (interface R6).
-
-    ``names``: what the caller knows the two caches as.
-    """
+    """Move blocks between device and host memory; there is no deadline (interface R6)."""
     ids = (src.cache_id, dst.cache_id, len(pairs[0]))
     with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
         span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
-
-
-# --- pulls and pushes -------------------------------------------------------------------------------------------------
 
 
 class TransferCall(msgspec.Struct, eq=False):
     """One pull or push, its own arguments checked. Used by one thread.
 
     Attributes:
-        engine: Whose cache it is.
-        what: What the caller knows the call as: in errors, logs and statistics.
-        argument: What the caller knows the local cache as.
+        what: The caller's name of the call: in errors, logs and statistics.
+        argument: The caller's name of the local cache.
         cache_id: The local cache.
         name: The remote one.
-        layers: Which of their layers.
+
+    As text it is what errors call the local cache.
     """
 
     engine: Engine
@@ -265,20 +235,13 @@ class TransferCall(msgspec.Struct, eq=False):
     layers: LayerSelection
 
     def __str__(self) -> str:
-        """Name the local cache as errors do."""
         return f"{self.what}: {self.argument}"
 
 
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1.
-
-    Offsets are bytes into either row.
-
-    Raises:
-        CacheNotFound: The local cache is not there; then the rest as :meth:`Initiator.run`.
-    """
+    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into a row."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
@@ -305,11 +268,10 @@ def pull_blocks(
     *,
     name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26). Errors as
-    :func:`pull_row`.
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26).
 
     Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name``: what the caller knows ``dst_blocks`` as.
+    ``name`` is the caller's of ``dst_blocks``.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -329,7 +291,7 @@ def pull_blocks(
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
-    """Push the local ``row`` into the remote one. Errors as :func:`pull_row`."""
+    """Push the local ``row`` into the remote one."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,
@@ -349,8 +311,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26). Errors as
-    :func:`pull_row`."""
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
@@ -368,22 +329,10 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
         )
 
 
-# --- layer by layer ---------------------------------------------------------------------------------------------------
-
-
 class LayerwiseArguments:
     """The arguments of transfer_cache_async but for the source, checked in their documented order.
 
-    Args:
-        layer_synchronizer: Says when a layer is ready.
-        transfer_configs: The destinations.
-        src_block_indices: Blocks of the source, or None.
-        dst_block_indices: Blocks of the destination, or None.
-        dst_block_memory_size: Bytes of a destination block, or None.
-        by_key: Configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
-
-    Raises:
-        TypeError, ParamError: See :meth:`CacheManager.transfer_cache_async`.
+    ``by_key``: configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
     """
 
     def __init__(
@@ -448,10 +397,7 @@ def start_transfer(
     given: LayerwiseArguments,
     timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Hold the source, whose placement was checked, and start the thread.
-
-    ``timeout_code``: what a time-out is called by this interface.
-    """
+    """Hold the source, whose placement was checked, and start the thread."""
     store = engine.store
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")

@@ -3,7 +3,7 @@
 The memories are compared, not the bytes on their way: a byte that was changed, left out or put elsewhere anywhere is
 found. A source that its owner changes before the question is a mismatch as well.
 
-:class:`ChecksumClient` runs in the thread of the caller, :class:`ChecksumServer` has a thread of its own. A question
+:class:`Comparison` runs in the thread of the caller, :class:`ChecksumServer` has a thread of its own. A question
 that cannot be answered fails the transfer: it never counts as a match.
 """
 
@@ -15,8 +15,8 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._native import CopyPool
     from llm_datadist._transfer.resolution import Resolution
-
-__all__ = ["MAX_QUESTION_BYTES", "MAX_QUESTION_TENSORS", "ChecksumClient", "ChecksumServer", "CompletedTransfer"]
 
 MAX_QUESTION_BYTES: Final = 64 << 20
 """Bytes of memory of one question: some 10 ms of work, for which the questions of other peers wait."""
@@ -66,18 +64,8 @@ _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True)
-class CompletedTransfer:
-    """A transfer whose bytes have arrived, still to be compared.
-
-    Attributes:
-        link: The link that it used.
-        local: The cache of this end.
-        remote: The peer's cache.
-        push: True if the bytes went to the peer.
-        same_memory: True if both caches are the same tensors.
-        deadline: Of the whole call.
-        what: Name of the call, for errors.
-    """
+class Comparison:
+    """Compares both ends of a transfer whose bytes have arrived. Used by the thread of the call, under its deadline."""
 
     link: Link
     local: Entry
@@ -86,27 +74,9 @@ class CompletedTransfer:
     same_memory: bool
     deadline: Deadline
     what: str
+    pool: CopyPool | None
 
-    def first(self, plan: Plan, *, here: bool) -> int:
-        """Return the first tensor of a plan at this end, or at the peer."""
-        return plan.dst_first if here is not self.push else plan.src_first
-
-    def column(self, *, here: bool) -> int:
-        """Return the column of the runs that has the offsets of one end."""
-        return 0 if here is not self.push else 1
-
-
-class ChecksumClient:
-    """Compares both ends after a transfer. Threads: any; keeps no state.
-
-    Args:
-        pool: Threads that help to digest, or None.
-    """
-
-    def __init__(self, pool: CopyPool | None) -> None:
-        self._pool = pool
-
-    def verify(self, done: CompletedTransfer, plan: Plan) -> None:
+    def verify(self, plan: Plan) -> None:
         """Return if both ends hold the same bytes wherever ``plan`` has put them.
 
         Of an ordered plan only bytes that no later run has written over are compared (interface R26).
@@ -114,16 +84,14 @@ class ChecksumClient:
         Raises:
             ChecksumMismatch: They differ; the text names the first place.
             TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it did not answer.
-            DeadlineExceeded: No answer in time (phase ``verify``).
-            PeerLost: The link broke.
         """
-        plan = standing(plan, alias=done.same_memory and plan.dst_first == plan.src_first)
+        plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
         differing: dict[int, Plan] = {}  # the peer's tensor -> the first part of it that differs
         max_bytes = min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS)
         for part in split_plan(plan, max_bytes, _MAX_RUNS):
             try:
-                same = self._agree(done, part)[:, 0]
+                same = self._agree(part)[:, 0]
             except LLMException:
                 if not differing:
                     raise
@@ -135,134 +103,139 @@ class ChecksumClient:
                     count=1,
                     nbytes=part.nbytes // part.count,
                 )
-                differing.setdefault(done.first(one, here=False), one)
+                differing.setdefault(self._first(one, here=False), one)
         if differing:
-            raise self._mismatch(done, plan, differing)
-        done.link.count_verified(plan.nbytes)
+            raise self._mismatch(plan, differing)
+        self.link.count_verified(plan.nbytes)
 
-    def _agree(self, done: CompletedTransfer, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
+    def _first(self, plan: Plan, *, here: bool) -> int:
+        """Return the first tensor of a plan at this end, or at the peer."""
+        return plan.dst_first if here is not self.push else plan.src_first
+
+    def _column(self, *, here: bool) -> int:
+        """Return the column of the runs that has the offsets of one end."""
+        return 0 if here is not self.push else 1
+
+    def _agree(self, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
         """Return, of shape (tensors, 1 or runs), which digests agree."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        spans = part.runs[:, (done.column(here=False), 2)].astype("<u8", order="C").tobytes()
+        spans = part.runs[:, (self._column(here=False), 2)].astype("<u8", order="C").tobytes()
         ours: list[NDArray[np.uint64]] = []
 
         def build(number: int) -> Verify:
             return Verify(
                 id=number,
-                cache_id=done.remote.cache_id,
-                pin=done.remote.pin,
-                guards=list(done.remote.guards),
-                push=done.push,
-                extent=done.remote.geometry.tensor_bytes,
-                first=done.first(part, here=False),
+                cache_id=self.remote.cache_id,
+                pin=self.remote.pin,
+                guards=list(self.remote.guards),
+                push=self.push,
+                extent=self.remote.geometry.tensor_bytes,
+                first=self._first(part, here=False),
                 count=part.count,
                 runs=spans,
                 each_run=each_run,
                 nonce=nonce,
-                budget_ms=done.deadline.remaining_ms(),
+                budget_ms=self.deadline.remaining_ms(),
             )
 
         def digest_ours() -> None:
             if not ours:  # a busy peer is asked again
-                ours.append(self._digest(done, part, nonce, each_run=each_run))
+                ours.append(self._digest(part, nonce, each_run=each_run))
 
-        answer = _ask(done, build, digest_ours)
+        answer = self._ask(build, digest_ours)
         if not isinstance(answer, Verified):
-            raise ProtocolError(f"{done.what}: {done.link.peer} answered a Verify with {type(answer).__name__}")
+            raise ProtocolError(f"{self.what}: {self.link.peer} answered a Verify with {type(answer).__name__}")
         expected = ours[0].shape[0] * ours[0].shape[1] * DIGEST_BYTES
         if len(answer.digests) != expected:
             raise ProtocolError(
-                f"{done.what}: {done.link.peer} sent {len(answer.digests)} bytes of digests, {expected} were asked for"
+                f"{self.what}: {self.link.peer} sent {len(answer.digests)} bytes of digests, {expected} were asked for"
             )
         theirs = np.frombuffer(answer.digests, "<u8").reshape(ours[0].shape)
         agree: NDArray[np.bool_] = (ours[0] == theirs).all(axis=2)
         return agree
 
-    def _digest(self, done: CompletedTransfer, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        end = PlanEnd(part, done.local.storage.tensors, is_dst=not done.push)
-        deadline = done.deadline
-        found = digest(end, self._pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
+    def _digest(self, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
+        end = PlanEnd(part, self.local.storage.tensors, is_dst=not self.push)
+        deadline = self.deadline
+        found = digest(end, self.pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
-            raise done.deadline.error(f"{done.what}: verifying", "verify", done.link.peer.cluster_id)
+            raise self.deadline.error(f"{self.what}: verifying", "verify", self.link.peer.cluster_id)
         return found
 
-    def _mismatch(self, done: CompletedTransfer, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
+    def _mismatch(self, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
         tensor, part = next(iter(differing.items()))
         with suppress(LLMException):  # without an answer the place is only less precise
-            part = self._narrow(done, part)
-        local_tensor, local_block, here = _where(done, part, here=True)
-        _, remote_block, there = _where(done, part, here=False)
+            part = self._narrow(part)
+        local_tensor, local_block, here = self._where(part, here=True)
+        _, remote_block, there = self._where(part, here=False)
         return ChecksumMismatch(
-            f"{done.what}: checksum mismatch with {done.link.peer}: {there} of its cache {done.remote.cache_id} and "
+            f"{self.what}: checksum mismatch with {self.link.peer}: {there} of its cache {self.remote.cache_id} and "
             f"{here} of the cache here do not hold the same bytes; {len(differing)} of {plan.count} tensors differ; "
-            f"the {'remote' if done.push else 'local'} bytes addressed are undefined; repeat the call, and suspect "
+            f"the {'remote' if self.push else 'local'} bytes addressed are undefined; repeat the call, and suspect "
             "whatever else writes to either place, or the memory, if it happens again",
-            cache_id=done.remote.cache_id,
+            cache_id=self.remote.cache_id,
             tensors=len(differing),
             local_tensor=local_tensor,
             local_block=local_block,
             remote_tensor=tensor,
             remote_block=remote_block,
-            peer=done.link.peer.cluster_id,
+            peer=self.link.peer.cluster_id,
             phase="verify",
         )
 
-    def _narrow(self, done: CompletedTransfer, part: Plan) -> Plan:
+    def _narrow(self, part: Plan) -> Plan:
         """Return the first differing block, or piece of a row, if the search ends."""
         # Blocks of the peer, else of this end, else pieces of a row.
-        column, block = done.column(here=True), _ROW_PIECE_BYTES
-        for here, geometry in ((True, done.local.geometry), (False, done.remote.geometry)):
+        column, block = self._column(here=True), _ROW_PIECE_BYTES
+        for here, geometry in ((True, self.local.geometry), (False, self.remote.geometry)):
             if geometry.kind is not CacheKind.CACHE:
-                column, block = done.column(here=here), geometry.stride
+                column, block = self._column(here=here), geometry.stride
         unit = 0
         while unit != block:
             unit = max(1, -(-part.nbytes // _PIECES // block)) * block
             runs = _split_runs(part.runs, column, unit)
-            differ = np.flatnonzero(~self._agree(done, part.replace(runs=runs), each_run=True)[0])
+            differ = np.flatnonzero(~self._agree(part.replace(runs=runs), each_run=True)[0])
             if not differ.size:
                 break  # both agree by now: something still writes there
             first = runs[differ[0] : differ[0] + 1]
             part = part.replace(runs=first, nbytes=int(first[0, 2]))
         return part
 
+    def _where(self, part: Plan, *, here: bool) -> tuple[int, int, str]:
+        """Return tensor, block or row, and a text of a part at one end; block -1 unless the part lies in one."""
+        geometry, tensor = (self.local if here else self.remote).geometry, self._first(part, here=here)
+        begins = part.runs[:, self._column(here=here)]
+        begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
+        block, text = begin // geometry.stride, f"tensor {tensor}"
+        if len(part.runs) == 1 and (end - 1) // geometry.stride == block:
+            text += f" {'row' if geometry.kind is CacheKind.CACHE else 'block'} {block}"
+        else:
+            block = -1
+        return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
 
-def _where(done: CompletedTransfer, part: Plan, *, here: bool) -> tuple[int, int, str]:
-    """Return tensor, block or row, and a text of a part at one end; block -1 unless the part lies in one."""
-    geometry, tensor = (done.local if here else done.remote).geometry, done.first(part, here=here)
-    begins = part.runs[:, done.column(here=here)]
-    begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
-    block, text = begin // geometry.stride, f"tensor {tensor}"
-    if len(part.runs) == 1 and (end - 1) // geometry.stride == block:
-        text += f" {'row' if geometry.kind is CacheKind.CACHE else 'block'} {block}"
-    else:
-        block = -1
-    return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
+    def _ask(self, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
+        """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
+        link, what, pause = self.link, f"{self.what}: verifying", _FIRST_PAUSE
+        while True:
+            try:
+                return link.request(build, self.deadline, what, "verify", meanwhile)
+            except RemoteFailure as failure:
+                if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
+                    raise self.deadline.error(what, "verify", link.peer.cluster_id) from failure
+                if failure.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                    raise self._refused(failure) from failure
+            self.deadline.check(what, "verify", link.peer.cluster_id)
+            time.sleep(min(pause, self.deadline.remaining()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
-
-def _ask(done: CompletedTransfer, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-    """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
-    link, what, pause = done.link, f"{done.what}: verifying", _FIRST_PAUSE
-    while True:
-        try:
-            return link.request(build, done.deadline, what, "verify", meanwhile)
-        except RemoteFailure as failure:
-            if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
-                raise done.deadline.error(what, "verify", link.peer.cluster_id) from failure
-            if failure.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-                raise _refused(done, failure) from failure
-        done.deadline.check(what, "verify", link.peer.cluster_id)
-        time.sleep(min(pause, done.deadline.remaining()))
-        pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _refused(done: CompletedTransfer, failure: RemoteFailure) -> TransferFailed:
-    """Build the error of a refusal, and drop the kept answers: they may be outdated."""
-    done.link.caches.kept.clear()
-    code = failure.status_code
-    if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        code = LLMStatusCode.LLM_FAILED
-    text = " ".join(f"{done.what}: {done.link.peer} could not confirm the bytes: {failure}".splitlines())
-    return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
+    def _refused(self, failure: RemoteFailure) -> TransferFailed:
+        """Build the error of a refusal, and drop the kept answers: they may be outdated."""
+        self.link.caches.kept.clear()
+        code = failure.status_code
+        if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            code = LLMStatusCode.LLM_FAILED
+        text = " ".join(f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
+        return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
 
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
@@ -281,23 +254,11 @@ def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.
     return np.ascontiguousarray(np.stack([runs[of, 0] + skipped, runs[of, 1] + skipped, end - begin], axis=1))
 
 
-@dataclass(slots=True, eq=False)
-class _Queue:
-    """The waiting questions of one peer, each with when it must be answered (``time.monotonic_ns()``)."""
-
-    questions: deque[tuple[Verify, int]] = field(default_factory=deque)
-    nbytes: int = 0
-
-
 class ChecksumServer:
     """Answers :class:`~llm_datadist._links.messages.Verify`, one question of each peer in turn.
 
     Threads: the control thread fills the queues, ``llm-datadist-verify`` empties them; it exists from the first
     question to :meth:`close`. The lock guards the queues.
-
-    Args:
-        store: The caches asked about.
-        pool: Threads that help to digest, or None.
     """
 
     def __init__(self, store: CacheStore, pool: CopyPool | None) -> None:
@@ -305,22 +266,19 @@ class ChecksumServer:
         self._policy = AccessPolicy(store)
         self._pool = pool
         self._lock = threading.Lock()
-        self._queues: dict[Link, _Queue] = {}  # the first one is next
+        # The questions of each peer, with when they must be answered (time.monotonic_ns()); the first peer is next.
+        self._queues: dict[Link, deque[tuple[Verify, int]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-datadist-verify")
-
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {Verify: self.on_verify}
 
     def on_verify(self, link: Link, message: Verify) -> None:
         """Queue a peer's question. Threads: control."""
         expires_ns = time.monotonic_ns() + min(message.budget_ms, _MAX_BUDGET_MS) * 1_000_000
         with self._lock:
-            queue = self._queues.setdefault(link, _Queue())
-            full = len(queue.questions) >= _MAX_WAITING or queue.nbytes >= _MAX_WAITING_BYTES
+            queue = self._queues.setdefault(link, deque())
+            nbytes = sum(len(waiting.runs) for waiting, _ in queue)
+            full = len(queue) >= _MAX_WAITING or nbytes >= _MAX_WAITING_BYTES
             if not full:
-                queue.questions.append((message, expires_ns))
-                queue.nbytes += len(message.runs)
+                queue.append((message, expires_ns))
         if full:
             text = f"{_MAX_WAITING} checksums of this peer, or {_MAX_WAITING_BYTES} bytes of them, wait already"
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
@@ -347,10 +305,9 @@ class ChecksumServer:
             if not self._queues:
                 return  # its link has ended
             link, queue = next(iter(self._queues.items()))
-            question, expires_ns = queue.questions.popleft()
-            queue.nbytes -= len(question.runs)
+            question, expires_ns = queue.popleft()
             del self._queues[link]
-            if queue.questions:
+            if queue:
                 self._queues[link] = queue  # behind the others
         try:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))

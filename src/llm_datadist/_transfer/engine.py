@@ -11,10 +11,12 @@ import errno
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
+from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
@@ -22,8 +24,8 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._transfer.addresses import AddressBook, Locator
-from llm_datadist._transfer.checksum import ChecksumClient, ChecksumServer
+from llm_datadist._transfer.addresses import Locator, on_locate
+from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
@@ -37,7 +39,6 @@ from llm_datadist.errors import LinkError, StateError
 from llm_datadist.metrics import Statistics
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
@@ -45,48 +46,29 @@ if TYPE_CHECKING:
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
 
-__all__ = ["Engine"]
-
 #: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
 _MAX_LANE_THREADS: Final = 4
 
 
 class Engine:
-    """Everything between ``init`` and ``finalize``. Threads: any.
-
-    Attributes:
-        options: The options of init, parsed.
-        store: Caches and their memory.
-        links: Links to peers.
-        initiator: Pulls and pushes.
-        locator: Looks up addresses at peers.
-        tasks: Layer-wise jobs.
-        workers: Threads of awaited calls.
-        local: Copies inside the process.
-        grants: Grants given to peers.
-        meters: Totals per operation.
-        alive: False once finalized.
-    """
+    """Everything between ``init`` and ``finalize``; ``alive`` is False from then on. Threads: any."""
 
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
         self.options = options
         self.meters = Meters()
         self.alive = True
-        # The port first: if it is busy nothing else has been built.
-        listening = bind(options.listen) if options.listen is not None else None
-        try:
-            self._build(device or HostDevice(), listening)
-        except BaseException:
-            if listening is not None:
-                listening.close()
-            raise
+        self._build(device or HostDevice())
 
-    def _build(self, device: Device, listening: socket.socket | None) -> None:
+    def _build(self, device: Device) -> None:
         """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
+        # The port first: if it is busy nothing else has been built.
+        listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
+            if listening is not None:
+                undo.callback(listening.close)
             self.store = CacheStore(options, device, HostDevice(), incarnation)
             undo.callback(self.store.close)
             threads = options.copy_threads or _native.usable_cpus()
@@ -116,8 +98,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            verifier = ChecksumClient(self._copy_pool) if options.checksum else None
-            self.initiator = Initiator(self.links, self._copy_pool, verifier)
+            self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
             self.locator = Locator(self.links)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
@@ -137,10 +118,13 @@ class Engine:
     def _make_links(self) -> LinkManager:
         options = self.options
         transport = None if options.transport == "auto" else options.transport
-        handlers = {
-            **self._target.handlers(),
-            **self._checksums.handlers(),
-            **AddressBook(self.store).handlers(),
+        handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
+            messages.Resolve: self._target.on_resolve,
+            messages.Resolved: self._target.on_late_answer,
+            messages.Release: self._target.on_release,
+            messages.Consumed: self._target.on_consumed,
+            messages.Verify: self._checksums.on_verify,
+            messages.Locate: partial(on_locate, self.store),
         }
         return LinkManager(
             self._control,
@@ -151,12 +135,7 @@ class Engine:
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
-        """Start linking the members of a rank table; return the communicator's id.
-
-        Raises:
-            ParamError: The table is malformed, or has no address of a member.
-            LinkRefused: The communicator cannot be opened.
-        """
+        """Start linking the members of a rank table; return the communicator's id."""
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options
@@ -238,7 +217,7 @@ class Engine:
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
-        self._target.expire(now)
+        self.store.apply(self.store.registry.expire(now))
         self.store.sweep()
 
     def statistics(self) -> Statistics:

@@ -18,18 +18,12 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.store import CacheStore
 
-__all__ = ["Grants"]
-
 
 class Grants:
     """Owns a guard for every grant that has not ended.
 
     Threads: any; the control thread ends those out of time. Guards are advanced outside the lock, each once.
-
-    Args:
-        cluster_id: Of this process.
-        store: The caches and the guards.
-        call_at: ``call_at(seconds, function)`` calls ``function`` at a monotonic time. Threads: any.
+    ``call_at(seconds, function)`` calls ``function`` at a monotonic time.
     """
 
     def __init__(
@@ -44,15 +38,7 @@ class Grants:
         self._closed = False
 
     def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
-        """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most.
-
-        Raises:
-            TypeError: ``blocks`` is no list, tuple or 1-D integer array, or ``ttl`` no number.
-            CacheNotFound: No such cache.
-            ParamError: Not a blocks cache, a block outside it, no blocks, or no time.
-            OutOfMemory: There are too many guards.
-            StateError: Finalized.
-        """
+        """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
         numbers = parse_indices("blocks", blocks)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         check_type("ttl", ttl, (int, float))

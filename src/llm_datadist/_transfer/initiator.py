@@ -15,8 +15,8 @@ from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan, steps
-from llm_datadist._transfer.checksum import CompletedTransfer
-from llm_datadist._transfer.resolution import RemoteName, Resolution, Resolving, keep, open_answer, with_grant
+from llm_datadist._transfer.checksum import Comparison
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool
-    from llm_datadist._transfer.checksum import ChecksumClient
     from llm_datadist.types.grant import Grant
-
-__all__ = ["DestinationPin", "Initiator", "MakePlan", "TransferOp"]
 
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
@@ -55,26 +52,20 @@ class DestinationPin(msgspec.Struct, eq=False):
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Allow the next part to go to cache ``cache_id``, as which ``name`` was resolved.
-
-        Raises:
-            TransferFailed: An earlier part went elsewhere.
-        """
-        if self._peer is not None and self._peer.incarnation != peer.incarnation:
-            raise TransferFailed(
-                f"{what}: {peer} has been initialised anew; what was sent before went to {self._peer} and is not there "
-                "any more; send all of it again",
-                peer=peer.cluster_id,
-                phase="resolve",
-            )
+        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, which ``name`` resolved to."""
         before = self._caches.get(name, cache_id)
-        if before != cache_id:
-            raise TransferFailed(
-                f"{what}: {name} has been bound anew meanwhile: it is cache {cache_id} of {peer} now, and cache "
-                f"{before} there may hold a part of what was pushed; send all of it again",
-                peer=peer.cluster_id,
-                phase="resolve",
+        if self._peer is not None and self._peer.incarnation != peer.incarnation:
+            moved = (
+                f"{peer} has been initialised anew; what was sent before went to {self._peer} and is not there any more"
             )
+        elif before != cache_id:
+            moved = (
+                f"{name} has been bound anew meanwhile: it is cache {cache_id} of {peer} now, and cache {before} there "
+                "may hold a part of what was pushed"
+            )
+        else:
+            return
+        raise TransferFailed(f"{what}: {moved}; send all of it again", peer=peer.cluster_id, phase="resolve")
 
     def record(self, peer: Peer, name: Hashable, cache_id: int) -> None:
         """Note that a part has arrived there, or may have."""
@@ -89,12 +80,12 @@ class TransferOp(msgspec.Struct, eq=False):
         name: The remote cache. A push without remote cache access reaches only caches located before.
         local: The cache of this end; the caller holds it.
         make_plan: Returns what to copy, once both caches are known; may raise ParamError.
-        deadline: Of the whole call.
-        what: The public call, for errors.
         push: True if the bytes go to the remote cache.
         consumes: True if a complete push consumes the key of the remote row (interface R5).
         grant: A pull succeeds only while this grant holds too.
         destination_pin: Where the earlier parts of a push in parts went.
+
+    As text it is what errors call its resolve.
     """
 
     name: RemoteName
@@ -107,28 +98,20 @@ class TransferOp(msgspec.Struct, eq=False):
     grant: Grant | None = None
     destination_pin: DestinationPin | None = None
 
+    def __str__(self) -> str:
+        return f"{self.what}: resolving {self.name}"
+
 
 class Initiator:
     """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None, verifier: ChecksumClient | None = None) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, *, checksum: bool) -> None:
         self._links = links
         self._pool = pool
-        self._verifier = verifier
+        self._checksum = checksum
 
     def run(self, op: TransferOp) -> int:
-        """Resolve, copy and settle; return the bytes moved.
-
-        Raises:
-            NotLinked: No link to the cluster.
-            CacheNotFound: The target has no such key, id or row.
-            ParamError: Geometry or indices do not fit, or the target does not allow it.
-            LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
-            DeadlineExceeded: In phase ``resolve``, ``copy`` or ``verify``.
-            TransferFailed: The remote cache changed during the copy, the grant ended, or a part went elsewhere.
-            ChecksumMismatch: Both ends differ after the copy.
-            PeerLost: The link broke.
-        """
+        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
@@ -169,7 +152,7 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("ask", link)
         try:
-            answer = link.request(build, deadline, Resolving(op.what, name), "resolve")
+            answer = link.request(build, deadline, op, "resolve")
         except RemoteFailure as failure:
             raise failure.typed(op.what) from failure
         if not isinstance(answer, Resolved):
@@ -193,7 +176,9 @@ class Initiator:
                 return None
             pair = remote.pair
             if pair is None or pair.cache_id != op.local.cache_id:
-                pair = remote.pair = _compare(link, op.local, remote)
+                comparable = link.connection.capabilities.same_addresses or not remote.tensors.private
+                same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
+                pair = remote.pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
             if steps.watch is not None:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
@@ -202,9 +187,10 @@ class Initiator:
         finally:
             if intent is not None:
                 intent.end()
-        if self._verifier is not None:  # while the pin keeps what the peer is asked about
-            done = CompletedTransfer(link, op.local, remote, op.push, pair.same_memory, op.deadline, op.what)
-            self._verifier.verify(done, plan)
+        if self._checksum:  # while the pin keeps what the peer is asked about
+            same_memory = pair.same_memory
+            comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
+            comparison.verify(plan)
         return plan
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
@@ -259,14 +245,6 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
         return remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
-
-
-def _compare(link: Link, local: Entry, remote: Resolution) -> CachePair:
-    """Pair both caches, and find out if they are the same tensors."""
-    theirs = remote.tensors
-    comparable = link.connection.capabilities.same_addresses or not theirs.private
-    same_memory = comparable and local.storage.tensors.native.same_bases(theirs.native)
-    return CachePair(remote.geometry, remote.row, local.cache_id, same_memory)
 
 
 def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:

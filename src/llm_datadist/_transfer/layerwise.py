@@ -45,17 +45,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
-__all__ = [
-    "TENSORS_PER_LAYER",
-    "AddressDelivery",
-    "CacheTask",
-    "Delivery",
-    "KeyDelivery",
-    "Source",
-    "Tasks",
-    "TransferJob",
-]
-
 TENSORS_PER_LAYER: Final = 2
 """K and V: the layer-wise transfer knows no other number (interface §6.14)."""
 
@@ -83,9 +72,7 @@ class TransferJob:
     transfer runs; nothing is called under it.
 
     Args:
-        name: For messages and the thread.
         deliveries: The destinations, one for each config.
-        synchronizer: Returns when a layer is ready.
         release: Gives the source's memory back; called once, at the end of the job.
         timeout_code: The status of a time-out in this interface.
 
@@ -224,11 +211,7 @@ class TransferJob:
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Wait for the end; return False when the time is over first.
-
-        Raises:
-            StateError: Called by the job's own synchronizer, or in a forked child, which has no such thread.
-        """
+        """Wait for the end; return False when the time is over first."""
         if os.getpid() != self._pid:
             raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
         if threading.current_thread() is self._thread:
@@ -311,8 +294,7 @@ class CacheTask:
 class Tasks:
     """Owns the jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
 
-    Args:
-        patience_ms: The longest time that one transfer takes.
+    One transfer takes ``patience_ms`` at most.
     """
 
     def __init__(self, patience_ms: int) -> None:
@@ -323,15 +305,11 @@ class Tasks:
         self._stopped = False
 
     def name(self) -> str:
-        """Return the name of the next job."""
+        """Name the next job."""
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
-        """Run a job in its own thread.
-
-        Raises:
-            StateError: finalize has begun, or the system has no thread left; the job has ended.
-        """
+        """Run a job in its own thread; when it cannot, the job has ended."""
         thread = threading.Thread(target=job.run, name=job.name, daemon=True)
         refusal: StateError | None = None
         with self._lock:
@@ -387,7 +365,7 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the deliveries of one job send, and by what. Threads: the job's own.
+    """What one delivery sends, and by what. Threads: the job's own.
 
     Attributes:
         entry: The local cache; the job holds it.
@@ -401,10 +379,11 @@ class Source:
     locator: Locator
     meters: Meters
     timeout_ms: int
+    destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, destination_pin: DestinationPin) -> int:
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:
         """Push a part, which consumes no key; return the bytes moved."""
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=destination_pin)
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=self.destination_pin)
         return self.initiator.run(op)
 
 
@@ -416,7 +395,6 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
     def send(self, layer: int) -> None:
         """Send one layer."""
@@ -435,8 +413,7 @@ class KeyDelivery:
             return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
         with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            deadline = Deadline(self.source.timeout_ms)
-            span.nbytes = self.source.push(self.name, plan, deadline, self.destination_pin)
+            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms))
 
 
 @dataclass(slots=True)
@@ -447,7 +424,6 @@ class AddressDelivery:
     cluster_id: int
     addresses: Sequence[int]
     layers: range
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
     located: Locations | None = None
 
     def send(self, layer: int) -> None:
@@ -469,9 +445,8 @@ class AddressDelivery:
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
 
-        Raises:
-            TransferFailed: Another cache is there than at an earlier layer, and one of the two is memory of the peer's
-                pools: what was sent before is lost. Memory of the user is the same, however it is registered.
+        If another cache is there than at an earlier layer, and one of the two is memory of the peer's pools, what was
+        sent before is lost. Memory of the user is the same, however it is registered.
         """
         before = self.located
         now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
@@ -503,4 +478,4 @@ class AddressDelivery:
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
         name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.source.push(name, plan, deadline, self.destination_pin)
+        return self.source.push(name, plan, deadline)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from llm_datadist._native import CopyPool
     from llm_datadist.types import Cache
 
-__all__ = ["CacheRow", "LocalCopies", "Operand", "SwapEngine"]
-
 #: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
 _WORKERS: Final = 4
 _STAGING_BUFFERS: Final = 4
@@ -60,11 +58,7 @@ class Operand:
 
     @classmethod
     def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
-        """Describe the caller's own memory, by one address per tensor.
-
-        Raises:
-            ParamError: An address is zero.
-        """
+        """Describe the caller's own memory, by one address per tensor."""
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
@@ -112,10 +106,6 @@ class LocalCopies:
         """Move blocks between a HOST and a DEVICE blocks cache (interface R10); return the bytes moved.
 
         ``ends`` are the caller's names of the two caches.
-
-        Raises:
-            ParamError: Sizes, counts, indices, placements do not fit, an address is zero, or a cache was deallocated.
-            OutOfMemory: No staging memory on the device.
         """
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
@@ -137,25 +127,11 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy one list of blocks to each of several lists; return the bytes copied (interface R13).
+        """Copy blocks ``(N,)`` to each of several lists ``(L, N)``; return the bytes copied (interface R13).
 
-        The pairs take effect list by list, in the order given (interface R26). Between device and host it is a swap,
-        with its threads and staging and without a time limit (interface R6, R10); on the device a copy within
-        ``deadline``.
-
-        Args:
-            src: Source: the id of a cache of ours, or memory of the caller.
-            dst: Destination; may be the source.
-            src_blocks: Shape ``(N,)``.
-            dst_lists: Shape ``(L, N)``.
-            deadline: Of a copy on the device.
-            what: Name of the call, for errors.
-
-        Raises:
-            CacheNotFound: No cache with such an id.
-            ParamError: Sizes, counts, indices do not fit, both are on the host, or tensors overlap.
-            OutOfMemory: No staging memory on the device.
-            DeadlineExceeded: The addressed blocks are undefined.
+        ``src`` and ``dst`` are ids of caches of ours, or memory of the caller. The pairs take effect list by list, in
+        the order given (interface R26). Between device and host it is a swap, with its threads and staging and without
+        a time limit (interface R6, R10); on the device a copy within ``deadline``.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
             plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
@@ -266,11 +242,8 @@ def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) ->
 class SwapEngine:
     """Owns the swap workers and the staging buffers of one LLMDataDist (interface R10).
 
-    Threads: any; one swap runs at a time. The workers exist from the first swap to :meth:`close`.
-
-    Args:
-        device: What DEVICE placement means.
-        cpus: CPUs to use; None: all that this process may use.
+    Threads: any; one swap runs at a time. The workers exist from the first swap to :meth:`close`. Without ``cpus``
+    it uses all that this process may use.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
@@ -284,8 +257,7 @@ class SwapEngine:
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
         """Carry out a plan of whole blocks between host and device; return the bytes moved.
 
-        Raises:
-            OutOfMemory: The device cannot provide the staging buffers; nothing was copied.
+        Nothing was copied if the device cannot provide the staging buffers (OutOfMemory).
         """
         if plan.nbytes == 0:
             return 0

@@ -6,32 +6,11 @@ A span is native code unless the log takes INFO messages.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Self
 
 from llm_datadist._log import logger
 from llm_datadist._native import Meter, Timer
 from llm_datadist.metrics import OperationStatistics
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["Meters", "Span"]
-
-
-class Span(Protocol):
-    """One operation while it runs. Used by one thread.
-
-    Attributes:
-        nbytes: Bytes moved; set inside the span.
-    """
-
-    nbytes: int
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class Meters:
@@ -40,8 +19,8 @@ class Meters:
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object) -> Span:
-        """Return a context manager that times, counts and logs one operation.
+    def span(self, name: str, detail: str = "", *args: object) -> Timer | _Logged:
+        """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``.
 
         ``detail`` is a ``%``-format of ``args``, used only for the log.
         """
@@ -77,9 +56,7 @@ class _Logged:
         self._timer.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._timer.nbytes = self.nbytes
         self._timer.__exit__(kind, error, trace)
         if error is not None:

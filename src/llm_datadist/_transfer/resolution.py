@@ -6,7 +6,7 @@ Runs in the caller's thread. An answer is checked as a stranger's; one that does
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-__all__ = ["RemoteName", "Resolution", "Resolving", "keep", "open_answer", "with_grant"]
-
 #: Mapped tensors kept per link, and the longest list of offsets that is worth keeping.
 _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096
@@ -45,16 +43,6 @@ class RemoteName(msgspec.Struct, frozen=True):
         if self.key is not None:
             return f"key {self.key} of cluster {self.cluster_id}"
         return f"cache {self.cache_id} row {self.row} of cluster {self.cluster_id}"
-
-
-class Resolving(NamedTuple):
-    """What errors call a resolve; made into text only for an error."""
-
-    what: str
-    name: RemoteName
-
-    def __str__(self) -> str:
-        return f"{self.what}: resolving {self.name}"
 
 
 class Resolution(msgspec.Struct, eq=False):
@@ -80,8 +68,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
 
     Raises:
         ProtocolError: The answer contradicts itself.
-        LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``).
-        PeerLost, NotLinked: The link ended meanwhile.
+        LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``), or the link has ended.
     """
     try:
         geometry = decode_geometry(bytes(answer.geometry))
@@ -112,11 +99,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
-    """Add the grant's guard to those of the answer; it is checked with the others.
-
-    Raises:
-        TransferFailed: The grant is for another incarnation of the peer, or for another cache.
-    """
+    """Add the grant's guard to those of the answer; raise TransferFailed if it is not for this cache."""
     if (link.peer.incarnation, remote.cache_id) != (grant.incarnation, grant.cache_id):
         raise TransferFailed(
             f"{what}: {grant!r} has ended: {link.peer} has been initialised again, or the key is bound to cache "

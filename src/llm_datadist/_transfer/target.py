@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -24,14 +24,12 @@ from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from llm_datadist._cache.registry import Binding, Entry, Key
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Message
     from llm_datadist._transport.lanes import LaneRequest
-
-__all__ = ["LaneReconnector", "LaneTarget", "Target", "encode_handle"]
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -46,15 +44,6 @@ class Target:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         self._policy = AccessPolicy(store)
-
-    def handlers(self) -> Mapping[type[Message], Callable[[Link, Any], None]]:
-        """Return what the link manager dispatches to this class."""
-        return {
-            Resolve: self.on_resolve,
-            Release: self.on_release,
-            Consumed: self.on_consumed,
-            Resolved: self.on_late_answer,
-        }
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
         """Answer where a cache is, or why the peer may not use it."""
@@ -90,10 +79,6 @@ class Target:
     def drop_peer(self, link: Link) -> None:
         """End the pins of a link that has ended; its keys stay."""
         self._store.apply(self._store.registry.drop_peer(link))
-
-    def expire(self, now: float) -> None:
-        """End the pins whose initiators ran out of time."""
-        self._store.apply(self._store.registry.expire(now))
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key

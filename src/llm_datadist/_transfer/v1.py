@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 
-__all__ = ["check_link_status", "link_clusters", "unlink_cluster", "unlink_result", "v1_code", "v1_codes"]
-
 _OK: Final = LLMStatusCode.LLM_SUCCESS
 #: Milliseconds that undoing may take; after it the links are given up without the peer's agreement.
 _UNDO_MS: Final = 1000
@@ -60,18 +58,9 @@ def link_clusters(
 ) -> Statuses:
     """Link to all clusters or to none: give up the new links when one cluster fails.
 
-    Args:
-        links: Of the LLMDataDist.
-        role: Its role as of now.
-        clusters: To link to.
-        timeout: Milliseconds; undoing may take a second more.
-        link_each: Links to each cluster for itself and returns the statuses.
-
-    Returns:
-        ``(status, statuses)``. ``LLM_PARAM_INVALID``: this is no DECODER, no clusters, or a cluster without exactly
-        one local and one remote ip, one per device; ``LLM_REPEAT_REQUEST``: a cluster id twice; then nothing was
-        tried. ``LLM_LINK_FAILED``: the statuses say which cluster failed and how, and the others, which have
-        ``LLM_LINK_FAILED`` too, are not linked.
+    ``link_each`` links to each cluster for itself. Undoing may take a second more than ``timeout`` (milliseconds).
+    If :func:`_refusals` has any, nothing is tried. Else, with ``LLM_LINK_FAILED``, the statuses say which cluster
+    failed and how; the others, which have ``LLM_LINK_FAILED`` too, are not linked.
     """
     refused = _refusals(role, clusters)
     if refused:
@@ -124,17 +113,11 @@ def _undo(links: LinkManager, link: Link, deadline: Deadline) -> None:
 
 
 def unlink_cluster(links: LinkManager, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-    """Give one link up.
-
-    Raises:
-        NotLinked: There is none. A lost one is not dialled again from now on.
-        LinkError: A pull is running on it (``LLM_LINK_BUSY``): the link is kept.
-        DeadlineExceeded: The peer did not agree in time: the link is kept.
-    """
+    """Give one link up; keep it while a pull is running on it, or if the peer does not agree in time."""
     try:
         link = links.get(cluster_id)
     except NotLinked:
-        links.unlink(cluster_id, deadline, force=force)
+        links.unlink(cluster_id, deadline, force=force)  # a lost one is not dialled again from now on
         raise
     if link.busy:
         raise _link_busy(link, "unlink_clusters")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-__all__ = ["Workers"]
-
 T = TypeVar("T")
 
 #: More than there are CPUs, because a call mostly waits for memory or a peer.
