@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,18 +22,11 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.peer_memory import PeerMemory
 
-__all__ = ["CmaConnection", "probe"]
-
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class CmaConnection(SameHostConnection):
-    """A connection to private memory of another process.
-
-    Args:
-        peer: The peer's memory and process.
-        writable: True when the peer may be written (RCA). The kernel does not know that rule.
-    """
+    """A connection to private memory of another process. The kernel does not know whether it is ``writable`` (RCA)."""
 
     capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
 
@@ -76,15 +70,9 @@ def _failure(what: str, error: OSError) -> LLMException:
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
-    """Try to read the peer's cookie from its private memory, by its pid.
+    """Return None when cma can be used, else the reason why not, in one line.
 
-    Args:
-        peer: The outcome of the rendezvous.
-        cookie_address: Where the peer says that the cookie lies in its own address space; not trusted.
-        cookie: What must be there: the header of its guard table.
-
-    Returns:
-        None when cma can be used, else the reason why not, in one line.
+    Try to read the cookie of the peer's guard table where the peer says that it is in its own address space.
     """
     if peer.pid == 0:
         return "the peer's process is not visible from our pid namespace"
@@ -112,14 +100,8 @@ def _refusal(peer: PeerMemory, error: OSError) -> str:
 def _why_not_permitted(peer: PeerMemory) -> str:
     if peer.uid != os.getuid():
         return f"it runs as uid {peer.uid}, this process as uid {os.getuid()}"
-    scope = _ptrace_scope()
-    if scope not in ("", "0"):
-        return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
+    with suppress(OSError):  # a kernel without Yama
+        scope = _YAMA.read_text().strip()
+        if scope not in ("", "0"):
+            return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
     return "it is not dumpable, has more capabilities than we, or lives in another user namespace"
-
-
-def _ptrace_scope() -> str:
-    try:
-        return _YAMA.read_text().strip()
-    except OSError:  # a kernel without Yama
-        return ""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
-__all__ = ["LANES_PER_LINK", "ConnectionBuilder", "LaneDialer", "PeerIdentity", "exchange_memory_with"]
-
 LANES_PER_LINK: Final = 4
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
 

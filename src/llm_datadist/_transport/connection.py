@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
     from llm_datadist.errors import DeadlineExceeded
 
-__all__ = [
-    "Capabilities",
-    "Connection",
-    "DataPath",
-    "MemoryChanged",
-    "RemoteTensors",
-    "Transfer",
-    "Window",
-    "move_mapped",
-]
-
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))

@@ -39,24 +39,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._native import LaneEvent, Tensors
 
-__all__ = [
-    "LANE_PREAMBLE",
-    "MAX_HANDLE_BYTES",
-    "MAX_LANES",
-    "MAX_RUNS",
-    "TOKEN_BYTES",
-    "LaneGrant",
-    "LaneGroup",
-    "LaneHandler",
-    "LaneRequest",
-    "Lanes",
-    "accept_lane",
-    "decode_request",
-    "dial_lanes",
-    "encode_request",
-    "read_lane_greeting",
-]
-
 MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""
 MAX_HANDLE_BYTES: Final = 4096

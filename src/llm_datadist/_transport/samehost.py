@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
 
-__all__ = ["SameHostListener", "exchange_memory"]
-
 MAX_PENDING: Final = 64
 _TOKEN_LENGTHS: Final = range(16, 65)
 _PREFIX: Final = "llm-datadist-"

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
-__all__ = ["TcpConnection", "split_plan"]
-
 # Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
 _ELSEWHERE: Final = 1 << 62
 
