@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +25,7 @@ _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class CmaConnection(SameHostConnection):
-    """A connection to private memory of another process. The kernel does not know whether it is ``writable`` (RCA)."""
+    """A connection to private memory of another process; ``writable`` (RCA) is a rule that the kernel does not know."""
 
     capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
 
@@ -100,8 +99,14 @@ def _refusal(peer: PeerMemory, error: OSError) -> str:
 def _why_not_permitted(peer: PeerMemory) -> str:
     if peer.uid != os.getuid():
         return f"it runs as uid {peer.uid}, this process as uid {os.getuid()}"
-    with suppress(OSError):  # a kernel without Yama
-        scope = _YAMA.read_text().strip()
-        if scope not in ("", "0"):
-            return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
+    scope = _ptrace_scope()
+    if scope not in ("", "0"):
+        return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
     return "it is not dumpable, has more capabilities than we, or lives in another user namespace"
+
+
+def _ptrace_scope() -> str:
+    try:
+        return _YAMA.read_text().strip()
+    except OSError:  # a kernel without Yama
+        return ""
