@@ -188,10 +188,6 @@ class Connection(ABC):
         """Return where transfers are announced; None where the owner of the memory runs them."""
         return None
 
-    def _duplicate_pidfd(self) -> int | None:
-        """Return a new descriptor of the peer's process, where the transport has one."""
-        return None
-
     def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
         """Learn who the peer is, for messages about what it does in our memory."""
 
@@ -204,6 +200,10 @@ class Connection(ABC):
     def peer_ended(self) -> bool:
         """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
+
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended, where the transport has one."""
+        return None
 
     @property
     def closed(self) -> bool:
@@ -342,17 +342,6 @@ class Connection(ABC):
         if self._aborted:
             raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
         return nbytes
-
-    def peer_pidfd(self) -> int | None:
-        """Return a new descriptor that is readable once the peer's process has ended, or None."""
-        try:
-            self._enter("peer_pidfd")
-        except LinkError:
-            return None
-        try:
-            return self._duplicate_pidfd()
-        finally:
-            self._leave()
 
     def close(self) -> None:
         """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
@@ -138,13 +138,6 @@ class PeerMemory:
         if self._page.segment is not None:
             self._page.segment.close_descriptor()
 
-    def duplicate_pidfd(self) -> int | None:
-        """Return a new descriptor of the peer's process, the caller's to close; None when closed."""
-        try:
-            return os.dup(self.pidfd)
-        except OSError:
-            return None  # closed, perhaps just now: -1 is no descriptor either
-
     def close(self) -> None:
         """End one holder's use. The last one unmaps everything; arrays over the memory keep it mapped."""
         try:
@@ -225,15 +218,22 @@ class SameHostConnection(Connection):
         """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
         return self.closed or not self._peer.alive()
 
+    def peer_pidfd(self) -> int | None:
+        with suppress(LinkError):  # closed
+            self._enter("peer_pidfd")
+            try:
+                with suppress(OSError):  # no descriptor left
+                    return os.dup(self._peer.pidfd)
+            finally:
+                self._leave()
+        return None
+
     def introduce(self, who: str, cluster_id: int) -> None:
         self._peer.introduce(who, cluster_id)
 
     def _intent_writer(self, *, write: bool) -> IntentWriter | None:
         # A reader fails by the generation; the owner of the memory does not wait for it.
         return self._peer.intent_writer if write else None
-
-    def _duplicate_pidfd(self) -> int | None:
-        return self._peer.duplicate_pidfd()
 
     def _guards(self) -> Window:
         window = self._guard_window
