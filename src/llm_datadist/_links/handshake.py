@@ -21,6 +21,7 @@ import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from llm_datadist._links.channel import FrameParser, tune
@@ -45,11 +46,10 @@ from llm_datadist._transport import agree
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
-    LaneDialer,
     PeerIdentity,
     exchange_memory_with,
 )
-from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, read_lane_greeting
+from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 
 if TYPE_CHECKING:
@@ -278,10 +278,10 @@ class Dial:
         forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
         with closing(self._endpoint.builder(welcome, memory)) as builder:
-            dialer = LaneDialer(self._address, welcome.lane_token)
-            group = lanes.open(dialer.dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
+            dial = partial(dial_lanes, self._address, welcome.lane_token)
+            group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
-            self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dialer.dial)
+            self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dial)
             self._undo.callback(self.connection.close)
             self.choice = builder.choice
 

@@ -8,8 +8,6 @@ from typing import Final
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused, ParamError
 
-__all__ = ["TRANSPORTS", "Choice", "agree", "choose"]
-
 TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
 """Names of all transports, the best first."""
 
@@ -30,11 +28,7 @@ class Choice:
 
 
 def agree(mine: str | None, theirs: str | None) -> str | None:
-    """Return the transport that one of the ends asks for, None when neither does. The other end takes it too.
-
-    Raises:
-        LinkRefused: They ask for different ones, or the peer for one that this end does not know.
-    """
+    """Return the transport that one of the ends asks for, None when neither does. The other end takes it too."""
     if theirs is not None and theirs not in TRANSPORTS:
         raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(TRANSPORTS)}")
     if mine is not None and theirs is not None and mine != theirs:
@@ -56,10 +50,6 @@ def choose(
         same_host: Outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
         forced: Value of ``llm.Transport``; None for the best one.
         private: Why cma cannot reach the peer's private memory, None when it can.
-
-    Raises:
-        ParamError: ``forced`` names no transport.
-        LinkRefused: The forced one is impossible; the text says why.
     """
     if forced is not None and forced not in TRANSPORTS:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")

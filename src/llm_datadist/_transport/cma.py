@@ -21,18 +21,11 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.peer_memory import PeerMemory
 
-__all__ = ["CmaConnection", "probe"]
-
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class CmaConnection(SameHostConnection):
-    """A connection to private memory of another process.
-
-    Args:
-        peer: The peer's memory and process.
-        writable: True when the peer may be written (RCA). The kernel does not know that rule.
-    """
+    """A connection to private memory of another process; ``writable`` (RCA) is a rule that the kernel does not know."""
 
     capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
 
@@ -76,15 +69,9 @@ def _failure(what: str, error: OSError) -> LLMException:
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
-    """Try to read the peer's cookie from its private memory, by its pid.
+    """Return None when cma can be used, else the reason why not, in one line.
 
-    Args:
-        peer: The outcome of the rendezvous.
-        cookie_address: Where the peer says that the cookie lies in its own address space; not trusted.
-        cookie: What must be there: the header of its guard table.
-
-    Returns:
-        None when cma can be used, else the reason why not, in one line.
+    Try to read the cookie of the peer's guard table where the peer says that it is in its own address space.
     """
     if peer.pid == 0:
         return "the peer's process is not visible from our pid namespace"

@@ -9,7 +9,6 @@ from llm_datadist._transport import inproc
 from llm_datadist._transport.choose import Choice, choose
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import DataPath
-from llm_datadist._transport.lanes import dial_lanes
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports, RegionDescriptor
     from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
-
-__all__ = ["LANES_PER_LINK", "ConnectionBuilder", "LaneDialer", "PeerIdentity", "exchange_memory_with"]
 
 LANES_PER_LINK: Final = 4
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
@@ -42,9 +39,6 @@ def exchange_memory_with(
 
     Returns:
         The peer's memory, which the caller owns, or why there is none. None when it was not tried.
-
-    Raises:
-        DeadlineExceeded: No answer in time.
     """
     if forced == "tcp" or (inproc.lives_here(incarnation) and forced in (None, "inproc")):
         return None
@@ -86,18 +80,6 @@ class PeerIdentity:
         return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
 
 
-@dataclass(frozen=True, slots=True)
-class LaneDialer:
-    """How the end that dialled the link dials its lanes."""
-
-    address: tuple[str, int]
-    token: bytes
-
-    def dial(self, count: int, deadline: Deadline) -> list[socket.socket]:
-        """Return so many new lanes."""
-        return dial_lanes(self.address, self.token, count, deadline)
-
-
 class ConnectionBuilder:
     """Chooses the transports from the outcome of the rendezvous, and opens the data path.
 
@@ -107,12 +89,6 @@ class ConnectionBuilder:
         peer: Who must be at the other end.
         memory: Outcome of the rendezvous, taken over.
         forced: Name of the one transport that must be used for everything, or None for the best of each kind.
-
-    Attributes:
-        choice: Which transports, and why.
-
-    Raises:
-        LinkRefused: No transport, or not the forced one, reaches the peer.
     """
 
     def __init__(self, peer: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
@@ -157,7 +133,7 @@ class ConnectionBuilder:
             group: The link's lanes, not begun yet; to be shut by the caller when no transport uses them. Where this
                 end does not dial, those that the peer has dialled by now.
             writable: True when peers may write each other (RCA).
-            reconnect: As for :class:`TcpConnection`.
+            reconnect: Dials so many new lanes within a deadline, at the end that can dial; None at the other.
         """
         if self.wants_lanes and reconnect is None and not len(group):
             # Only the peer could dial lanes, and it needs none itself.

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
     from llm_datadist.errors import DeadlineExceeded
 
-__all__ = [
-    "Capabilities",
-    "Connection",
-    "DataPath",
-    "MemoryChanged",
-    "RemoteTensors",
-    "Transfer",
-    "Window",
-    "move_mapped",
-]
-
 # The pid of this process, without a system call at each use.
 _here: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
@@ -160,53 +149,6 @@ class MemoryChanged(TransferFailed):
     """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
-class _CallGate:
-    """Counts the calls inside a connection; refuses new ones once shut, or in a forked child.
-
-    Threads: any. ``leave`` and ``shut`` return True to the one caller that has to release what the calls used.
-
-    Args:
-        name: Of the transport, for messages.
-
-    Attributes:
-        users: Counts the calls; shut once the connection is closed.
-    """
-
-    __slots__ = ("_name", "_pid", "users")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pid = _here["pid"]
-        self.users = UseGate()
-
-    @property
-    def forked(self) -> bool:
-        return self._pid != _here["pid"]
-
-    def enter(self, what: str) -> None:
-        if self._pid != _here["pid"] or not self.users.try_enter():
-            self._refuse(what)
-
-    def check(self, what: str) -> None:
-        """Refuse as :meth:`enter` does, for a call that keeps alive by itself what it uses."""
-        if self._pid != _here["pid"] or not self.users.is_open:
-            self._refuse(what)
-
-    def leave(self) -> bool:
-        return not self.users.try_leave() and self.users.leave() == 0
-
-    def shut(self) -> bool:
-        if self.forked and self.users.is_open:
-            # A thread that only the parent has may be inside, and will never leave here.
-            self.users = UseGate()
-        return self.users.shut() == 0
-
-    def _refuse(self, what: str) -> NoReturn:
-        if self.forked:
-            raise StateError(f"{what}: this {self._name} connection belongs to process {self._pid}, not us")
-        raise LinkError(f"{what}: the {self._name} connection is closed; link again", phase="copy")
-
-
 class Connection(ABC):
     """One way to the memory of one peer, both directions.
 
@@ -221,11 +163,10 @@ class Connection(ABC):
     capabilities: ClassVar[Capabilities]
 
     def __init__(self) -> None:
-        self._gate = _CallGate(self.capabilities.name)
+        self._pid = _here["pid"]
+        self._users = UseGate()  # counts the calls in progress; shut once this connection is closed
         self._aborted = False
         self._read, self._written = Meter(), Meter()
-
-    # What a transport provides
 
     @abstractmethod
     def _window(self, region: int) -> Window | None:
@@ -247,37 +188,27 @@ class Connection(ABC):
         """Return where transfers are announced; None where the owner of the memory runs them."""
         return None
 
-    def _duplicate_pidfd(self) -> int | None:
-        """Return a new descriptor of the peer's process, where the transport has one."""
-        return None
-
     def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
         """Learn who the peer is, for messages about what it does in our memory."""
 
     def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
-        """Serve what the peer asks from now on, in the name of ``link``.
-
-        Raises:
-            LinkRefused: This process is being finalised.
-        """
+        """Serve what the peer asks from now on, in the name of ``link``; ``LinkRefused`` while finalising."""
 
     def reconnect_lanes(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have no lanes)
-        """Dial lost lanes again, where this end dials them.
-
-        Raises:
-            LLMException: It cannot.
-        """
+        """Dial lost lanes again, where this end dials them; raise when it cannot."""
 
     def peer_ended(self) -> bool:
         """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
 
-    # What a transport is given
+    def peer_pidfd(self) -> int | None:
+        """Return a new descriptor that is readable once the peer's process has ended, where the transport has one."""
+        return None
 
     @property
     def closed(self) -> bool:
         """True after :meth:`close` or :meth:`abort`."""
-        return not self._gate.users.is_open
+        return not self._users.is_open
 
     @property
     def bytes_read(self) -> int:
@@ -314,7 +245,7 @@ class Connection(ABC):
         """
         if regions.ndim != 1 or regions.shape != offsets.shape:
             raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
-        self._gate.enter("map")
+        self._enter("map")
         try:
             named = sorted(set(regions.tolist()))
             bases = offsets if len(named) == 1 else offsets.copy()
@@ -344,11 +275,9 @@ class Connection(ABC):
     def guards_unchanged(self, guard_set: GuardSet) -> bool:
         """Return True while every guard shows its generation, by acquire loads.
 
-        Raises:
-            ProtocolError: A slot is outside the peer's guard table.
-            LinkError: The connection is closed, or the transport maps no guards.
+        ``ProtocolError``: a slot is outside the peer's guard table; ``LinkError``: the transport maps no guards.
         """
-        self._gate.check("guards_unchanged")
+        self._check_usable("guards_unchanged")
         guards = self._guards()  # keeps the table mapped when the connection is closed meanwhile
         try:
             return guard_set.unchanged(guards.base, guards.nbytes)
@@ -369,7 +298,7 @@ class Connection(ABC):
             DeadlineExceeded: Too many are going on already (phase ``copy``).
             ProtocolError: No such guard slot.
         """
-        self._gate.check("announce")
+        self._check_usable("announce")
         intent_writer = self._intent_writer(write=write)
         return None if intent_writer is None else intent_writer.announce(slot, deadline, reading=not write)
 
@@ -402,33 +331,24 @@ class Connection(ABC):
         what, nbytes, name = transfer.what, transfer.plan.nbytes, self.capabilities.name
         if transfer.remote.connection is not self:
             raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
-        self._gate.enter(what)
+        self._enter(what)
         try:
             if transfer.deadline.expired():
                 raise transfer.deadline.error(f"{what} of {nbytes} bytes over {name}", "copy")
             self._move(transfer)
             (self._written if transfer.write else self._read).add(nbytes)
         finally:
-            if self._gate.leave():
-                self._release()
+            self._leave()
         if self._aborted:
             raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
         return nbytes
 
-    def peer_pidfd(self) -> int | None:
-        """Return a new descriptor that is readable once the peer's process has ended, or None."""
-        try:
-            self._gate.enter("peer_pidfd")
-        except LinkError:
-            return None
-        try:
-            return self._duplicate_pidfd()
-        finally:
-            self._leave()
-
     def close(self) -> None:
         """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
-        if self._gate.shut():
+        if self._forked and self._users.is_open:
+            # A thread that only the parent has may be inside, and will never leave here.
+            self._users = UseGate()
+        if self._users.shut() == 0:
             self._release()
 
     def abort(self) -> None:
@@ -436,9 +356,28 @@ class Connection(ABC):
         self._aborted = True
         self.close()
 
+    @property
+    def _forked(self) -> bool:
+        return self._pid != _here["pid"]
+
+    def _enter(self, what: str) -> None:
+        if self._pid != _here["pid"] or not self._users.try_enter():
+            self._refuse(what)
+
+    def _check_usable(self, what: str) -> None:
+        """Refuse as :meth:`_enter` does, for a call that keeps alive by itself what it uses."""
+        if self._pid != _here["pid"] or not self._users.is_open:
+            self._refuse(what)
+
     def _leave(self) -> None:
-        if self._gate.leave():
+        if not self._users.try_leave() and self._users.leave() == 0:
             self._release()
+
+    def _refuse(self, what: str) -> NoReturn:
+        name = self.capabilities.name
+        if self._forked:
+            raise StateError(f"{what}: this {name} connection belongs to process {self._pid}, not us")
+        raise LinkError(f"{what}: the {name} connection is closed; link again", phase="copy")
 
     def __enter__(self) -> Self:
         return self
@@ -447,19 +386,18 @@ class Connection(ABC):
         self.close()
 
     def __del__(self) -> None:
-        # Without a lock: this is the last reference. getattr: a constructor may have failed half way.
-        gate: _CallGate | None = getattr(self, "_gate", None)
-        if gate is None or not gate.users.is_open:
+        # Whatever the count says: this is the last reference. A constructor may have failed half way.
+        if not hasattr(self, "_users") or self.closed:
             return
-        gate.shut()
-        if not gate.forked:
+        self._users.shut()
+        if not self._forked:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
         self._release()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return (
-            f"<{type(self).__name__} {state}: {self._gate.users.inside} in use, "
+            f"<{type(self).__name__} {state}: {self._users.inside} in use, "
             f"{self.bytes_read} bytes read, {self.bytes_written} written>"
         )
 
@@ -467,15 +405,12 @@ class Connection(ABC):
 class DataPath:
     """The connections of one link: one, or another one beside it for the peer's private memory.
 
-    Owns both. Tensors carry the connection that mapped them, which then moves them. Threads: as for a connection.
+    Owns both. Tensors carry the connection that mapped them, which then moves them. Threads, and what
+    the methods do: as for a connection.
 
     Args:
         shared: Reaches what the peer exports, and its guards.
         private: Reaches the peer's private memory; None where ``shared`` does, or nothing.
-
-    Attributes:
-        connections: The one or both.
-        capabilities: What they can do together.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
@@ -493,12 +428,10 @@ class DataPath:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes moved from the peer so far."""
         return sum(each.bytes_read for each in self.connections)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes moved to the peer so far."""
         return sum(each.bytes_written for each in self.connections)
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
@@ -508,35 +441,28 @@ class DataPath:
         return self.shared
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Tell the connections who the peer is."""
         for each in self.connections:
             each.introduce(who, cluster_id)
 
     def begin(self, link: object) -> None:
-        """Serve what the peer asks from now on, see :meth:`Connection.begin`."""
         for each in self.connections:
             each.begin(link)
 
     def reconnect_lanes(self, deadline: Deadline) -> None:
-        """Dial lost lanes again, see :meth:`Connection.reconnect_lanes`."""
         for each in self.connections:
             each.reconnect_lanes(deadline)
 
     def peer_ended(self) -> bool:
-        """Return True as :meth:`Connection.peer_ended` of either does."""
         return any(each.peer_ended() for each in self.connections)
 
     def peer_pidfd(self) -> int | None:
-        """Return a new descriptor as :meth:`Connection.peer_pidfd`, if a connection has one."""
         return next((fd for each in self.connections if (fd := each.peer_pidfd()) is not None), None)
 
     def close(self) -> None:
-        """Close the connections, see :meth:`Connection.close`."""
         for each in self.connections:
             each.close()
 
     def abort(self) -> None:
-        """Abort the connections, see :meth:`Connection.abort`."""
         for each in self.connections:
             each.abort()
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist._transport.connection import Transfer
 
-__all__ = ["InprocConnection", "connect", "lives_here", "register", "unregister"]
-
 # Any thread; each use is one atomic dict operation. Cleared in a forked child: the parent's peers are not in it.
 _peers: dict[bytes, Exports] = {}
 os.register_at_fork(after_in_child=_peers.clear)
@@ -36,7 +34,6 @@ def unregister(incarnation: bytes) -> None:
 
 
 def lives_here(incarnation: bytes) -> bool:
-    """Return True when that incarnation is a peer in this process."""
     return incarnation in _peers
 
 

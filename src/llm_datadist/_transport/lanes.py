@@ -39,24 +39,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._native import LaneEvent, Tensors
 
-__all__ = [
-    "LANE_PREAMBLE",
-    "MAX_HANDLE_BYTES",
-    "MAX_LANES",
-    "MAX_RUNS",
-    "TOKEN_BYTES",
-    "LaneGrant",
-    "LaneGroup",
-    "LaneHandler",
-    "LaneRequest",
-    "Lanes",
-    "accept_lane",
-    "decode_request",
-    "dial_lanes",
-    "encode_request",
-    "read_lane_greeting",
-]
-
 MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""
 MAX_HANDLE_BYTES: Final = 4096
@@ -70,8 +52,6 @@ _ACCEPTED: Final = b"\x01"
 # What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
 # gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
 _UNSENT_BYTES: Final = 512 << 10
-
-# Requests: what the initiator of a transfer sends to the owner of the memory
 
 _LENGTH: Final = struct.Struct("<I")
 _RUN_BYTES: Final = 16
@@ -111,11 +91,7 @@ def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> by
 
 
 def decode_request(meta: bytes) -> LaneRequest:
-    """Return the request in a meta.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Return the request in a meta; ``ProtocolError`` when it holds none."""
     if len(meta) < _LENGTH.size:
         raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
     (length,) = _LENGTH.unpack_from(meta)
@@ -131,21 +107,10 @@ def decode_request(meta: bytes) -> LaneRequest:
     return LaneRequest(head.handle, head.extent, Plan(head.first, head.first, head.count, runs, False, head.nbytes))
 
 
-# Dialling, at the end that dialled the link
-
-
 def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Deadline) -> list[socket.socket]:
-    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``. Blocks in the caller's thread.
+    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``: all, or none is left open.
 
-    Args:
-        address: Host and port of the peer's listener.
-        token: 16 bytes that the listener expects.
-        count: How many.
-        deadline: For all of them.
-
-    Raises:
-        DeadlineExceeded: Not all were accepted in time (phase ``connect``); none is left open.
-        LinkRefused: Unreachable or refused; none is left open.
+    Blocks in the caller's thread.
     """
     what = f"data lanes to {address[0]}:{address[1]}"
     with ExitStack() as opened:
@@ -195,23 +160,15 @@ def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> No
 
 
 def _tune(sock: socket.socket) -> None:
-    """Set the socket options of a lane."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
-# Accepting, at the end that listens
 
 
 async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
     """Return the token of a new lane, after the listener has read its preamble.
 
     The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
-
-    Raises:
-        ProtocolError: The connection ended first.
-        OSError: It broke.
     """
     token = b""
     while len(token) < TOKEN_BYTES:
@@ -227,9 +184,6 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
     """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
     _tune(sock)
     await loop.sock_sendall(sock, _ACCEPTED)
-
-
-# Lanes in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +238,6 @@ class LaneGroup:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return how many lanes there are now."""
         return len(self._loads) + len(self._waiting)
 
     def wait(self, sock: socket.socket) -> bool:
@@ -309,22 +262,18 @@ class LaneGroup:
         The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
         the same order, as they were dialled. Where the peer dials, lost lanes come back without this end: they are
         waited for until the ``deadline``.
-
-        Raises:
-            PeerLost: There is none left.
         """
         with self._changed:
             while not self._closed and not self._loads:
                 if deadline is None or deadline.expired():
                     break
                 self._changed.wait(deadline.wait_at_most())
+            if not self._loads:
+                raise PeerLost("no data lane to the peer is left; link again", phase="copy")
             lanes = list(self._loads)
-            lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__, default=None)
-            if lane is not None:
-                self._loads[lane] += nbytes
-        if lane is None:
-            raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-        return lane
+            lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__)
+            self._loads[lane] += nbytes
+            return lane
 
     def put(self, lane: int, nbytes: int) -> None:
         """Take bytes off the load of a lane, whether they moved or not."""
@@ -362,10 +311,6 @@ class Lanes:
     """Owns the engine, its threads and all lanes until :meth:`close`. Requests are answered on the loop's thread.
 
     The engine is made with the first link that has lanes: most processes never need one.
-
-    Args:
-        threads: Threads that move bytes.
-        handler: Answers what peers ask.
     """
 
     def __init__(self, threads: int, handler: LaneHandler) -> None:
@@ -382,11 +327,7 @@ class Lanes:
 
     @property
     def engine(self) -> LaneEngine:
-        """The engine, made now if need be.
-
-        Raises:
-            LinkRefused: Closed.
-        """
+        """The engine, made now if need be; ``LinkRefused`` when closed."""
         with self._making:
             if self._closed:
                 raise LinkRefused("the data lanes of this process are closed")
@@ -426,8 +367,6 @@ class Lanes:
         self._groups.clear()
         self._by_token.clear()
 
-    # The lanes of a link
-
     def open(self, socks: Iterable[socket.socket] = (), token: bytes = b"") -> LaneGroup:
         """Return the group of a link to come, with lanes over these sockets, which are taken over.
 
@@ -441,11 +380,7 @@ class Lanes:
         return group
 
     def find(self, token: bytes) -> LaneGroup:
-        """Return the group that a new lane of a peer belongs to.
-
-        Raises:
-            LinkRefused: There is none, or it has lanes enough.
-        """
+        """Return the group that a new lane of a peer belongs to; ``LinkRefused`` when it has lanes enough."""
         group = self._by_token.get(token)
         if group is None:
             raise LinkRefused("a lane with an unknown token")
@@ -454,11 +389,7 @@ class Lanes:
         return group
 
     def begin(self, group: LaneGroup, link: object) -> None:
-        """Serve the lanes of a link from now on: the link is there.
-
-        Raises:
-            LinkRefused: Closed.
-        """
+        """Serve the lanes of a link from now on: the link is there."""
         self.add_all(group, group.begin(link))
 
     def add_all(self, group: LaneGroup, socks: Sequence[socket.socket]) -> None:
@@ -470,11 +401,7 @@ class Lanes:
                 self.add(group, sock)
 
     def add(self, group: LaneGroup, sock: socket.socket) -> None:
-        """Add a lane to a link over a connected socket, which is taken over.
-
-        Raises:
-            LinkRefused: The group has ended, or all lanes of this process are closed.
-        """
+        """Add a lane to a link over a connected socket, which is taken over even when it is refused."""
         try:
             if group.wait(sock):
                 return
@@ -516,8 +443,6 @@ class Lanes:
         """
         if self._engine is not None:
             self._engine.quiesce(tag)
-
-    # Events, on the loop's thread
 
     def _on_events(self) -> None:
         for event in self.engine.poll_events():

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
@@ -21,21 +21,16 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import WriterPage
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
-__all__ = ["PeerMemory", "PeerProcess", "SameHostConnection", "map_peer", "peer_credentials"]
-
 # Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("=iII")
 
 
 class PeerProcess:
-    """The process at the other end of a socket. Owns its pidfd until that is taken. Used by one thread.
+    """The process at the other end of a socket, of our user and alive. Owns its pidfd until that is taken.
 
     Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
     stranger with a recycled pid: the process was alive afterwards.
-
-    Raises:
-        LinkRefused: Another user's process, or one that has ended.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,7 +38,7 @@ class PeerProcess:
         self._pidfd = _open_pidfd(sock, self.pid)
 
     def take_pidfd(self) -> int:
-        """Return the pidfd; the caller owns it from now on."""
+        """Return the pidfd, the caller's from now on."""
         pidfd, self._pidfd = self._pidfd, -1
         return pidfd
 
@@ -56,11 +51,7 @@ class PeerProcess:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the peer's (pid, uid).
-
-    Raises:
-        LinkRefused: It is not a process of our user.
-    """
+    """Return the peer's (pid, uid); ``LinkRefused`` when it is not a process of our user."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise LinkRefused(f"same-host peer (pid {pid}) runs as uid {uid}, this process as uid {os.geteuid()}")
@@ -87,17 +78,11 @@ class PeerMemory:
 
     Threads: holders may use and close it in different threads at once; each calls ``close`` once.
 
-    Args:
-        hello: What the peer said.
-        guards: The peer's guard table, read-only; its cookie is that of the hello.
-        regions: The peer's exported segments by region id; writable where the peer lets us.
-        process: The peer, whose pidfd is taken.
-        intent_writer: Where this process announces what it writes there.
-        page: Where the peer announces what it writes here.
-
     Attributes:
+        guards: The peer's guard table, read-only.
+        regions: The peer's exported segments by region id; writable where the peer lets us.
+        intent_writer: Where this process announces what it writes there.
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
-        uid: Its effective user.
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes read from the mapped guard table's header.
         incarnation: What the peer says its incarnation is; to be compared with the control channel's.
@@ -138,11 +123,7 @@ class PeerMemory:
         return pidfd >= 0 and not readable(pidfd)
 
     def share(self) -> Self:
-        """Add one holder.
-
-        Raises:
-            StateError: It is closed: the memory is gone.
-        """
+        """Add one holder."""
         if self.closed:
             raise StateError(f"share: {self!r} is closed")
         self._others.append(None)
@@ -156,13 +137,6 @@ class PeerMemory:
         """Close the page's descriptor: the peer has its own by now."""
         if self._page.segment is not None:
             self._page.segment.close_descriptor()
-
-    def duplicate_pidfd(self) -> int | None:
-        """Return a new descriptor of the peer's process, the caller's to close; None when closed."""
-        try:
-            return os.dup(self.pidfd)
-        except OSError:
-            return None  # closed, perhaps just now: -1 is no descriptor either
 
     def close(self) -> None:
         """End one holder's use. The last one unmaps everything; arrays over the memory keep it mapped."""
@@ -201,11 +175,9 @@ class PeerMemory:
 def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer: MemoryOffer) -> PeerMemory:
     """Check and map what a hello announces, out of the descriptors that came with it. Takes the offer's page.
 
-    Raises:
-        LinkRefused: Their number, a size or a seal is not as announced, or the cookie is another one. Everything
-            that was mapped is unmapped; descriptors not reached yet stay in the packet.
+    After a refusal nothing is mapped; descriptors not reached yet stay in the packet.
     """
-    if len(packet.fds) != hello.descriptors:
+    if len(packet.fds) != 2 + len(hello.regions):
         raise LinkRefused(
             f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
             f"{len(hello.regions)} regions"
@@ -246,16 +218,22 @@ class SameHostConnection(Connection):
         """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
         return self.closed or not self._peer.alive()
 
+    def peer_pidfd(self) -> int | None:
+        with suppress(LinkError):  # closed
+            self._enter("peer_pidfd")
+            try:
+                with suppress(OSError):  # no descriptor left
+                    return os.dup(self._peer.pidfd)
+            finally:
+                self._leave()
+        return None
+
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Learn who the peer is."""
         self._peer.introduce(who, cluster_id)
 
     def _intent_writer(self, *, write: bool) -> IntentWriter | None:
         # A reader fails by the generation; the owner of the memory does not wait for it.
         return self._peer.intent_writer if write else None
-
-    def _duplicate_pidfd(self) -> int | None:
-        return self._peer.duplicate_pidfd()
 
     def _guards(self) -> Window:
         window = self._guard_window

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
-__all__ = ["VERSION", "MemoryOffer", "Packet", "Refusal", "RendezvousHello", "decode", "send_packet"]
-
 VERSION: Final = 3
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
@@ -40,12 +38,8 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     region in the order of ``regions``.
 
     Attributes:
-        version: Of these packets.
         token: The one-time token of the control channel; the answer repeats it.
-        incarnation: Of the sender.
         cookie: What the receiver must find in the mapped guard table's header.
-        guards_nbytes: Size of the guard table.
-        regions: The exported segments.
     """
 
     version: int
@@ -54,11 +48,6 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
     regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
-
-    @property
-    def descriptors(self) -> int:
-        """How many descriptors belong to it."""
-        return 2 + len(self.regions)
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -72,11 +61,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RendezvousHello | Refusal)
 
 
 def decode(data: bytes) -> RendezvousHello | Refusal:
-    """Return the value in a packet, schema-checked.
-
-    Raises:
-        ProtocolError: It is none, of another version, or names a region twice.
-    """
+    """Return the value in a packet, checked; ``ProtocolError`` when there is none."""
     try:
         value: RendezvousHello | Refusal = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -92,12 +77,7 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
 
 
 class Packet:
-    """One received packet; owns its descriptors. Used by one thread.
-
-    Attributes:
-        data: The encoded value.
-        fds: Descriptors that nothing has taken yet.
-    """
+    """One received packet; owns the descriptors that nothing has taken yet. Used by one thread."""
 
     __slots__ = ("data", "fds")
 
@@ -107,12 +87,7 @@ class Packet:
 
     @classmethod
     def receive(cls, sock: socket.socket) -> Self:
-        """Receive one packet.
-
-        Raises:
-            ProtocolError: The peer closed its end, or sent more than a packet may hold; no descriptor is left open.
-            OSError: The socket's, ``BlockingIOError`` and ``TimeoutError`` among them.
-        """
+        """Receive one packet. ``ProtocolError``: the peer closed its end, or sent more than a packet may hold."""
         data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
         fds = array.array("i")
         for level, kind, payload in ancillary:
@@ -127,7 +102,7 @@ class Packet:
         return packet
 
     def take(self) -> int:
-        """Return the next descriptor; the caller owns it from now on."""
+        """Return the next descriptor, the caller's from now on."""
         return self.fds.pop(0)
 
     def close(self) -> None:
@@ -153,11 +128,7 @@ def _defect(data: bytes, flags: int) -> str | None:
 
 
 def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:
-    """Send one value with descriptors, which stay the caller's.
-
-    Raises:
-        OSError: The socket's, ``BlockingIOError`` and ``TimeoutError`` among them.
-    """
+    """Send one value with descriptors, which stay the caller's."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([_encoder.encode(value)], rights, socket.MSG_NOSIGNAL)
 
@@ -165,18 +136,8 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
 class MemoryOffer:
     """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
 
-    Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'.
-
-    Args:
-        exports: What the peer is given.
-        token: Of the rendezvous.
-
-    Attributes:
-        hello: What is said.
-        fds: The descriptors that go with it.
-
-    Raises:
-        LinkRefused: There is no memory or descriptor left for the page, or this process is being finalised.
+    Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'. ``LinkRefused``
+    when there is no memory or descriptor left for that page, or this process is being finalised.
     """
 
     def __init__(self, exports: Exports, token: bytes) -> None:
@@ -194,11 +155,10 @@ class MemoryOffer:
         self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
 
     def send(self, sock: socket.socket) -> None:
-        """Send it, once; errors as :func:`send_packet`."""
         send_packet(sock, self.hello, self.fds)
 
     def take_page(self) -> WriterPage:
-        """Return the page for the peer's writers, the caller's from now on. Called once."""
+        """Return the page for the peer's writers, the caller's from now on."""
         page, self._page = self._page, None
         assert page is not None, "taken once"
         return page

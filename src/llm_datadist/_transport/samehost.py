@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
 
-__all__ = ["SameHostListener", "exchange_memory"]
-
 MAX_PENDING: Final = 64
 _TOKEN_LENGTHS: Final = range(16, 65)
 _PREFIX: Final = "llm-datadist-"
@@ -66,9 +64,6 @@ class SameHostListener:
 
     Attributes:
         name: What the peer passes to :func:`exchange_memory`: ``@...`` is abstract, else a path.
-
-    Raises:
-        ParamError: ``socket_dir`` cannot hold a socket.
     """
 
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
@@ -94,9 +89,6 @@ class SameHostListener:
 
         The token is used up by the first packet that carries it. A callback is not called when the listener is closed
         first.
-
-        Raises:
-            ParamError: The token is not of 16 to 64 bytes, or is expected already.
         """
         if len(token) not in _TOKEN_LENGTHS:
             raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
@@ -117,9 +109,14 @@ class SameHostListener:
         elif loop is None or not loop.is_running() or threading.get_ident() == self._thread:
             self._close_here()
         else:
-            self._close_on(loop)
-
-    # On the loop's thread
+            closed = threading.Event()
+            try:
+                loop.call_soon_threadsafe(self._close_here)
+                loop.call_soon_threadsafe(closed.set)
+            except RuntimeError:  # the loop has been closed meanwhile
+                self._close_here()
+            else:
+                closed.wait(_CLOSE_WAIT_S)
 
     def _accept(self) -> None:
         try:
@@ -127,7 +124,11 @@ class SameHostListener:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            self._pause(error)
+            # Out of descriptors, the backlog stays readable and would keep the loop busy: stop accepting for a while.
+            _log.warning("%r cannot accept and pauses for %.0f s: %s", self, _ACCEPT_PAUSE_S, error)
+            loop = self._running_loop()
+            loop.remove_reader(self._socket)
+            self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, loop)
             return
         sock.setblocking(False)
         try:
@@ -140,13 +141,6 @@ class SameHostListener:
             return
         self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
         self._running_loop().add_reader(sock, self._receive, sock)
-
-    def _pause(self, error: OSError) -> None:
-        """Stop accepting for a while: out of descriptors, the backlog stays readable and would keep the loop busy."""
-        _log.warning("same-host listener %s cannot accept and pauses for %.0f s: %s", self.name, _ACCEPT_PAUSE_S, error)
-        loop = self._running_loop()
-        loop.remove_reader(self._socket)
-        self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, loop)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -206,22 +200,6 @@ class SameHostListener:
         assert self._loop is not None, "only reached from callbacks of the loop given to start()"
         return self._loop
 
-    # Closing
-
-    def _close_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        done = threading.Event()
-
-        def close_there() -> None:
-            self._close_here()
-            done.set()
-
-        try:
-            loop.call_soon_threadsafe(close_there)
-        except RuntimeError:  # the loop has been closed meanwhile
-            self._close_here()
-        else:
-            done.wait(_CLOSE_WAIT_S)
-
     def _close_here(self) -> None:
         if self._closed:
             return
@@ -261,17 +239,8 @@ class SameHostListener:
 def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
     """Dial a peer's :class:`SameHostListener`, swap memory with it and return the peer's.
 
-    The caller owns that memory. Blocks in the caller's thread, within the deadline.
-
-    Args:
-        name: The peer's ``SameHostListener.name``.
-        token: The token that the peer expects.
-        exports: What the peer is given.
-        deadline: Of the whole call.
-
-    Raises:
-        LinkRefused: There is no such listener on this host, or one side refused; the text holds the reason.
-        DeadlineExceeded: No answer in time (phase ``link``).
+    The caller owns that memory. Blocks in the caller's thread, within the deadline. ``LinkRefused``: there is no
+    listener of this ``name`` on this host, or one side refused; the text holds the reason.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         _dial(sock, name, deadline)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.peer_memory import PeerMemory
 
-__all__ = ["ShmConnection"]
-
 
 class ShmConnection(SameHostConnection):
     """A connection over mapped memory of another process."""

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Transfer
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
-__all__ = ["TcpConnection", "split_plan"]
-
 # Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
 _ELSEWHERE: Final = 1 << 62
 
@@ -59,15 +57,7 @@ _SILENT_TRANSFERS: Final = 2
 
 
 class TcpConnection(Connection):
-    """A connection over the data lanes of a link. Threads as in the base class; owns the link's lanes.
-
-    Args:
-        lanes: The lanes of this process.
-        group: The link's lanes; :meth:`begin` begins it.
-        regions: What the peer exports.
-        writable: True when the peer's private memory may be written (RCA).
-        reconnect: Dials so many new lanes within a deadline, at the end that can dial; None at the other.
-    """
+    """A connection over the data lanes of a link, which it owns. Made by :class:`ConnectionBuilder`."""
 
     capabilities = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
 
@@ -93,22 +83,13 @@ class TcpConnection(Connection):
         super().__init__()
 
     def begin(self, link: object) -> None:
-        """Serve the lanes from now on, in the name of ``link``."""
         self._lanes.begin(self._group, link)
 
-    def reconnect_lanes(self, deadline: Deadline) -> None:
-        """Dial lost lanes again, where this end dials them; one thread at a time does.
-
-        Raises:
-            LLMException: It cannot, and no lane is left.
-        """
-        self._reconnect_within(deadline, deadline.remaining())
-
-    def _reconnect_within(self, deadline: Deadline, patience: float) -> None:
-        """As :meth:`reconnect_lanes`, waiting so many seconds for another thread that dials."""
+    def reconnect_lanes(self, deadline: Deadline, *, wait: bool = True) -> None:
+        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
         if self._reconnect is None or len(self._group) >= self._wanted:
             return
-        if not self._reconnecting.acquire(timeout=patience):
+        if not self._reconnecting.acquire(timeout=deadline.remaining() if wait else 0):
             return
         try:
             missing = self._wanted - len(self._group)
@@ -121,7 +102,6 @@ class TcpConnection(Connection):
             self._reconnecting.release()
 
     def abort(self) -> None:
-        """Close at once; calls in progress fail with ``TransferAborted``. Idempotent."""
         super().abort()
         self._lanes.shut(self._group)  # those calls wait for their jobs, which end with the lanes
 
@@ -138,7 +118,7 @@ class TcpConnection(Connection):
             raise transfer.timeout(0)
         try:
             # While a lane is left, it is not worth waiting for another thread that dials.
-            self._reconnect_within(deadline, 0 if len(self._group) else deadline.remaining())
+            self.reconnect_lanes(deadline, wait=not len(self._group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
@@ -150,8 +130,6 @@ class TcpConnection(Connection):
 
 
 class _Part(NamedTuple):
-    """A part of a transfer on its way."""
-
     job: int
     lane: int
     nbytes: int
@@ -274,35 +252,25 @@ def _refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMExceptio
 
 
 def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
-    """Yield parts that together are the plan, in its order: whole tensors where they are small.
-
-    Args:
-        plan: What to cut; a plan of no bytes has no parts.
-        part_bytes: Bytes of a part, at most.
-        max_runs: Runs of a part, at most.
-    """
+    """Yield parts that together are the plan, in its order: whole tensors where they are small."""
     if not plan.nbytes:
         return
     per_pair = plan.nbytes // plan.count
+    pairs, slices = 1, [(plan.runs, per_pair)]
     if per_pair <= part_bytes and len(plan.runs) <= max_runs:
         pairs = part_bytes // per_pair
-        for begin in range(0, plan.count, pairs):
-            yield _part(plan, begin, min(pairs, plan.count - begin), plan.runs, per_pair)
-        return
-    slices = list(_slices(plan.runs, part_bytes, max_runs))
-    for pair in range(plan.count):
+    else:
+        slices = list(_slices(plan.runs, part_bytes, max_runs))
+    for begin in range(0, plan.count, pairs):
+        count = min(pairs, plan.count - begin)
         for runs, nbytes in slices:
-            yield _part(plan, pair, 1, runs, nbytes)
-
-
-def _part(plan: Plan, begin: int, count: int, runs: NDArray[np.uint64], per_pair: int) -> Plan:
-    return plan.replace(
-        dst_first=plan.dst_first + begin,
-        src_first=plan.src_first + begin,
-        count=count,
-        runs=runs,
-        nbytes=count * per_pair,
-    )
+            yield plan.replace(
+                dst_first=plan.dst_first + begin,
+                src_first=plan.src_first + begin,
+                count=count,
+                runs=runs,
+                nbytes=count * nbytes,
+            )
 
 
 def _slices(runs: NDArray[np.uint64], part_bytes: int, max_runs: int) -> Iterator[tuple[NDArray[np.uint64], int]]:

@@ -344,11 +344,11 @@ class TransportConformance:
         """In a child every call raises ``StateError`` and close works; the parent does not notice."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            connection._gate.enter("fork")  # as if another thread had been inside just then
+            connection._enter("fork")  # as if another thread had been inside just then
             pid = os.fork()
             if pid == 0:
                 os._exit(child_of_fork(connection))
-            connection._gate.leave()
+            connection._leave()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         if not connection.capabilities.remote_guards:
             slot, generation = peer.guard()
