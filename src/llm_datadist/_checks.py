@@ -15,24 +15,6 @@ from llm_datadist.errors import NoneArgument, ParamError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "INVALID_ID",
-    "check_dict",
-    "check_int",
-    "check_int32",
-    "check_int64",
-    "check_list",
-    "check_range",
-    "check_rule",
-    "check_type",
-    "check_uint8",
-    "check_uint16",
-    "check_uint32",
-    "check_uint64",
-    "check_uint64_list",
-    "is_digits",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 V = TypeVar("V")

@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.types import CacheDesc
 
-__all__ = [
-    "CacheKind",
-    "CachePair",
-    "Geometry",
-    "LayerPlan",
-    "LayerSelection",
-    "RowRange",
-    "compare_blocks",
-    "decode_geometry",
-    "plan_copy_row",
-    "plan_pieces",
-    "plan_row",
-]
-
 _MAX_TENSORS: Final = 1 << 20
 _MAX_TENSOR_BYTES: Final = 2**63 - 1
 _CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more

@@ -29,29 +29,10 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.geometry import Geometry
 
-__all__ = [
-    "NOTHING",
-    "TRANSITIONS",
-    "Binding",
-    "Effects",
-    "Entry",
-    "Event",
-    "Key",
-    "Lifecycle",
-    "Namespace",
-    "Pin",
-    "Registry",
-    "State",
-    "key_of",
-]
-
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""
 
 _HISTORY_LENGTH: Final = 16
-
-
-# --- keys ----------------------------------------------------------------------------------------------------------
 
 
 class Namespace:
@@ -84,9 +65,6 @@ def _show_key(key: Key) -> str:
         return f"BlocksCacheKey(model_id={model})"
     name = "prefix_id" if namespace == Namespace.PREFIX else "req_id"
     return f"CacheKey({name}={number}, model_id={model})"
-
-
-# --- life of an entry ----------------------------------------------------------------------------------------------
 
 
 class State(Enum):
@@ -168,9 +146,6 @@ class Lifecycle:
         return "; ".join(events) or "added"
 
 
-# --- what the tables hold ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class Binding:
     """One binding of a key to a row. A later binding of the same key is another object."""
@@ -250,11 +225,11 @@ class Effects:
 NOTHING: Final = Effects()
 
 
-# --- the tables ----------------------------------------------------------------------------------------------------
-
-
 class Registry:
-    """The caches, keys and pins of one LLMDataDist. Any thread; one lock, never held across a call out of here."""
+    """The caches, keys and pins of one LLMDataDist. Any thread.
+
+    One lock, never held across a call out of here. Most private methods are called under it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -266,8 +241,6 @@ class Registry:
         self._next_id = 1
         self._next_pin = 1
         self.unknown_releases = 0
-
-    # --- owners and keys -------------------------------------------------------------------------------------------
 
     def require_free(self, keys: Iterable[Key]) -> None:
         """Raise KeyInUse if one of ``keys`` is bound (interface R3): an early check, :meth:`add` decides."""
@@ -370,8 +343,6 @@ class Registry:
             for pin in list(self._pins.values()):
                 self._unpin(pin, effects)
         return effects
-
-    # --- lookups, local uses and pins ------------------------------------------------------------------------------
 
     def lookup(self, cache_id: int, what: str = "cache") -> Entry:
         """Return the entry with that id, also a deallocated one with unconsumed keys.
@@ -492,8 +463,6 @@ class Registry:
                 self._unpin(pin, effects)
         return effects
 
-    # --- what there is ---------------------------------------------------------------------------------------------
-
     def snapshot(self) -> tuple[list[Entry], list[Binding], int]:
         """Return (entries with memory, bindings, number of pins)."""
         with self._lock:
@@ -537,8 +506,6 @@ class Registry:
                 f"<Registry {len(self._entries)} caches, {len(self._keys)} keys, {len(self._pins)} pins, "
                 f"{len(self._draining)} draining>"
             )
-
-    # --- steps of the above, under the lock ------------------------------------------------------------------------
 
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -637,8 +604,6 @@ class Registry:
             self._draining.discard(entry)
             effects.retire.append(entry.guard)
             effects.free.append(entry)
-
-    # --- integrity and statistics, under the lock ------------------------------------------------------------------
 
     def _check_bindings(self) -> None:
         for key, binding in self._keys.items():

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
 
-__all__ = ["CacheStore", "Pools", "Storage"]
-
 _REGIONS: Final = {Placement.DEVICE: 1, Placement.HOST: 2}
 _OPTIONS: Final = {
     Placement.DEVICE: "mem_pool_cfg (llm.MemPoolConfig)",
@@ -219,8 +217,6 @@ class CacheStore:
             writers=self.writers,
         )
 
-    # --- making caches ---------------------------------------------------------------------------------------------
-
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
         """Take memory from the pool of the placement and bind ``(key, row)`` pairs, or neither.
 
@@ -269,8 +265,6 @@ class CacheStore:
         self.apply(effects)
         return entry
 
-    # --- using them here -------------------------------------------------------------------------------------------
-
     def using(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
         """Keep a cache's memory for the length of one local call.
 
@@ -282,8 +276,6 @@ class CacheStore:
         if steps.watch is not None:
             steps.watch("use", self)
         return _Use(self, cache_id, what)
-
-    # --- giving them back ------------------------------------------------------------------------------------------
 
     def deallocate(self, cache_id: int) -> None:
         """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2)."""
@@ -340,8 +332,6 @@ class CacheStore:
                 # the memory is unmapped with its cache: unmapping it under one would end this process.
                 busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
                 self._quarantine.free(allocation, busy)
-
-    # --- what there is, and the end --------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Free quarantined memory, and pages of lost peers, that foreign writers have finished with."""

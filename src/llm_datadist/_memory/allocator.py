@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-__all__ = ["PageAllocator", "format_mib"]
-
 
 def format_mib(nbytes: int) -> str:
     """Return a size in bytes as text in MiB with one decimal, ``12.5 MiB``."""

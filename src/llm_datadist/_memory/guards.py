@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["COOKIE_BYTES", "SLOT_BYTES", "Guard", "GuardTable", "read_cookie", "slot_address"]
-
 SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
 COOKIE_BYTES: Final = 16
 _DEFAULT_SLOTS: Final = 1 << 20

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["Allocation", "DirectMemory", "MemoryPool", "PoolStatistics", "create_pool"]
-
 _MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
 _DIRECT_PAGE_SHIFT: Final = 12
 _DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool
     from llm_datadist._memory.write_intents import Hazard, WriteIntents
 
-__all__ = ["Quarantine", "writers_named"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Quarantined:

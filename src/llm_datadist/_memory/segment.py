@@ -22,8 +22,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["F_SEAL_FUTURE_WRITE", "AddressRange", "ExternalSegment", "Mapping", "Segment", "SharedSegment"]
-
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
 _ADDRESS_END: Final = 1 << 64
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-__all__ = ["WRITER_PAGE_BYTES", "Hazard", "IntentWriter", "WriteIntent", "WriteIntents", "WriterPage"]
-
 _FULL_PAGE_PAUSE_S: Final = 0.05  # how long to wait for a free slot before the deadline is checked again
 _MAX_GUARD: Final = 1 << 62
 
@@ -49,9 +47,6 @@ _MAX_GUARD: Final = 1 << 62
 def _slot_word(guard: int, *, reading: bool) -> int:
     """Return what a slot shows while its writer, or reader, works under guard slot ``guard``."""
     return guard * 2 + reading
-
-
-# --- the owner's side -------------------------------------------------------------------------------------------------
 
 
 class WriterPage:
@@ -271,9 +266,6 @@ def _private_page() -> NDArray[np.uint8]:
     memory = np.zeros(WRITER_PAGE_BYTES + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + WRITER_PAGE_BYTES]
-
-
-# --- the writer's side ------------------------------------------------------------------------------------------------
 
 
 class IntentWriter:

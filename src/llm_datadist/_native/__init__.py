@@ -13,10 +13,12 @@ from llm_datadist._native import _native
 from llm_datadist._native._native import (
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
+    BlockList,
     BlockPlanner,
     CopyPool,
     GuardSet,
     Meter,
+    Plan,
     Timer,
     UseGate,
     advance_generation,
@@ -44,7 +46,7 @@ from llm_datadist._native.lanes import (
     WriteAsked,
     check_plan,
 )
-from llm_datadist._native.plan import BlockList, Plan, Tensors
+from llm_datadist._native.plan import Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:

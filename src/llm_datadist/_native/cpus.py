@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["usable_cpus"]
-
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 

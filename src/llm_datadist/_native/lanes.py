@@ -15,23 +15,8 @@ from llm_datadist._native import _native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native.plan import Plan, Tensors
-
-__all__ = [
-    "ABORTED",
-    "CHANGED",
-    "LOST",
-    "MISFIT",
-    "TORN",
-    "Ending",
-    "LaneEngine",
-    "LaneEvent",
-    "LaneLost",
-    "Outcome",
-    "ReadAsked",
-    "WriteAsked",
-    "check_plan",
-]
+    from llm_datadist._native._native import Plan
+    from llm_datadist._native.plan import Tensors
 
 CHANGED: Final = 1
 """Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
-from llm_datadist._native._native import BlockList, Plan, TensorList
+from llm_datadist._native._native import Plan, TensorList
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._native._native import CopyPool
-
-__all__ = ["DIGEST_BYTES", "NONCE_BYTES", "BlockList", "Plan", "PlanEnd", "Tensors", "digest", "standing"]
 
 
 @dataclass(slots=True, eq=False)
