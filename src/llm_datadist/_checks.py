@@ -24,11 +24,10 @@ INVALID_ID: Final = 2**64 - 1
 
 _MAX_DIGITS: Final = 20
 
-_ONLY: Final = "only support"
 _INNER: Final = "inner type only support"
 
 
-def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = _ONLY) -> TypeError:
+def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = "only support") -> TypeError:
     """Build the error for ``value`` of a wrong type; None has its own class."""
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
@@ -142,3 +141,9 @@ def check_rule(condition: object, text: str) -> None:
     """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
     if not condition:
         raise ParamError(text)
+
+
+def require_intact(condition: object, text: str) -> None:
+    """Raise AssertionError(``text``) unless ``condition`` is true, also under ``python -O``, unlike ``assert``."""
+    if not condition:
+        raise AssertionError(text)

@@ -100,10 +100,7 @@ class CancellableDeadline(Deadline):
         self.cancelled: bytearray = bytearray(1)
 
     def cancel(self) -> None:
-        """End the deadline now; waits notice within 50 ms, native work after its current chunk.
-
-        Threads: any.
-        """
+        """End the deadline now; waits notice within 50 ms, native work after its current chunk. Any thread."""
         self.cancelled[0] = 1
         self.expires_ns = 0
 

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llm_datadist._checks import require_intact
 from llm_datadist.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ class Quarantine:
     """Keeps allocations until their writers have ended. Its lock is held across no call out of here.
 
     A pool counts what is kept here as used, and as quarantined, until it is freed.
-
-    Args:
-        writers: Knows which writers have ended.
     """
 
     def __init__(self, writers: WriteIntents) -> None:
@@ -60,11 +58,7 @@ class Quarantine:
         return bool(over)
 
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
-        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough.
-
-        Raises:
-            OutOfMemory: There is not enough, or writers that the text names still had it when the deadline passed.
-        """
+        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough."""
         if not self._held:
             try:
                 return pool.allocate_many(count, nbytes)
@@ -104,8 +98,7 @@ class Quarantine:
     def check_integrity(self) -> None:
         """Raise AssertionError if an allocation is kept without a writer."""
         for each in self._snapshot():
-            if not each.hazards:
-                raise AssertionError(f"{each.allocation!r} is held in quarantine for nobody")
+            require_intact(each.hazards, f"{each.allocation!r} is held in quarantine without a writer")
 
     def _snapshot(self) -> list[_Quarantined]:
         with self._lock:

@@ -66,18 +66,12 @@ def digest(
     how runs were merged or split. The GIL is released for more than 256 KiB; other threads help above 1 MiB.
 
     Args:
-        end: Which bytes.
-        pool: Threads to help, or None.
-        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; checked about every 4 MiB.
         nonce: 16 bytes that could not be known before the bytes were written.
         each_run: True for one digest of each run of each tensor, False for one of all runs of each tensor.
-        cancelled: One byte: the work stops once it is not zero. None: only the deadline stops it.
 
     Returns:
-        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None if it was stopped.
-
-    Raises:
-        ParamError: A tensor that this end does not have, a run that ends outside it, or a nonce of another length.
+        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None if it was stopped,
+        as ``execute`` is.
     """
     plan, tensors, is_dst = end
     found = _native.digest(
