@@ -58,7 +58,10 @@ class Quarantine:
         return bool(over)
 
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
-        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough."""
+        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough.
+
+        If it is not free at the deadline, OutOfMemory names the writers that still have it.
+        """
         if not self._held:
             try:
                 return pool.allocate_many(count, nbytes)
@@ -81,7 +84,11 @@ class Quarantine:
         deadline.poll(take_or_give_up)
         if taken:
             return taken[0]
-        raise self._explained(shortage)
+        if shortage.quarantined:
+            pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
+            held = f"{shortage.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
+            shortage.args = (f"{shortage}; {held}",)
+        raise shortage
 
     @property
     def nbytes(self) -> int:
@@ -103,20 +110,6 @@ class Quarantine:
     def _snapshot(self) -> list[_Quarantined]:
         with self._lock:
             return list(self._held)
-
-    def _explained(self, shortage: OutOfMemory) -> OutOfMemory:
-        if not shortage.quarantined:
-            return shortage
-        pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
-        return OutOfMemory(
-            f"{shortage}; {shortage.quarantined} bytes were given back but may still be written by "
-            f"{writers_named(pending)}",
-            pool=shortage.pool,
-            requested=shortage.requested,
-            free=shortage.free,
-            largest_hole=shortage.largest_hole,
-            quarantined=shortage.quarantined,
-        )
 
     def __repr__(self) -> str:
         held = self._snapshot()

@@ -5,7 +5,7 @@ Works on numbers, offsets and addresses only. Arguments are checked before any m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from llm_datadist._native.lanes import (
     WriteAsked,
     check_plan,
 )
-from llm_datadist._native.plan import Tensors
+from llm_datadist._native.plan import NO_DEADLINE, Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:
@@ -93,9 +93,6 @@ __all__ = [
     "usable_cpus",
     "writer_sequence",
 ]
-
-NO_DEADLINE: Final = 2**63 - 1
-"""A ``deadline_ns`` that never passes."""
 
 
 def parse_blocks(name: str, values: object) -> BlockList:

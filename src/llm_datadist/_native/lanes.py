@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
+from llm_datadist._native.plan import NO_DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,6 @@ MISFIT: Final = 4
 """Status of a write whose payload has another size than what was granted."""
 TORN: Final = 5
 """Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
-
-_NEVER: Final = 2**63 - 1
 
 
 class Ending(IntEnum):
@@ -165,7 +164,7 @@ class LaneEngine:
 
         It is also given up within 50 ms once ``cancelled``, one byte, is not zero.
         """
-        return _outcome(self._native.wait(job, min(deadline_ns, _NEVER), cancelled))
+        return _outcome(self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job if it has not ended yet, and return how it ended.

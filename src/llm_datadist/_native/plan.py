@@ -42,6 +42,9 @@ DIGEST_BYTES: Final = 16
 """128 bits, as many as the hash of a stripe has: folding them would only make collisions likelier."""
 NONCE_BYTES: Final = 16
 
+NO_DEADLINE: Final = 2**63 - 1
+"""A ``deadline_ns`` that never passes."""
+
 
 class PlanEnd(NamedTuple):
     """One end of ``plan``: its ``tensors``, and whether it is the destination or the source."""
@@ -84,7 +87,7 @@ def digest(
         each_run,
         nonce,
         pool,
-        min(deadline_ns, 2**63 - 1),
+        min(deadline_ns, NO_DEADLINE),
         cancelled,
     )
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)
