@@ -15,24 +15,6 @@ from llm_datadist.errors import NoneArgument, ParamError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "INVALID_ID",
-    "check_dict",
-    "check_int",
-    "check_int32",
-    "check_int64",
-    "check_list",
-    "check_range",
-    "check_rule",
-    "check_type",
-    "check_uint8",
-    "check_uint16",
-    "check_uint32",
-    "check_uint64",
-    "check_uint64_list",
-    "is_digits",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 V = TypeVar("V")
@@ -42,11 +24,10 @@ INVALID_ID: Final = 2**64 - 1
 
 _MAX_DIGITS: Final = 20
 
-_ONLY: Final = "only support"
 _INNER: Final = "inner type only support"
 
 
-def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = _ONLY) -> TypeError:
+def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = "only support") -> TypeError:
     """Build the error for ``value`` of a wrong type; None has its own class."""
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
@@ -160,3 +141,9 @@ def check_rule(condition: object, text: str) -> None:
     """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
     if not condition:
         raise ParamError(text)
+
+
+def require_intact(condition: object, text: str) -> None:
+    """Raise AssertionError(``text``) unless ``condition`` is true, also under ``python -O``, unlike ``assert``."""
+    if not condition:
+        raise AssertionError(text)

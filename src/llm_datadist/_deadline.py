@@ -10,8 +10,6 @@ from llm_datadist.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CancellableDeadline", "Deadline"]
-
 _NS_PER_MS: Final = 1_000_000
 _SHORTEST_POLL_S: Final = 0.0005
 _LONGEST_POLL_S: Final = 0.02
@@ -102,10 +100,7 @@ class CancellableDeadline(Deadline):
         self.cancelled: bytearray = bytearray(1)
 
     def cancel(self) -> None:
-        """End the deadline now; waits notice within 50 ms, native work after its current chunk.
-
-        Threads: any.
-        """
+        """End the deadline now; waits notice within 50 ms, native work after its current chunk. Any thread."""
         self.cancelled[0] = 1
         self.expires_ns = 0
 

@@ -18,8 +18,8 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.pool import MemoryPool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, IntentWriter, WriteIntents, WriterPage
-from llm_datadist._native import WRITER_SLOTS
+from llm_datadist._memory.write_intents import IntentWriter, WriteIntents, WriterPage
+from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
 from tests.support.world import residue
 

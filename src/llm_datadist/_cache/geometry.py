@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.types import CacheDesc
 
-__all__ = [
-    "CacheKind",
-    "CachePair",
-    "Geometry",
-    "LayerPlan",
-    "LayerSelection",
-    "RowRange",
-    "compare_blocks",
-    "decode_geometry",
-    "plan_copy_row",
-    "plan_pieces",
-    "plan_row",
-]
-
 _MAX_TENSORS: Final = 1 << 20
 _MAX_TENSOR_BYTES: Final = 2**63 - 1
 _CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more
@@ -76,11 +62,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
-        """Build the geometry of a descriptor; its ``shape[0]`` is the row count, whatever ``batch_dim_index`` is.
-
-        Raises:
-            ParamError: No tensors, or an impossible shape (see ``CacheDesc.size``).
-        """
+        """Build the geometry of a descriptor; its ``shape[0]`` is the row count, whatever ``batch_dim_index`` is."""
         if desc.num_tensors < 1:
             raise ParamError(f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
         size = desc.size
@@ -123,12 +105,9 @@ _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode and verify a geometry that a peer sent.
+    """Decode and verify a geometry that a peer sent, or raise ProtocolError.
 
     The caches of one model share one geometry, so the result is cached.
-
-    Raises:
-        ProtocolError: Not a geometry, or an impossible one.
     """
     return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
 
@@ -157,13 +136,7 @@ class LayerSelection:
     def check_local(self, name: str, num_tensors: int) -> None:
         """Check the ranges against the local cache alone, before the peer is asked.
 
-        Args:
-            name: Range of the local cache: ``src_layer_range`` or ``dst_layer_range``.
-            num_tensors: Tensors of the local cache.
-
-        Raises:
-            ParamError: A range is given and ``num_tensors`` is no multiple of tensor_num_per_layer; the local range
-                leaves the cache; the remote range has another length.
+        ``name`` is the range of the local cache: ``src_layer_range`` or ``dst_layer_range``.
         """
         if self.src is None and self.dst is None:
             return
@@ -176,12 +149,7 @@ class LayerSelection:
             )
 
     def tensors(self, src: Geometry, dst: Geometry) -> tuple[int, int, int]:
-        """Return (first dst tensor, first src tensor, count) of a transfer between two caches.
-
-        Raises:
-            CacheMismatch: The ends select different numbers of tensors.
-            ParamError: A range leaves its cache.
-        """
+        """Return (first dst tensor, first src tensor, count) of a transfer between two caches."""
         if self.src is None and self.dst is None:
             if src.num_tensors != dst.num_tensors:
                 raise CacheMismatch(
@@ -217,7 +185,6 @@ class CachePair(msgspec.Struct, eq=False):
     """One remote cache and one local cache, compared, with the block planner that was used last. Any thread.
 
     Attributes:
-        remote: Geometry of the remote cache.
         row: Row of the remote cache that its key or the call names.
         cache_id: The local cache.
         same_memory: True if both have the same tensors.
@@ -253,10 +220,6 @@ def plan_row(
     """Plan remote row -> local row (pull_cache) or the reverse (push_cache).
 
     ``size`` is bytes per tensor; -1 is the rest of the destination's row (a longer source row is truncated).
-
-    Raises:
-        CacheMismatch: Either end is a blocks cache, or offset and ``size`` leave either end's row.
-        CacheNotFound: The row does not exist at the source.
     """
     for end, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.CACHE):
@@ -277,13 +240,9 @@ def plan_row(
 
 
 def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
-    """Check that blocks of ``src`` fit ``dst``; return the planner for lists of them (interface R26).
+    """Check that blocks of ``src`` fit ``dst`` (interface R17); return the planner for lists of them (interface R26).
 
     ``alias`` is True if both ends have the same tensors.
-
-    Raises:
-        CacheMismatch: Block sizes differ (interface R17), or either end is not a blocks cache.
-        ParamError: From the planner: unequal lengths, or an index outside its cache.
     """
     for end, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.BLOCKS):
@@ -303,13 +262,7 @@ def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alia
 def plan_pieces(
     src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: BlockList | NDArray[np.int64], layers: LayerSelection
 ) -> Plan:
-    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``; the last may be short.
-
-    Raises:
-        CacheMismatch: The source is a blocks cache, or the destination is not.
-        CacheNotFound: ``src_row`` does not exist at the source.
-        ParamError: More blocks than the row has pieces, or an index outside the cache.
-    """
+    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``; the last may be short."""
     if not (src.kind.serves(CacheKind.CACHE) and dst.kind.serves(CacheKind.BLOCKS)):
         raise CacheMismatch(
             f"a row of a continuous cache goes into blocks here: source is {src.kind.word}, "
@@ -327,12 +280,7 @@ def plan_pieces(
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
-    """Plan copy_cache (interface R8): bytes [offset, offset + n) of a row, in all tensors.
-
-    Raises:
-        ParamError: ``num_tensors`` or ``data_type`` differ, a row index or the byte range leaves either cache, or with
-            ``size == -1`` the row shapes differ.
-    """
+    """Plan copy_cache (interface R8): bytes [offset, offset + n) of a row, in all tensors; -1 is the whole row."""
     if src.num_tensors != dst.num_tensors or src.data_type != dst.data_type:
         raise CacheMismatch(
             f"descriptors must match: src has {src.num_tensors} tensors of data type {DataType(src.data_type).name}, "
@@ -365,7 +313,6 @@ class LayerPlan:
     Attributes:
         kind: Kind of the source.
         runs: As in :class:`Plan`, destination offsets from where the destination begins in its tensor.
-        ordered: As in :class:`Plan`.
         unit: Bytes of a destination block; of the row if there are no blocks.
         blocks: The destination's blocks, None if there are none.
         extent: Bytes from the beginning of the destination to the end of the last run.
@@ -380,11 +327,7 @@ class LayerPlan:
 
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
-        """Plan a whole row of each tensor; row 0 of a blocks cache is its first block.
-
-        Raises:
-            ParamError: No such row.
-        """
+        """Plan a whole row of each tensor; row 0 of a blocks cache is its first block."""
         if src.kind is CacheKind.BLOCKS and row:
             raise ParamError(f"src_batch_index={row}: a blocks cache has only row 0")
         src.require_row("src_batch_index", row)
@@ -393,11 +336,7 @@ class LayerPlan:
 
     @classmethod
     def of_pieces(cls, src: Geometry, dst_blocks: BlockList, unit: int) -> LayerPlan:
-        """Plan each whole tensor: piece i of ``unit`` bytes to ``dst_blocks[i]``, the last may be short.
-
-        Raises:
-            ParamError: ``unit`` is not between 0 and the size of a tensor, or there are fewer pieces than blocks.
-        """
+        """Plan each whole tensor: piece i of ``unit`` bytes to ``dst_blocks[i]``, the last may be short."""
         if not 0 < unit < src.tensor_bytes:
             raise ParamError(
                 f"dst_block_memory_size={unit}: a tensor of {src.tensor_bytes} bytes is cut by it, so it must be above "
@@ -421,12 +360,7 @@ class LayerPlan:
 
     @classmethod
     def of_blocks(cls, src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> LayerPlan:
-        """Plan blocks (rows of a continuous cache): ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given
-        (interface R26).
-
-        Raises:
-            ParamError: A block outside the source.
-        """
+        """Plan blocks (rows of a continuous cache), ``src_blocks[i]`` to ``dst_blocks[i]`` in order (interface R26)."""
         plan = _native.plan_blocks(
             dst_blocks,
             src_blocks,
@@ -458,12 +392,7 @@ class LayerPlan:
         return Plan(dst_first, src_first, count, runs, ordered=self.ordered or alias, nbytes=nbytes)
 
     def offset_in(self, dst: Geometry, row: int) -> int:
-        """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named.
-
-        Raises:
-            CacheMismatch: Sizes or kinds do not fit (interface R17).
-            ParamError: A block outside the cache.
-        """
+        """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named (interface R17)."""
         if self.blocks is None:
             return self._row_offset(dst, row)
         if dst.kind is not CacheKind.BLOCKS or row:

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import INVALID_ID
+from llm_datadist._checks import INVALID_ID, require_intact
 from llm_datadist._native import UseGate
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, StateError
 from llm_datadist.metrics import CacheStatistics, KeyStatistics
@@ -29,29 +29,10 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.geometry import Geometry
 
-__all__ = [
-    "NOTHING",
-    "TRANSITIONS",
-    "Binding",
-    "Effects",
-    "Entry",
-    "Event",
-    "Key",
-    "Lifecycle",
-    "Namespace",
-    "Pin",
-    "Registry",
-    "State",
-    "key_of",
-]
-
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""
 
 _HISTORY_LENGTH: Final = 16
-
-
-# --- keys ----------------------------------------------------------------------------------------------------------
 
 
 class Namespace:
@@ -84,9 +65,6 @@ def _show_key(key: Key) -> str:
         return f"BlocksCacheKey(model_id={model})"
     name = "prefix_id" if namespace == Namespace.PREFIX else "req_id"
     return f"CacheKey({name}={number}, model_id={model})"
-
-
-# --- life of an entry ----------------------------------------------------------------------------------------------
 
 
 class State(Enum):
@@ -168,9 +146,6 @@ class Lifecycle:
         return "; ".join(events) or "added"
 
 
-# --- what the tables hold ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class Binding:
     """One binding of a key to a row. A later binding of the same key is another object."""
@@ -250,11 +225,11 @@ class Effects:
 NOTHING: Final = Effects()
 
 
-# --- the tables ----------------------------------------------------------------------------------------------------
-
-
 class Registry:
-    """The caches, keys and pins of one LLMDataDist. Any thread; one lock, never held across a call out of here."""
+    """The caches, keys and pins of one LLMDataDist. Any thread.
+
+    One lock, never held across a call out of here. Most private methods are called under it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -266,8 +241,6 @@ class Registry:
         self._next_id = 1
         self._next_pin = 1
         self.unknown_releases = 0
-
-    # --- owners and keys -------------------------------------------------------------------------------------------
 
     def require_free(self, keys: Iterable[Key]) -> None:
         """Raise KeyInUse if one of ``keys`` is bound (interface R3): an early check, :meth:`add` decides."""
@@ -371,14 +344,8 @@ class Registry:
                 self._unpin(pin, effects)
         return effects
 
-    # --- lookups, local uses and pins ------------------------------------------------------------------------------
-
     def lookup(self, cache_id: int, what: str = "cache") -> Entry:
-        """Return the entry with that id, also a deallocated one with unconsumed keys.
-
-        Raises:
-            CacheNotFound: No such cache.
-        """
+        """Return the entry with that id, also a deallocated one with unconsumed keys, or raise CacheNotFound."""
         with self._lock:
             return self._lookup(cache_id, what)
 
@@ -405,11 +372,7 @@ class Registry:
         return effects
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
-        """Resolve a key, or a (cache id, row), to (entry, row, binding).
-
-        Raises:
-            CacheNotFound: Unknown key or id, or the row is outside the cache (interface B8).
-        """
+        """Resolve a key, or a (cache id, row), to (entry, row, binding), or raise CacheNotFound (interface B8)."""
         with self._lock:
             return self._find(key, cache_id, row)
 
@@ -437,9 +400,6 @@ class Registry:
         """Return the cache that a peer resolved before, by its pin or by id alone.
 
         A pin finds a draining cache too. With ``use``, also begin a use of it, as :meth:`begin_use`.
-
-        Raises:
-            CacheNotFound: No such pin of that peer, or no such cache.
         """
         with self._lock:
             pin = self._pins.get(pin_id)
@@ -492,8 +452,6 @@ class Registry:
                 self._unpin(pin, effects)
         return effects
 
-    # --- what there is ---------------------------------------------------------------------------------------------
-
     def snapshot(self) -> tuple[list[Entry], list[Binding], int]:
         """Return (entries with memory, bindings, number of pins)."""
         with self._lock:
@@ -537,8 +495,6 @@ class Registry:
                 f"<Registry {len(self._entries)} caches, {len(self._keys)} keys, {len(self._pins)} pins, "
                 f"{len(self._draining)} draining>"
             )
-
-    # --- steps of the above, under the lock ------------------------------------------------------------------------
 
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -638,25 +594,24 @@ class Registry:
             effects.retire.append(entry.guard)
             effects.free.append(entry)
 
-    # --- integrity and statistics, under the lock ------------------------------------------------------------------
-
     def _check_bindings(self) -> None:
         for key, binding in self._keys.items():
-            _require(binding.bound and binding.entry.bindings.get(key) is binding, f"key {key} is not its entry's")
-            _require(binding.remaining != 0, f"key {key} is bound though every tensor was pulled")
+            filed = binding.entry.bindings.get(key) is binding
+            require_intact(binding.bound and filed, f"key {key} is not its entry's")
+            require_intact(binding.remaining != 0, f"key {key} is bound though every tensor was pulled")
 
     def _check_entries(self) -> None:
         for cache_id, entry in self._entries.items():
             name, state = entry.life.name, entry.life.state
-            _require(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")
-            _require(state in (State.LIVE, State.DEFERRED), f"{name}: {state}")
-            _require(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
-            _require(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
-            _require(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
-            _require(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
+            require_intact(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")
+            require_intact(state in (State.LIVE, State.DEFERRED), f"{name}: {state}")
+            require_intact(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
+            require_intact(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
+            require_intact(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
+            require_intact(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
         for entry in self._draining:
             used = entry.pins + entry.uses.inside > 0 and not entry.uses.is_open
-            _require(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")
+            require_intact(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")
 
     def _check_pins(self) -> None:
         of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
@@ -665,15 +620,10 @@ class Registry:
             of_entry[pin.entry] += 1
             if pin.binding is not None:
                 of_binding[pin.binding] += 1
-        _require(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
+        require_intact(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
         bindings = {*self._keys.values(), *of_binding}
-        _require(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
+        require_intact(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
         entries = {*self._entries.values(), *self._draining, *of_entry}
-        _require(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
+        require_intact(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
         lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is State.FREED]
-        _require(not lost, f"pins {lost} hold a cache that was freed")
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(f"registry: {what}")
+        require_intact(not lost, f"pins {lost} hold a cache that was freed")

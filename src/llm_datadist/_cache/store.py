@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
 
-__all__ = ["CacheStore", "Pools", "Storage"]
-
 _REGIONS: Final = {Placement.DEVICE: 1, Placement.HOST: 2}
 _OPTIONS: Final = {
     Placement.DEVICE: "mem_pool_cfg (llm.MemPoolConfig)",
@@ -60,7 +58,6 @@ class Storage:
     """Where a cache's tensors are, for this process and for a peer.
 
     Attributes:
-        tensors: Addresses here.
         regions: uint32 region id per tensor, little-endian: what a Resolved carries.
         offsets: uint64 offset per tensor (or address, for private memory), little-endian.
         allocation: The pool memory behind it; None for registered memory.
@@ -80,23 +77,15 @@ class Storage:
         """True if it lies outside all pools: it may be unmapped under a late caller."""
         return not any(self.regions)
 
-    def names(self) -> tuple[bytes, bytes]:
-        """Return (regions, offsets) for a transport that maps exported regions."""
-        return self.regions, self.offsets
-
-    def private_names(self) -> tuple[bytes, bytes]:
-        """Return (regions, offsets) by address, for a transport that maps nothing."""
+    def names(self, *, mapped: bool) -> tuple[bytes, bytes]:
+        """Return (regions, offsets) for a transport that maps exported regions, or by address for any other."""
+        if mapped:
+            return self.regions, self.offsets
         return bytes(4 * len(self.tensors.bases)), self.tensors.bases.astype("<u8").tobytes()
 
 
 class Pools:
-    """The configured pools by placement, and what replaces the device pool where there is none. Any thread.
-
-    Args:
-        options: Sizes, mode and remote cache access.
-        device: What DEVICE placement means here.
-        host: What HOST placement means here.
-    """
+    """The configured pools by placement, and what replaces the device pool where there is none. Any thread."""
 
     def __init__(self, options: Options, device: Device, host: Device) -> None:
         self._pools: dict[Placement, MemoryPool] = {}
@@ -119,11 +108,7 @@ class Pools:
             raise
 
     def of(self, placement: Placement) -> MemoryPool | DirectMemory:
-        """Return what memory of ``placement`` is allocated from.
-
-        Raises:
-            ParamError: No pool is configured (interface R12).
-        """
+        """Return what memory of ``placement`` is allocated from; there may be nothing (interface R12)."""
         pool = self._pools.get(placement) or self.direct
         if pool is None:
             raise ParamError(
@@ -192,7 +177,7 @@ class CacheStore:
         options: Pools and mode.
         device: What DEVICE placement means here.
         host: What HOST placement means here.
-        incarnation: Random id of this process incarnation, for the exports.
+        incarnation: As in :class:`Exports`.
 
     Attributes:
         quiesce: Ends all use of a storage by our own data lanes, by its tag; set by the owner of the lanes.
@@ -218,8 +203,6 @@ class CacheStore:
             writable=options.remote_accessible,
             writers=self.writers,
         )
-
-    # --- making caches ---------------------------------------------------------------------------------------------
 
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
         """Take memory from the pool of the placement and bind ``(key, row)`` pairs, or neither.
@@ -269,21 +252,14 @@ class CacheStore:
         self.apply(effects)
         return entry
 
-    # --- using them here -------------------------------------------------------------------------------------------
-
     def using(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call.
+        """Keep a cache's memory for the length of one local call, or raise CacheNotFound.
 
         ``what`` names the argument, and is formatted only for an error.
-
-        Raises:
-            CacheNotFound: No such cache.
         """
         if steps.watch is not None:
             steps.watch("use", self)
         return _Use(self, cache_id, what)
-
-    # --- giving them back ------------------------------------------------------------------------------------------
 
     def deallocate(self, cache_id: int) -> None:
         """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2)."""
@@ -340,8 +316,6 @@ class CacheStore:
                 # the memory is unmapped with its cache: unmapping it under one would end this process.
                 busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
                 self._quarantine.free(allocation, busy)
-
-    # --- what there is, and the end --------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Free quarantined memory, and pages of lost peers, that foreign writers have finished with."""

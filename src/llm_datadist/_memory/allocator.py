@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-__all__ = ["PageAllocator", "format_mib"]
+from llm_datadist._checks import require_intact
 
 
 def format_mib(nbytes: int) -> str:
@@ -17,17 +17,10 @@ class PageAllocator:
 
     Used by one thread at a time: the pool that owns it holds a lock around every call.
 
-    Args:
-        capacity: Bytes to manage; rounded down to whole pages.
-        page_shift: Base-2 logarithm of the page size, at least 0.
-
     Attributes:
-        capacity: Bytes managed, whole pages.
+        capacity: Bytes managed, rounded down to whole pages.
         page_bytes: Bytes of one page.
         used_bytes: Bytes handed out, whole pages.
-
-    Raises:
-        ValueError: ``capacity`` holds no whole page, or ``page_shift`` is negative.
     """
 
     __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
@@ -67,13 +60,9 @@ class PageAllocator:
         return -(-nbytes >> self._page_shift) << self._page_shift
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` bytes, in whole pages, from the smallest (then lowest) hole that fits.
+        """Take ``nbytes`` bytes, in whole pages, from the smallest (then lowest) hole that fits; return its offset.
 
-        Returns:
-            The offset in bytes, or None when no hole fits (then nothing has changed).
-
-        Raises:
-            ValueError: ``nbytes`` is not positive.
+        Return None when no hole fits (then nothing has changed).
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes is {nbytes}: must be positive")
@@ -90,11 +79,7 @@ class PageAllocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back the range that :meth:`allocate` returned as ``offset``.
-
-        Raises:
-            ValueError: No live range starts there: never allocated, or freed already (then nothing has changed).
-        """
+        """Give back the live range that :meth:`allocate` returned as ``offset``, else raise ValueError."""
         size = self._live.pop(offset, None)
         if size is None:
             raise ValueError(f"offset {offset} is not allocated: unknown or freed twice")
@@ -114,10 +99,10 @@ class PageAllocator:
         """Raise AssertionError unless ranges tile the capacity, holes are merged, and indexes and totals agree."""
         self._check_tiling()
         holes = sorted((size, offset) for offset, size in self._hole_at.items())
-        _require(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
+        require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
         ends = {offset + size: offset for offset, size in self._hole_at.items()}
-        _require(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
-        _require(
+        require_intact(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
+        require_intact(
             self.used_bytes == sum(self._live.values()), f"used {self.used_bytes} is not the sum of the live ranges"
         )
 
@@ -127,11 +112,11 @@ class PageAllocator:
         )
         at, before = 0, ""
         for offset, size, kind in ranges:
-            _require(offset == at, f"{kind} range at {offset} should start at {at}: gap or overlap")
-            _require(size > 0 and size % self.page_bytes == 0, f"{kind} range at {offset} has {size} bytes")
-            _require((before, kind) != ("hole", "hole"), f"holes meet unmerged at {offset}")
+            require_intact(offset == at, f"{kind} range at {offset} should start at {at}: gap or overlap")
+            require_intact(size > 0 and size % self.page_bytes == 0, f"{kind} range at {offset} has {size} bytes")
+            require_intact((before, kind) != ("hole", "hole"), f"holes meet unmerged at {offset}")
             at, before = offset + size, kind
-        _require(at == self.capacity, f"ranges end at {at}, the capacity is {self.capacity}")
+        require_intact(at == self.capacity, f"ranges end at {at}, the capacity is {self.capacity}")
 
     def _add_hole(self, offset: int, size: int) -> None:
         insort(self._by_size, (size, offset))
@@ -148,9 +133,3 @@ class PageAllocator:
             f"<PageAllocator {format_mib(self.capacity)} in pages of {self.page_bytes} bytes: {self.live} live, "
             f"{format_mib(self.used_bytes)} used, largest hole {format_mib(self.largest_hole)}>"
         )
-
-
-def _require(holds: bool, text: str) -> None:
-    # Not an assert statement, which python -O removes.
-    if not holds:
-        raise AssertionError(text)

@@ -10,8 +10,6 @@ from llm_datadist._memory.segment import SharedSegment
 if TYPE_CHECKING:
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["Device", "HostDevice"]
-
 
 class Device(Protocol):
     """Provides memory, and copies into, out of and inside it. Every method may be called from any thread.

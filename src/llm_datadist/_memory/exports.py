@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.guards import GuardTable
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["ADDRESS_SPACE", "PRIVATE", "Exports", "RegionDescriptor"]
-
 PRIVATE: Final = 0
 """Region id of memory that is not exported; its "offset" is an absolute address in the owner."""
 

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._checks import require_intact
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._memory.segment import Segment
-
-__all__ = ["COOKIE_BYTES", "SLOT_BYTES", "Guard", "GuardTable", "read_cookie", "slot_address"]
 
 SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
 COOKIE_BYTES: Final = 16
@@ -36,22 +35,14 @@ class Guard:
 
 
 def slot_address(base: int, slot: int, nbytes: int) -> int:
-    """Return the address of a slot in a guard table mapped at ``base``.
-
-    Raises:
-        ProtocolError: No such guard slot; slot 0 is the header.
-    """
+    """Return the address of a slot in a guard table mapped at ``base``; slot 0 is the header, and is refused."""
     if not 1 <= slot < nbytes // SLOT_BYTES:
         raise ProtocolError(f"guard slot {slot} must be in [1, {nbytes // SLOT_BYTES}) of a table of {nbytes} bytes")
     return base + slot * SLOT_BYTES
 
 
 def read_cookie(segment: Segment) -> bytes:
-    """Return the cookie in the header of a guard table, ours or a peer's mapped here.
-
-    Raises:
-        ProtocolError: The segment is too small to have a header.
-    """
+    """Return the cookie in the header of a guard table, ours or a peer's mapped here."""
     if segment.nbytes < SLOT_BYTES:
         raise ProtocolError(f"guard table of {segment.nbytes} bytes has no room for its header of {SLOT_BYTES}")
     return segment.view(0, COOKIE_BYTES).tobytes()
@@ -65,13 +56,8 @@ class GuardTable:
     through release and reuse: an old (slot, generation) never becomes valid again.
 
     Threads: callers and the control thread, under one lock; :meth:`load` takes none. Owns its segment, whose memory is
-    sparse: 64 bytes for each slot ever used.
-
-    Args:
-        slots: Size of the table, the header included.
-
-    Raises:
-        ParamError: ``slots`` leaves no room for a guard.
+    sparse: 64 bytes for each slot ever used. A closed table raises StateError, and a slot that is not allocated
+    ValueError.
     """
 
     def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
@@ -99,16 +85,11 @@ class GuardTable:
         return len(self._live)
 
     def allocate(self) -> Guard:
-        """Return a guard with a generation that its slot has never shown before. Raises as :meth:`allocate_many`."""
+        """Return a guard with a generation that its slot has never shown before."""
         return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int) -> list[Guard]:
-        """Return ``count`` guards as :meth:`allocate`: all of them, or none.
-
-        Raises:
-            OutOfMemory: Too few slots are free.
-            StateError: The table is closed.
-        """
+        """Return ``count`` guards as :meth:`allocate`: all of them, or none (OutOfMemory)."""
         with self._lock:
             self._check_open()
             if count <= self.capacity - len(self._live):
@@ -121,35 +102,21 @@ class GuardTable:
         )
 
     def advance(self, slot: int) -> int:
-        """Void the promise under this slot, visibly to peers before this returns; return the new generation.
-
-        Raises:
-            ValueError: The slot is not allocated.
-            StateError: The table is closed.
-        """
+        """Void the promise under this slot, visibly to peers before this returns; return the new generation."""
         with self._lock:
             self._check_live(slot)
             generation = self._live[slot] = advance_generation(self.address_of(slot))
         return generation
 
     def void(self, guard: Guard) -> None:
-        """Void this promise only: ignore it if its slot has another generation by now.
-
-        Raises:
-            StateError: The table is closed.
-        """
+        """Void this promise only: ignore it if its slot has another generation by now."""
         with self._lock:
             self._check_open()
             if self._live.get(guard.slot) == guard.generation:
                 self._live[guard.slot] = advance_generation(self.address_of(guard.slot))
 
     def release(self, slot: int) -> None:
-        """Advance the slot, then let it be reused.
-
-        Raises:
-            ValueError: The slot is not allocated (released twice, or unknown).
-            StateError: The table is closed.
-        """
+        """Advance the slot, then let it be reused."""
         with self._lock:
             self._check_live(slot)
             advance_generation(self._base + slot * SLOT_BYTES)
@@ -161,12 +128,7 @@ class GuardTable:
         return slot_address(self._base, slot, self.segment.nbytes)
 
     def load(self, slot: int) -> int:
-        """Return the slot's present generation, read with acquire order. Takes no lock.
-
-        Raises:
-            ProtocolError: There is no such slot.
-            StateError: The table is closed.
-        """
+        """Return the slot's present generation, read with acquire order. Takes no lock."""
         keep = self._memory
         if keep is None:
             raise StateError("guard table is closed")
@@ -176,17 +138,13 @@ class GuardTable:
         """Raise AssertionError if slots, their generations in memory, or the cookie are inconsistent."""
         with self._lock:
             self._check_open()
-            known = sorted([*self._live, *self._reusable])
-            if known != list(range(1, self._next_fresh)):
-                raise AssertionError(
-                    f"slots in use or reusable are {known}, should be 1 to {self._next_fresh - 1} once each"
-                )
+            known, last = sorted([*self._live, *self._reusable]), self._next_fresh - 1
+            should = f"should be 1 to {last} once each"
+            require_intact(known == list(range(1, last + 1)), f"slots in use or reusable are {known}, {should}")
             for slot, generation in self._live.items():
                 shown = load_generation(self.address_of(slot))
-                if shown != generation:
-                    raise AssertionError(f"guard slot {slot} shows generation {shown}, last set was {generation}")
-            if read_cookie(self.segment) != self.cookie:
-                raise AssertionError("the cookie in the header was overwritten")
+                require_intact(shown == generation, f"guard slot {slot} shows generation {shown}, not {generation}")
+            require_intact(read_cookie(self.segment) == self.cookie, "the cookie in the header was overwritten")
 
     def close(self) -> None:
         """Void every live guard, visibly to peers that still map the table, then close it. Idempotent."""

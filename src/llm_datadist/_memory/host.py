@@ -9,26 +9,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["host_memory_limit"]
-
 _PROC: Final = Path("/proc")
 _LIMIT_FILES: Final = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
 def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
-    """Return the smaller of the host's memory and every cgroup limit this process is under.
+    """Return the smaller of the host's memory and every cgroup limit this process is under, with its source.
 
     Reads cgroup v2 (``memory.max``) and v1 (``memory.limit_in_bytes``) of our own group and of all its ancestors that
-    are mounted here.
-
-    Args:
-        proc: Where procfs is mounted.
-
-    Returns:
-        The limit in bytes, and its source: ``host memory`` or ``cgroup limit <file>``.
-
-    Raises:
-        OSError: ``<proc>/meminfo`` cannot be read or has no MemTotal.
+    are mounted here. ``proc`` is where procfs is mounted.
     """
     limits = [(_host_bytes(proc), "host memory")]
     limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in _cgroup_limits(proc)]

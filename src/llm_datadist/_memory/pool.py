@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.allocator import PageAllocator, format_mib
 from llm_datadist._memory.host import host_memory_limit
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
-
-__all__ = ["Allocation", "DirectMemory", "MemoryPool", "PoolStatistics", "create_pool"]
 
 _MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
 _DIRECT_PAGE_SHIFT: Final = 12
@@ -54,11 +53,9 @@ class Allocation:
     The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`.
 
     Attributes:
-        pool: Where the tensors are.
-        offsets: Byte offset of each tensor in the pool's segment, shape (count,).
-        addresses: Address of each tensor in this process, shape (count,); valid until freed or the pool is closed.
+        offsets: Byte offset of each tensor in the pool's segment.
+        addresses: Address of each tensor in this process; valid until freed or the pool is closed.
         nbytes: Bytes asked for per tensor.
-        freed: True after :meth:`free`.
         detained: Bytes in quarantine, in whole pages; 0 before :meth:`detain` and after :meth:`free`.
     """
 
@@ -86,19 +83,7 @@ class Allocation:
 
 
 class MemoryPool:
-    """Owns a segment and allocates from it. Any thread; nothing but arithmetic happens under its lock.
-
-    Args:
-        name: For messages, ``device`` or ``host``.
-        segment: The memory; owned and closed by the pool.
-        page_shift: Base-2 logarithm of the page size.
-
-    Attributes:
-        closed: True after :meth:`close`.
-
-    Raises:
-        ParamError: The segment holds no whole page, or ``page_shift`` is out of range.
-    """
+    """Owns a segment, closes it, and allocates from it. Any thread; nothing but arithmetic happens under its lock."""
 
     def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
         _check_page(name, segment.nbytes, page_shift)
@@ -112,13 +97,7 @@ class MemoryPool:
         self.closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
-        """Take ``count`` tensors of ``nbytes`` bytes each: all of them, or none.
-
-        Raises:
-            ParamError: ``count`` or ``nbytes`` is not positive.
-            OutOfMemory: Not all of them fit now. The text has every figure.
-            StateError: The pool is closed.
-        """
+        """Take ``count`` tensors of ``nbytes`` bytes each: all of them, or none (OutOfMemory)."""
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"pool {self.name}: count {count} and nbytes {nbytes} must both be positive")
         with self._lock:
@@ -150,10 +129,9 @@ class MemoryPool:
         """Raise AssertionError if the allocator contradicts itself, or its totals do not fit the pool's."""
         with self._lock:
             self._allocator.check_integrity()
-            if not 0 <= self._quarantined <= self._allocator.used_bytes:
-                raise AssertionError(f"{self._quarantined} of {self._allocator.used_bytes} used bytes are quarantined")
-            if self._peak_used < self._allocator.used_bytes:
-                raise AssertionError(f"peak {self._peak_used} is below the used {self._allocator.used_bytes} bytes")
+            used = self._allocator.used_bytes
+            require_intact(0 <= self._quarantined <= used, f"{self._quarantined} of {used} used bytes are quarantined")
+            require_intact(self._peak_used >= used, f"peak {self._peak_used} is below the used {used} bytes")
 
     def close(self) -> None:
         """Close the segment, which no allocation uses any more. Idempotent."""
@@ -215,20 +193,7 @@ class MemoryPool:
 def create_pool(
     name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
 ) -> MemoryPool:
-    """Create a pool on ``device``, if this process may use that much memory (interface R11).
-
-    Args:
-        name: For messages, ``device`` or ``host``.
-        device: Provides the memory.
-        nbytes: Size in bytes; the pool uses whole pages of it.
-        page_shift: Base-2 logarithm of the page size.
-        peers_may_write: True to let linked peers map it for writing.
-        prefault: Take all the memory now instead of at first use.
-
-    Raises:
-        ParamError: The pool is smaller than one page.
-        OutOfMemory: The pool is larger than the host or its cgroup, both figures in the text; or the device refuses.
-    """
+    """Create a pool on ``device``, or raise OutOfMemory if this process may not use that much (interface R11)."""
     _check_page(name, nbytes, page_shift)
     most, source = host_memory_limit()
     if nbytes > most:
@@ -255,10 +220,6 @@ class DirectMemory:
 
     Each segment is a pool of its own that is used once, so that freeing and quarantine work as in other pools. The
     segments are made after linking and are not exported: peers reach them as private memory.
-
-    Args:
-        name: For messages.
-        device: Where the memory comes from.
     """
 
     def __init__(self, name: str, device: Device) -> None:
@@ -271,13 +232,7 @@ class DirectMemory:
         self._closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
-        """Take ``count`` tensors of ``nbytes`` bytes each, in whole pages: all of them, or none.
-
-        Raises:
-            ParamError: ``count`` or ``nbytes`` is not positive.
-            OutOfMemory: With what is taken already, more than this host or its cgroup has; or the device refuses.
-            StateError: Closed.
-        """
+        """Take ``count`` tensors of ``nbytes`` bytes each, in whole pages: all of them, or none (OutOfMemory)."""
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"memory {self.name}: count {count} and nbytes {nbytes} must both be positive")
         wanted = count * -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
@@ -344,8 +299,7 @@ class DirectMemory:
         for pool in pools:
             pool.check_integrity()
         mapped = sum(pool.segment.nbytes for pool in pools)
-        if mapped > taken:
-            raise AssertionError(f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
+        require_intact(mapped <= taken, f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
 
     def close(self) -> None:
         """Refuse further allocations; keep what is allocated mapped, because it is in use. Idempotent."""

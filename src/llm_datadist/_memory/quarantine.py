@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llm_datadist._checks import require_intact
 from llm_datadist.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool
     from llm_datadist._memory.write_intents import Hazard, WriteIntents
-
-__all__ = ["Quarantine", "writers_named"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +30,6 @@ class Quarantine:
     """Keeps allocations until their writers have ended. Its lock is held across no call out of here.
 
     A pool counts what is kept here as used, and as quarantined, until it is freed.
-
-    Args:
-        writers: Knows which writers have ended.
     """
 
     def __init__(self, writers: WriteIntents) -> None:
@@ -64,8 +60,7 @@ class Quarantine:
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
         """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough.
 
-        Raises:
-            OutOfMemory: There is not enough, or writers that the text names still had it when the deadline passed.
+        If it is not free at the deadline, OutOfMemory names the writers that still have it.
         """
         if not self._held:
             try:
@@ -89,7 +84,11 @@ class Quarantine:
         deadline.poll(take_or_give_up)
         if taken:
             return taken[0]
-        raise self._explained(shortage)
+        if shortage.quarantined:
+            pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
+            held = f"{shortage.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
+            shortage.args = (f"{shortage}; {held}",)
+        raise shortage
 
     @property
     def nbytes(self) -> int:
@@ -106,26 +105,11 @@ class Quarantine:
     def check_integrity(self) -> None:
         """Raise AssertionError if an allocation is kept without a writer."""
         for each in self._snapshot():
-            if not each.hazards:
-                raise AssertionError(f"{each.allocation!r} is held in quarantine for nobody")
+            require_intact(each.hazards, f"{each.allocation!r} is held in quarantine without a writer")
 
     def _snapshot(self) -> list[_Quarantined]:
         with self._lock:
             return list(self._held)
-
-    def _explained(self, shortage: OutOfMemory) -> OutOfMemory:
-        if not shortage.quarantined:
-            return shortage
-        pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
-        return OutOfMemory(
-            f"{shortage}; {shortage.quarantined} bytes were given back but may still be written by "
-            f"{writers_named(pending)}",
-            pool=shortage.pool,
-            requested=shortage.requested,
-            free=shortage.free,
-            largest_hole=shortage.largest_hole,
-            quarantined=shortage.quarantined,
-        )
 
     def __repr__(self) -> str:
         held = self._snapshot()

@@ -22,8 +22,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["F_SEAL_FUTURE_WRITE", "AddressRange", "ExternalSegment", "Mapping", "Segment", "SharedSegment"]
-
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
 _ADDRESS_END: Final = 1 << 64
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -35,12 +33,7 @@ class Segment:
     """Bytes at an address of this process.
 
     Its creator owns it and closes it once the *address* is not used any more. Arrays from :meth:`view` keep the memory
-    themselves, and stay valid beyond that.
-
-    Attributes:
-        name: For messages.
-        nbytes: Size in bytes.
-        writable: False when this process may only read.
+    themselves, and stay valid beyond that. A closed segment raises StateError.
     """
 
     def __init__(self, name: str, memory: AddressRange) -> None:
@@ -51,11 +44,7 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Address of the first byte.
-
-        Raises:
-            StateError: The segment is closed.
-        """
+        """Address of the first byte."""
         return self._open_memory().address
 
     @property
@@ -67,10 +56,6 @@ class Segment:
         """Return bytes ``[offset, offset + nbytes)`` as an array without a copy.
 
         By default all after ``offset``. The array has shape (nbytes,), and is read-only if the segment is.
-
-        Raises:
-            ParamError: The range is not inside the segment.
-            StateError: The segment is closed.
         """
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
@@ -121,16 +106,8 @@ class SharedSegment(Segment):
     def create(cls, name: str, nbytes: int, *, peers_may_write: bool, prefault: bool = False) -> Self:
         """Create ``nbytes`` zero bytes that others can map.
 
-        Args:
-            name: Shown by the kernel in /proc, and in messages.
-            nbytes: Size in bytes, positive; pages take memory when they are first used.
-            peers_may_write: False seals it so that only this mapping can ever write.
-            prefault: Take all the memory now.
-
-        Raises:
-            ParamError: ``nbytes`` is not positive, or beyond what the system can count.
-            OutOfMemory: The kernel has no memory, address space or descriptor left.
-            LLMException: The kernel refuses for another reason (``LLM_FAILED``).
+        Pages take memory when they are first used, with ``prefault`` now. Without ``peers_may_write`` it is sealed so
+        that only this mapping can ever write.
         """
         if not 0 < nbytes <= sys.maxsize:
             raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
@@ -147,12 +124,7 @@ class SharedSegment(Segment):
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
-        """Map a peer's segment; takes ``fd`` and closes it, also if this raises.
-
-        Args:
-            fd: Descriptor that the peer sent.
-            nbytes: Size in bytes that the peer announced.
-            writable: Map for reading and writing, else for reading.
+        """Map a peer's segment; take ``fd`` and close it, also if this raises.
 
         Raises:
             ProtocolError: The descriptor is not a memfd of exactly that size, sealed against resizing, or refuses
@@ -172,11 +144,7 @@ class SharedSegment(Segment):
 
     @property
     def fd(self) -> int:
-        """The owner's descriptor, to be sent to peers.
-
-        Raises:
-            StateError: Closed, or attached: an attached segment keeps no descriptor.
-        """
+        """The owner's descriptor, to be sent to peers; an attached segment keeps none."""
         if self._fd is None:
             raise StateError(f"segment {self.name!r} holds no descriptor: it is closed, or attached from a peer")
         return self._fd
@@ -202,13 +170,6 @@ class ExternalSegment(Segment):
     """Memory of the user, who keeps it allocated while this object or a view of it is used.
 
     The bytes are never touched. It may be dropped without closing.
-
-    Args:
-        address: Of the first byte, positive.
-        nbytes: Size in bytes, positive.
-
-    Raises:
-        ParamError: Either is not positive, or the range passes the end of the address space.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -259,13 +220,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class AddressRange:
-    """Bytes at an address of this process. Owns nothing; never changes, so any thread may use it.
-
-    Attributes:
-        address: Of the first byte.
-        nbytes: How many bytes.
-        writable: False makes every array over it read-only.
-    """
+    """Bytes at an address of this process. Owns nothing; never changes, so any thread may use it."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "writable")
 
@@ -289,9 +244,6 @@ class Mapping(AddressRange):
     """A shared mapping of a descriptor, unmapped with the last reference to it: of its segment or of an array.
 
     It does not need the descriptor once it exists. The thread that drops the last reference unmaps.
-
-    Raises:
-        OSError: mmap refused; errno says why (EPERM: sealed against this kind of mapping).
     """
 
     __slots__ = ()

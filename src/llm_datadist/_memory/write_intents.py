@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from llm_datadist._checks import require_intact
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import (
     WRITER_PAGE_BYTES,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-__all__ = ["WRITER_PAGE_BYTES", "Hazard", "IntentWriter", "WriteIntent", "WriteIntents", "WriterPage"]
-
 _FULL_PAGE_PAUSE_S: Final = 0.05  # how long to wait for a free slot before the deadline is checked again
 _MAX_GUARD: Final = 1 << 62
 
@@ -49,9 +48,6 @@ _MAX_GUARD: Final = 1 << 62
 def _slot_word(guard: int, *, reading: bool) -> int:
     """Return what a slot shows while its writer, or reader, works under guard slot ``guard``."""
     return guard * 2 + reading
-
-
-# --- the owner's side -------------------------------------------------------------------------------------------------
 
 
 class WriterPage:
@@ -148,12 +144,7 @@ class WriteIntents:
         self._retiring: deque[WriterPage] = deque()
 
     def open(self) -> WriterPage:
-        """Return a page to be given to a peer process.
-
-        Raises:
-            OutOfMemory: No memory or descriptor is left.
-            LinkError: This process is being finalized.
-        """
+        """Return a page to be given to a peer process. Raises LinkError during finalize."""
         segment = SharedSegment.create("writers", WRITER_PAGE_BYTES, peers_may_write=True)
         try:
             return self._add(WriterPage(self, segment, "a peer"))
@@ -224,8 +215,8 @@ class WriteIntents:
     def check_integrity(self) -> None:
         """Raise AssertionError if the list of pages and the scanned addresses differ."""
         with self._lock:
-            if [page.address for page in self._pages] != self._addresses.tolist():
-                raise AssertionError("pages of writers: the scanned addresses are not those of the pages")
+            same = [page.address for page in self._pages] == self._addresses.tolist()
+            require_intact(same, "pages of writers: the scanned addresses are not those of the pages")
 
     def _add(self, page: WriterPage) -> WriterPage:
         with self._lock:
@@ -273,20 +264,11 @@ def _private_page() -> NDArray[np.uint8]:
     return memory[start : start + WRITER_PAGE_BYTES]
 
 
-# --- the writer's side ------------------------------------------------------------------------------------------------
-
-
 class IntentWriter:
     """The writer's side of one page: hands out its slots, one to each announcement. Any thread.
 
-    Args:
-        page: The page, mapped here; stays mapped while an announcement lasts.
-
     Attributes:
         pid: Process that the slots belong to; a forked child must not use them.
-
-    Raises:
-        ProtocolError: The memory is not a page.
     """
 
     def __init__(self, page: NDArray[np.uint8]) -> None:
@@ -304,11 +286,6 @@ class IntentWriter:
         """Announce a write, or a read, of the memory under guard slot ``guard``.
 
         Check the generation after this; it decides whether the work may begin.
-
-        Raises:
-            LinkError: The owner has closed the page, or this side has.
-            DeadlineExceeded: Every slot stayed taken (phase ``copy``).
-            ProtocolError: No such guard slot.
         """
         page = self._page
         if page is None:

@@ -5,7 +5,7 @@ Works on numbers, offsets and addresses only. Arguments are checked before any m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from llm_datadist._native import _native
 from llm_datadist._native._native import (
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
+    BlockList,
     BlockPlanner,
     CopyPool,
     GuardSet,
     Meter,
+    Plan,
     Timer,
     UseGate,
     advance_generation,
@@ -44,7 +46,7 @@ from llm_datadist._native.lanes import (
     WriteAsked,
     check_plan,
 )
-from llm_datadist._native.plan import BlockList, Plan, Tensors
+from llm_datadist._native.plan import NO_DEADLINE, Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:
@@ -92,21 +94,12 @@ __all__ = [
     "writer_sequence",
 ]
 
-NO_DEADLINE: Final = 2**63 - 1
-"""A ``deadline_ns`` that never passes."""
-
 
 def parse_blocks(name: str, values: object) -> BlockList:
-    """Check a caller's list of block numbers and return it for the planner.
+    """Check a caller's list of block numbers, and return it for the planner; errors begin with ``name``.
 
-    Args:
-        name: The caller's name of the list; errors begin with it.
-        values: A list or tuple of ints (anything with ``__index__``), or a 1-D integer array.
-
-    Raises:
-        NoneArgument: ``values`` is None.
-        TypeError: It is another container, or an element is not an integer.
-        ParamError: An element is negative or does not fit int64.
+    ``values`` is a list or tuple of ints (anything with ``__index__``), or a 1-D integer array. None is a NoneArgument,
+    another container or element a TypeError, a number that is negative or beyond int64 a ParamError.
     """
     try:
         parsed = _native.parse_blocks(name, values)
@@ -152,16 +145,11 @@ def execute(
     The GIL is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered. A run whose
     two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
 
-    Args:
-        plan: What to move.
-        dst: Memory of the destination.
-        src: Memory of the source.
-        pool: Threads to help, or None.
-        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; :data:`NO_DEADLINE` for never.
-        cancelled: One byte: the copy stops once it is not zero. None: only the deadline stops it.
+    It stops early at ``deadline_ns`` (of ``time.monotonic_ns()``), or once the byte ``cancelled`` is not zero; both are
+    checked about every 4 MiB.
 
     Returns:
-        Bytes done: fewer than ``plan.nbytes`` only if it had to stop, which is checked about every 4 MiB.
+        Bytes done: fewer than ``plan.nbytes`` only if it stopped early.
 
     Raises:
         ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:

@@ -332,15 +332,18 @@ class LaneEngine:
     def closed(self) -> bool:
         """True once close() was called."""
     def close(self) -> None:
-        """Lose every lane and join the threads. Idempotent."""
+        """Lose every lane and join the threads; no memory is touched any more. Idempotent."""
     def add_lane(self, fd: int) -> int:
-        """Take a connected stream socket over; return its lane."""
+        """Take over a connected stream socket, also if this raises; return its lane number.
+
+        Raises ParamError: not a socket, or too many lanes (4096).
+        """
     def reserve_lane(self) -> int:
-        """Return the number of a lane to be attached."""
+        """Return the number of a lane that is attached later: known before its first event."""
     def attach_lane(self, lane: int, fd: int) -> None:
-        """Take a connected stream socket over as a reserved lane."""
+        """Like add_lane(), as the reserved ``lane``."""
     def drop_lane(self, lane: int) -> None:
-        """Close a lane; what is on it fails."""
+        """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
     def event_fd(self) -> int:
         """Return a descriptor that is readable while there are events."""
     def poll_events(
@@ -381,9 +384,13 @@ class LaneEngine:
         tag: int,
         mapped: bool,
     ) -> None: ...
-    def refuse(self, lane: int, id: int, code: int, text: str) -> None: ...
+    def refuse(self, lane: int, id: int, code: int, text: str) -> None:
+        """Refuse a request: ``code`` is unsigned, not 0; ``text`` is cut at 4000 bytes."""
     def quiesce(self, tag: int) -> None:
-        """End all use of memory granted under the tag; none is touched once this returns."""
+        """Stop using memory granted under ``tag``; it is not touched once this returns.
+
+        Its jobs end as ABORTED. Advance its guards before this: they stop what is granted later.
+        """
 
 def digest(
     bases: NDArray[np.uint64],

@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["usable_cpus"]
-
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -22,9 +20,7 @@ def usable_cpus() -> int:
 def cpu_quota(root: Path, membership: Path) -> float | None:
     """Return the lowest quota of our cgroup and its ancestors, in processors, or None.
 
-    Args:
-        root: Where cgroup file systems are mounted.
-        membership: The list of our cgroups, in the format of ``/proc/self/cgroup``.
+    ``root`` is where cgroup file systems are mounted, ``membership`` a file like ``/proc/self/cgroup``.
     """
     quotas = [quota for folder in _folders(root, membership) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)

@@ -11,27 +11,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
+from llm_datadist._native.plan import NO_DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native.plan import Plan, Tensors
-
-__all__ = [
-    "ABORTED",
-    "CHANGED",
-    "LOST",
-    "MISFIT",
-    "TORN",
-    "Ending",
-    "LaneEngine",
-    "LaneEvent",
-    "LaneLost",
-    "Outcome",
-    "ReadAsked",
-    "WriteAsked",
-    "check_plan",
-]
+    from llm_datadist._native._native import Plan
+    from llm_datadist._native.plan import Tensors
 
 CHANGED: Final = 1
 """Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""
@@ -43,8 +29,6 @@ MISFIT: Final = 4
 """Status of a write whose payload has another size than what was granted."""
 TORN: Final = 5
 """Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
-
-_NEVER: Final = 2**63 - 1
 
 
 class Ending(IntEnum):
@@ -61,7 +45,6 @@ class Outcome(NamedTuple):
     """The end of a job, after which the engine does not touch its local memory any more.
 
     Attributes:
-        ending: How it ended.
         code: The target's own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if
             giving the job up cost its lane; else 0.
         nbytes: Bytes that moved at this end.
@@ -110,11 +93,7 @@ _EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost}
 
 
 def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
-    """Check a plan against both ends, as ``execute`` does before its first byte.
-
-    Raises:
-        ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``.
-    """
+    """Raise the ParamError that ``execute`` would raise before its first byte."""
     _native.check_plan(
         dst.bases,
         dst.extent,
@@ -133,7 +112,8 @@ class LaneEngine:
 
     A lane is one stream socket. Jobs on it run one after the other in each direction, and lanes take turns, so that a
     slow peer delays only its own jobs. What a peer sends is checked before it is used, and a violation costs the lane.
-    In a forked child every method but :meth:`close` raises.
+    In a forked child every method but :meth:`close` raises. Methods that need no translation are the native ones,
+    which ``_native.pyi`` describes.
 
     Args:
         threads: Threads that move bytes, named ``lldd-data-<n>``, 1 to 64.
@@ -141,68 +121,31 @@ class LaneEngine:
     """
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
-        self._native = _native.LaneEngine(threads, drain_ms)
-
-    @property
-    def threads(self) -> int:
-        """Threads that move bytes."""
-        return self._native.threads
+        self._native = native = _native.LaneEngine(threads, drain_ms)
+        self.close = native.close
+        self.add_lane = native.add_lane
+        self.reserve_lane = native.reserve_lane
+        self.attach_lane = native.attach_lane
+        self.drop_lane = native.drop_lane
+        self.event_fd = native.event_fd
+        self.refuse = native.refuse
+        self.quiesce = native.quiesce
 
     @property
     def closed(self) -> bool:
         """True after :meth:`close`."""
         return self._native.closed
 
-    def close(self) -> None:
-        """Lose every lane and join the threads; no memory is touched any more. Idempotent."""
-        self._native.close()
-
-    # Lanes
-
-    def add_lane(self, fd: int) -> int:
-        """Take over a connected stream socket, also if this raises; return its lane number.
-
-        Raises:
-            ParamError: Not a socket, or too many lanes (4096).
-        """
-        return self._native.add_lane(fd)
-
-    def reserve_lane(self) -> int:
-        """Return the number of a lane that is attached later: known before its first event."""
-        return self._native.reserve_lane()
-
-    def attach_lane(self, lane: int, fd: int) -> None:
-        """Like :meth:`add_lane`, as the reserved ``lane``."""
-        self._native.attach_lane(lane, fd)
-
-    def drop_lane(self, lane: int) -> None:
-        """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
-        self._native.drop_lane(lane)
-
-    def event_fd(self) -> int:
-        """Return the engine's descriptor, which is readable while :meth:`poll_events` has events."""
-        return self._native.event_fd()
-
     def poll_events(self) -> list[LaneEvent]:
         """Return the events since the last call, in order for each lane."""
         return [_EVENTS[name](*fields) for name, *fields in self._native.poll_events()]
-
-    # Initiator
 
     def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
         """Ask the target for the bytes of ``plan`` and return the job's number.
 
         Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the
-        order of the plan.
-
-        Args:
-            lane: The lane; if it is gone the job ends as lost.
-            meta: The request as the target understands it, at most 1 MiB.
-            plan: What to move; only its destination side is used here.
-            dst: Where to, in memory that stays valid until the job has ended.
-
-        Raises:
-            ParamError: The plan leaves ``dst``, or ``meta`` is too long.
+        order of the plan, of which only the destination side is used here. If the lane is gone the job ends as lost.
+        ``meta`` is what the target understands, at most 1 MiB; ``dst`` stays valid until the job has ended.
         """
         runs, nbytes = plan.runs, plan.nbytes
         return self._native.start(
@@ -217,14 +160,11 @@ class LaneEngine:
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
-        """Return how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
+        """Return, once, how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
 
         It is also given up within 50 ms once ``cancelled``, one byte, is not zero.
-
-        Raises:
-            ParamError: The outcome of the job was returned before.
         """
-        return _outcome(self._native.wait(job, min(deadline_ns, _NEVER), cancelled))
+        return _outcome(self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job if it has not ended yet, and return how it ended.
@@ -233,23 +173,13 @@ class LaneEngine:
         """
         return _outcome(self._native.give_up(job))
 
-    # Target
-
     def serve_read(
         self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
-        """Send the bytes of ``plan`` from ``src`` as the answer to a :class:`ReadAsked`.
+        """Send the bytes of ``plan`` from ``src`` as the answer to a :class:`ReadAsked`; only its source side is used.
 
-        Args:
-            lane: As in the event.
-            id: As in the event.
-            plan: What to send; only its source side is used.
-            src: Where from, valid until :meth:`quiesce` has returned for ``tag``.
-            guards: (address, generation) pairs that must hold before the first byte and after the last.
-            tag: Name of this memory for :meth:`quiesce`.
-
-        Raises:
-            ParamError: The plan leaves ``src``; the request still needs an answer.
+        ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. ``guards`` are (address, generation) pairs
+        that must hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
         at, runs, nbytes = plan.src_first, plan.runs, plan.nbytes
         self._native.grant(
@@ -263,19 +193,8 @@ class LaneEngine:
         at, runs, nbytes = plan.dst_first, plan.runs, plan.nbytes
         self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
 
-    def refuse(self, lane: int, id: int, code: int, text: str) -> None:
-        """Refuse a request: ``code`` is unsigned, not 0; ``text`` is cut at 4000 bytes."""
-        self._native.refuse(lane, id, code, text)
-
-    def quiesce(self, tag: int) -> None:
-        """Stop using memory granted under ``tag``; it is not touched once this returns.
-
-        Its jobs end as :data:`ABORTED`. Advance its guards before this: they stop what is granted later.
-        """
-        self._native.quiesce(tag)
-
     def __repr__(self) -> str:
-        return f"<LaneEngine {self.threads} threads{', closed' if self.closed else ''}>"
+        return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"
 
 
 def _outcome(native: tuple[int, int, int, str]) -> Outcome:

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
-from llm_datadist._native._native import BlockList, Plan, TensorList
+from llm_datadist._native._native import Plan, TensorList
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._native._native import CopyPool
-
-__all__ = ["DIGEST_BYTES", "NONCE_BYTES", "BlockList", "Plan", "PlanEnd", "Tensors", "digest", "standing"]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +42,9 @@ DIGEST_BYTES: Final = 16
 """128 bits, as many as the hash of a stripe has: folding them would only make collisions likelier."""
 NONCE_BYTES: Final = 16
 
+NO_DEADLINE: Final = 2**63 - 1
+"""A ``deadline_ns`` that never passes."""
+
 
 class PlanEnd(NamedTuple):
     """One end of ``plan``: its ``tensors``, and whether it is the destination or the source."""
@@ -68,18 +69,12 @@ def digest(
     how runs were merged or split. The GIL is released for more than 256 KiB; other threads help above 1 MiB.
 
     Args:
-        end: Which bytes.
-        pool: Threads to help, or None.
-        deadline_ns: When to stop, on the clock of ``time.monotonic_ns()``; checked about every 4 MiB.
         nonce: 16 bytes that could not be known before the bytes were written.
         each_run: True for one digest of each run of each tensor, False for one of all runs of each tensor.
-        cancelled: One byte: the work stops once it is not zero. None: only the deadline stops it.
 
     Returns:
-        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None if it was stopped.
-
-    Raises:
-        ParamError: A tensor that this end does not have, a run that ends outside it, or a nonce of another length.
+        Shape ``(count, 1 or R, 2)``: 128 bits for each tensor, or for each run of each tensor; None if it was stopped,
+        as ``execute`` is.
     """
     plan, tensors, is_dst = end
     found = _native.digest(
@@ -92,7 +87,7 @@ def digest(
         each_run,
         nonce,
         pool,
-        min(deadline_ns, 2**63 - 1),
+        min(deadline_ns, NO_DEADLINE),
         cancelled,
     )
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)

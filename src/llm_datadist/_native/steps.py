@@ -11,7 +11,5 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["watch"]
-
 #: Called with the name of the step, the object that it concerns (a link, the initiator or the store), and details.
 watch: Callable[..., None] | None = None

@@ -96,7 +96,7 @@ class Target:
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
         shared = link.connection.capabilities.shared_regions and not sealed
-        regions, offsets = entry.storage.names() if shared else entry.storage.private_names()
+        regions, offsets = entry.storage.names(mapped=shared)
         guards = [entry.guard] if key is None or binding is None else [entry.guard, binding.guard]
         return Resolved(
             id=message.id,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import WRITER_PAGE_BYTES, IntentWriter
-from llm_datadist._native import readable
+from llm_datadist._memory.write_intents import IntentWriter
+from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._transport.connection import Connection, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
