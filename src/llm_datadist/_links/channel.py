@@ -176,8 +176,6 @@ class Channel:
         """Start reading and writing; ``leftover`` has been received already."""
         self._inside(self._begin, leftover)
 
-    # --- writing: any thread ---------------------------------------------------------------------------------------
-
     def send(self, message: Message) -> None:
         """Send one message without blocking.
 
@@ -224,8 +222,6 @@ class Channel:
         if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
             self._dispatch_and_release()
-
-    # --- reading: the control thread -------------------------------------------------------------------------------
 
     def _begin(self, leftover: bytes) -> None:
         if not self._open:
@@ -277,8 +273,6 @@ class Channel:
             logger.error("unexpected error in a handler of control messages", exc_info=error)
             self._finish(f"internal error: {error!r}")
         return True
-
-    # --- reading: a waiting caller ---------------------------------------------------------------------------------
 
     def prepare(self, waiter: Waiter) -> None:
         """Take a free reader role before the request is sent; :meth:`forgo` must follow.
@@ -345,8 +339,6 @@ class Channel:
         elif not handed or not self._post(self._dispatch_and_release):
             self._release_role()
 
-    # --- the reader role: any thread -------------------------------------------------------------------------------
-
     def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:
             if self._role_held or not self._open:
@@ -376,8 +368,6 @@ class Channel:
     def _close_files(self) -> None:
         self._watch.close()
         self._socket.close()
-
-    # --- ending: any thread ----------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
         """End the connection at once and drop the backlog. Idempotent, the first reason counts."""

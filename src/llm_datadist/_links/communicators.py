@@ -69,8 +69,6 @@ class Communicators:
         self._stopped = False
         self._dials: RetryQueue[MemberDial] = RetryQueue("llm-datadist-meet", _DIAL_THREADS, self._attempt)
 
-    # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
-
     def open(self, plan: CommunicatorPlan) -> int:
         """Begin to prepare a communicator; return its id at once.
 
@@ -174,8 +172,6 @@ class Communicators:
                 self._links.unlink(peer, deadline, force=True)
         logger.info("%s unlinked", communicator)
 
-    # --- looking up: any thread ------------------------------------------------------------------------------------
-
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
         """Return one value per communicator."""
         with self._lock:
@@ -202,8 +198,6 @@ class Communicators:
             for each in self._all.values():
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
                     raise AssertionError(f"{each!r}")
-
-    # --- members join and are lost: any thread ---------------------------------------------------------------------
 
     def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
         """Count a linked member; ``theirs``: from its greeting, where it dialled.
@@ -276,8 +270,6 @@ class Communicators:
         with self._lock:
             if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
-
-    # --- the control thread ----------------------------------------------------------------------------------------
 
     def _start(self, communicator: Communicator) -> None:
         if not communicator.preparing:  # finalize, or an unlink that guessed the id
@@ -365,8 +357,6 @@ class Communicators:
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
-    # --- dialling: the threads of the retry queue ------------------------------------------------------------------
-
     def _attempt(self, member: MemberDial) -> bool:
         """Try every port once; return True when the member must be dialled again."""
         communicator = member.communicator
@@ -401,8 +391,6 @@ class Communicators:
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
             self.note(communicator, str(error), error.phase)
         return False
-
-    # --- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Fail all, join the threads and close the listeners. Not from one of those threads."""

@@ -121,9 +121,6 @@ class NewLink:
     leftover: bytes  # received after the handshake
 
 
-# --- both roles: frames and checks without I/O -----------------------------------------------------------------------
-
-
 def _take(parser: FrameParser) -> Message | None:
     """Return the next message; None until it is complete. Raises ProtocolError."""
     payload = parser.take()
@@ -149,9 +146,6 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
             f"{theirs.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
             status_code=LLMStatusCode.LLM_PARAM_INVALID,
         )
-
-
-# --- the initiator ---------------------------------------------------------------------------------------------------
 
 
 class _BlockingFrames:
@@ -323,9 +317,6 @@ class Dial:
 
     def __exit__(self, *exc_info: object) -> None:
         self._undo.close()
-
-
-# --- the target ------------------------------------------------------------------------------------------------------
 
 
 class Host(Protocol):

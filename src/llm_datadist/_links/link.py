@@ -276,8 +276,6 @@ class Link:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
-    # --- operations: callers' threads ------------------------------------------------------------------------------
-
     def operation(self) -> Self:
         """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
         return self
@@ -415,8 +413,6 @@ class Link:
             self._fire(LinkEvent.SILENT)
             return True
 
-    # --- unlink ----------------------------------------------------------------------------------------------------
-
     def begin_unlink(self) -> bool:
         """Let no operation start any more; return False when the link is not usable anyway."""
         with self._lock:
@@ -470,8 +466,6 @@ class Link:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None
         return acknowledge
-
-    # --- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, reason: str, *, lost: bool) -> bool:
         """Fail waiting callers, close channel and connection; return False if it was over."""

@@ -119,8 +119,6 @@ class LinkManager:
         self._heartbeat = Heartbeat(control, self._table.all, self._end, hooks.on_tick, peer_timeout)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
-    # --- init, finalize, listen ------------------------------------------------------------------------------------
-
     def start(self, listening: socket.socket | None) -> None:
         """Start heartbeat, rendezvous and, with a bound socket, listener. The control thread runs."""
         self._started = True
@@ -199,8 +197,6 @@ class LinkManager:
                 status_code=LLMStatusCode.LLM_EXIST_LINK,
             )
 
-    # --- looking up ------------------------------------------------------------------------------------------------
-
     def get(self, cluster_id: int) -> Link:
         """Return the link to a cluster. Raises NotLinked without one that is usable."""
         link = self._table.get(cluster_id)
@@ -236,8 +232,6 @@ class LinkManager:
         self.communicators.check_integrity()
         for link in self.all():
             link.check_integrity()
-
-    # --- the initiator: a caller's thread, or one of a retry queue -------------------------------------------------
 
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
         """Link to the listener at ``address``; ``wanted`` None learns its cluster id (interface R28).
@@ -353,8 +347,6 @@ class LinkManager:
             raise
         self._bring_up(link, channel, new.leftover, old)
 
-    # --- the target: the control thread (see handshake.Host) -------------------------------------------------------
-
     async def admit(self, hello: Hello) -> None:
         """Refuse a second process of a linked cluster id, unless the first one is gone."""
         await self._conflicts.give_way(Peer.of(hello))
@@ -380,8 +372,6 @@ class LinkManager:
             )
         self.communicators.joined(hello)
         return link.origin.sequence
-
-    # --- both roles ------------------------------------------------------------------------------------------------
 
     def _ready(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
         """Make a link usable over a channel on this socket, which has not begun."""
@@ -453,8 +443,6 @@ class LinkManager:
     def _on_channel_lost(self, link: Link, reason: str) -> None:
         unlinked = link.unlink_acknowledged
         self._end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
-
-    # --- the end of a link -----------------------------------------------------------------------------------------
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
         """Give up the link to a cluster, also one that is being dialled again.

@@ -341,9 +341,6 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-# --- errors <-> messages ---------------------------------------------------------------------------------------------
-
-
 class RemoteFailure(LLMException):
     """The target answered a request with a status and a text; the link is fine."""
 

@@ -71,8 +71,6 @@ class LinkTable:
             self._changed.notify_all()
             return self.snapshot()
 
-    # --- links that this end dialled: callers' threads -------------------------------------------------------------
-
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
         """Commit a dial to ``peer``, or return the usable link that exists by now.
 
@@ -119,8 +117,6 @@ class LinkTable:
             self._unlinked.pop(link.peer.cluster_id, None)
             self._changed.notify_all()
             return old
-
-    # --- links that the peer dialled: the control thread -----------------------------------------------------------
 
     def conflict(self, peer: Peer) -> Link | None:
         """Return the link to another process under the same cluster id."""
