@@ -97,11 +97,7 @@ class FrameParser:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next payload, or None until it is complete.
-
-        Raises:
-            ProtocolError: Its header announces more than a frame may have.
-        """
+        """Return the next payload, or None until it is complete. Raises ProtocolError for one that is too large."""
         buffer = self._buffer
         if len(buffer) < FRAME_HEADER.size:
             return None
@@ -177,12 +173,7 @@ class Channel:
         self._inside(self._begin, leftover)
 
     def send(self, message: Message) -> None:
-        """Send one message without blocking.
-
-        Raises:
-            NotLinked: The channel is closed.
-            ProtocolError: The message is larger than a frame may be; nothing was sent.
-        """
+        """Send one message without blocking. Raises NotLinked once closed; ProtocolError for one that is too large."""
         data = frame(message)
         with self._lock:
             if not self._open:
@@ -235,17 +226,21 @@ class Channel:
     def _readable(self) -> None:
         if not self._take_role():
             return  # a caller holds the role
+        if not self._receive():
+            self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
+        self._dispatch_and_release()
+
+    def _receive(self) -> bool:
+        """Caller holds the reader role. Read what is there; return False at the end of the connection."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            pass
+            return True
         except OSError as error:
-            self._finish(f"the connection broke: {error.strerror or error}")
-        else:
-            self._parser.feed(data)
-            if not data:
-                self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
-        self._dispatch_and_release()
+            self.close(f"the connection broke: {error.strerror or error}")
+            return False
+        self._parser.feed(data)
+        return bool(data)
 
     def _dispatch_and_release(self) -> None:
         """Caller holds the reader role. Dispatch complete frames, then release or park it."""
@@ -301,31 +296,18 @@ class Channel:
         while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
             if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
                 self._whole = False
-                answers = self._receive_answers()
+                go_on = self._receive()
+                try:
+                    while go_on and (payload := self._parser.take()) is not None:
+                        self._set_aside = payload
+                        if go_on := self._on_answer(decode(payload)):
+                            self._set_aside = None
+                except ProtocolError:
+                    go_on = False
                 self._whole = True
-                if not answers:
+                if not go_on:
                     self._for_control = True
                     return
-
-    def _receive_answers(self) -> bool:
-        """Receive once, deliver answers; return False when the rest is for the control thread."""
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError as error:
-            self.close(f"the connection broke: {error.strerror or error}")
-            return False
-        self._parser.feed(data)
-        try:
-            while (payload := self._parser.take()) is not None:
-                self._set_aside = payload
-                if not self._on_answer(decode(payload)):
-                    return False
-                self._set_aside = None
-        except ProtocolError:
-            return False
-        return bool(data)
 
     def _stop_reading(self) -> None:
         self._reader = None
@@ -335,7 +317,7 @@ class Channel:
             self._parked = True
             self.close("a caller was interrupted while it read an answer")
             if self._released:
-                self._close_files()
+                self.close_files()
         elif not handed or not self._post(self._dispatch_and_release):
             self._release_role()
 
@@ -363,9 +345,10 @@ class Channel:
                 self._watch.register(self._socket, select.EPOLLIN)
             ended = self._released
         if ended:
-            self._close_files()
+            self.close_files()
 
-    def _close_files(self) -> None:
+    def close_files(self) -> None:
+        """Close the descriptors. Also in a forked child: the peer and the loop notice nothing."""
         self._watch.close()
         self._socket.close()
 
@@ -373,10 +356,6 @@ class Channel:
         """End the connection at once and drop the backlog. Idempotent, the first reason counts."""
         self.reason = self.reason or reason
         self._inside(self._finish, reason)
-
-    def abandon(self) -> None:
-        """In a forked child: close the child's descriptors; the peer and the loop notice nothing."""
-        self._close_files()
 
     def _finish(self, reason: str) -> None:
         with self._lock:
@@ -394,7 +373,7 @@ class Channel:
             self._released = True
             unused = self._parked or not self._role_held
         if unused:  # otherwise by the holder of the reader role
-            self._close_files()
+            self.close_files()
         self._on_lost(self.reason)
 
     def _inside(self, function: Callable[..., None], *args: object) -> None:

@@ -159,7 +159,7 @@ class LinkManager:
             self._listener.abandon()
         for link in self._table.snapshot():
             if link.channel is not None:
-                link.channel.abandon()
+                link.channel.close_files()
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
