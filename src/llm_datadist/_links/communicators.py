@@ -45,7 +45,7 @@ class LinkPort(Protocol):
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None: ...
     def peek(self, cluster_id: int) -> Link | None: ...
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None: ...
-    def drop(self, link: Link, reason: str) -> None: ...
+    def end(self, link: Link, reason: str, *, lost: bool) -> None: ...
 
 
 class Communicators:
@@ -251,7 +251,7 @@ class Communicators:
     def _drop_spare(self, peer: int, reason: str) -> None:
         link = self._spare(peer)
         if link is not None:
-            self._links.drop(link, reason)
+            self._links.end(link, reason, lost=False)
 
     def _fail(self, communicator: Communicator, reason: str) -> None:
         """Make a communicator FAILED, and end the links made for it. The first outcome counts."""
