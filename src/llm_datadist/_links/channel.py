@@ -120,14 +120,11 @@ class Channel:
     """One connection of one link. Owns its socket.
 
     Threads: :meth:`begin`, :meth:`send`, :meth:`prepare`, :meth:`wait`, :meth:`forgo` and :meth:`close` from any; all
-    else, callbacks included, runs on the control thread, except ``on_answer``.
+    else, callbacks included, runs on the control thread, except ``on_answer``, called by the reader.
 
-    Args:
-        on_message: Handles a message; never called after ``on_lost``.
-        on_lost: Called exactly once, with the reason.
-        first: Goes out before any other message, but not before :meth:`begin`.
-        on_answer: Delivers an answer to the caller that waits for it; returns False for any other message. Called in
-            any thread that holds the reader role.
+    ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
+    reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
+    ``first`` goes out before any other message, but not before :meth:`begin`.
     """
 
     def __init__(

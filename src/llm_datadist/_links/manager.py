@@ -101,9 +101,10 @@ class LinkManager:
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
-        self._conflicts = LinkConflicts(self._table, self.end)
+        lose = partial(self.end, lost=True)
+        self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, self.end, hooks.on_tick, peer_timeout)
+        self._heartbeat = Heartbeat(control, self._table.all, lose, hooks.on_tick, peer_timeout)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
@@ -223,12 +224,8 @@ class LinkManager:
 
         When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
         a loss when the link is back already. ``mutual``: both ends link explicitly (transfer backend hixl), so a link
-        that the peer made is no obstacle to this end's first call.
-
-        Raises:
-            AlreadyLinked: There is a live link to that cluster.
-            DeadlineExceeded: Not done in time.
-            LinkRefused: Unreachable or refused, with the reason.
+        that the peer made is no obstacle to this end's first call. Raises AlreadyLinked when there is a live link to
+        that cluster, LinkRefused when the listener is unreachable or refuses, and DeadlineExceeded.
         """
         since = self._table.now()
         present = self._usable(wanted)
