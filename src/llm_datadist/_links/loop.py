@@ -32,8 +32,9 @@ class _DirectSelector(selectors.EpollSelector):
 
     def __init__(self) -> None:
         super().__init__()
+        self._inherited = self.fileno()
         self._outer = select.epoll()  # of the files that are served, and of the epoll that this class inherits
-        self._outer.register(self.fileno(), select.EPOLLIN)
+        self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
 
     def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
@@ -57,7 +58,7 @@ class _DirectSelector(selectors.EpollSelector):
                     callback()
                 except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
-            asked |= descriptor == self.fileno()
+            asked |= descriptor == self._inherited
         # Last: a callback may have removed, and closed, a file that asyncio waited for.
         return super().select(0) if asked else []
 
