@@ -97,11 +97,7 @@ class FrameParser:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next payload, or None until it is complete.
-
-        Raises:
-            ProtocolError: Its header announces more than a frame may have.
-        """
+        """Return the next payload, or None until it is complete. Raises ProtocolError for one that is too large."""
         buffer = self._buffer
         if len(buffer) < FRAME_HEADER.size:
             return None
@@ -124,14 +120,11 @@ class Channel:
     """One connection of one link. Owns its socket.
 
     Threads: :meth:`begin`, :meth:`send`, :meth:`prepare`, :meth:`wait`, :meth:`forgo` and :meth:`close` from any; all
-    else, callbacks included, runs on the control thread, except ``on_answer``.
+    else, callbacks included, runs on the control thread, except ``on_answer``, called by the reader.
 
-    Args:
-        on_message: Handles a message; never called after ``on_lost``.
-        on_lost: Called exactly once, with the reason.
-        first: Goes out before any other message, but not before :meth:`begin`.
-        on_answer: Delivers an answer to the caller that waits for it; returns False for any other message. Called in
-            any thread that holds the reader role.
+    ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
+    reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
+    ``first`` goes out before any other message, but not before :meth:`begin`.
     """
 
     def __init__(
@@ -176,15 +169,8 @@ class Channel:
         """Start reading and writing; ``leftover`` has been received already."""
         self._inside(self._begin, leftover)
 
-    # --- writing: any thread ---------------------------------------------------------------------------------------
-
     def send(self, message: Message) -> None:
-        """Send one message without blocking.
-
-        Raises:
-            NotLinked: The channel is closed.
-            ProtocolError: The message is larger than a frame may be; nothing was sent.
-        """
+        """Send one message without blocking. Raises NotLinked once closed; ProtocolError for one that is too large."""
         data = frame(message)
         with self._lock:
             if not self._open:
@@ -225,8 +211,6 @@ class Channel:
             self._paused = False
             self._dispatch_and_release()
 
-    # --- reading: the control thread -------------------------------------------------------------------------------
-
     def _begin(self, leftover: bytes) -> None:
         if not self._open:
             return
@@ -239,17 +223,21 @@ class Channel:
     def _readable(self) -> None:
         if not self._take_role():
             return  # a caller holds the role
+        if not self._receive():
+            self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
+        self._dispatch_and_release()
+
+    def _receive(self) -> bool:
+        """Caller holds the reader role. Read what is there; return False at the end of the connection."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            pass
+            return True
         except OSError as error:
-            self._finish(f"the connection broke: {error.strerror or error}")
-        else:
-            self._parser.feed(data)
-            if not data:
-                self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
-        self._dispatch_and_release()
+            self.close(f"the connection broke: {error.strerror or error}")
+            return False
+        self._parser.feed(data)
+        return bool(data)
 
     def _dispatch_and_release(self) -> None:
         """Caller holds the reader role. Dispatch complete frames, then release or park it."""
@@ -278,8 +266,6 @@ class Channel:
             self._finish(f"internal error: {error!r}")
         return True
 
-    # --- reading: a waiting caller ---------------------------------------------------------------------------------
-
     def prepare(self, waiter: Waiter) -> None:
         """Take a free reader role before the request is sent; :meth:`forgo` must follow.
 
@@ -307,31 +293,18 @@ class Channel:
         while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
             if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
                 self._whole = False
-                answers = self._receive_answers()
+                go_on = self._receive()
+                try:
+                    while go_on and (payload := self._parser.take()) is not None:
+                        self._set_aside = payload
+                        if go_on := self._on_answer(decode(payload)):
+                            self._set_aside = None
+                except ProtocolError:
+                    go_on = False
                 self._whole = True
-                if not answers:
+                if not go_on:
                     self._for_control = True
                     return
-
-    def _receive_answers(self) -> bool:
-        """Receive once, deliver answers; return False when the rest is for the control thread."""
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError as error:
-            self.close(f"the connection broke: {error.strerror or error}")
-            return False
-        self._parser.feed(data)
-        try:
-            while (payload := self._parser.take()) is not None:
-                self._set_aside = payload
-                if not self._on_answer(decode(payload)):
-                    return False
-                self._set_aside = None
-        except ProtocolError:
-            return False
-        return bool(data)
 
     def _stop_reading(self) -> None:
         self._reader = None
@@ -341,11 +314,9 @@ class Channel:
             self._parked = True
             self.close("a caller was interrupted while it read an answer")
             if self._released:
-                self._close_files()
+                self.close_files()
         elif not handed or not self._post(self._dispatch_and_release):
             self._release_role()
-
-    # --- the reader role: any thread -------------------------------------------------------------------------------
 
     def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:
@@ -371,22 +342,17 @@ class Channel:
                 self._watch.register(self._socket, select.EPOLLIN)
             ended = self._released
         if ended:
-            self._close_files()
+            self.close_files()
 
-    def _close_files(self) -> None:
+    def close_files(self) -> None:
+        """Close the descriptors. Also in a forked child: the peer and the loop notice nothing."""
         self._watch.close()
         self._socket.close()
-
-    # --- ending: any thread ----------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
         """End the connection at once and drop the backlog. Idempotent, the first reason counts."""
         self.reason = self.reason or reason
         self._inside(self._finish, reason)
-
-    def abandon(self) -> None:
-        """In a forked child: close the child's descriptors; the peer and the loop notice nothing."""
-        self._close_files()
 
     def _finish(self, reason: str) -> None:
         with self._lock:
@@ -404,7 +370,7 @@ class Channel:
             self._released = True
             unused = self._parked or not self._role_held
         if unused:  # otherwise by the holder of the reader role
-            self._close_files()
+            self.close_files()
         self._on_lost(self.reason)
 
     def _inside(self, function: Callable[..., None], *args: object) -> None:

@@ -22,59 +22,34 @@ _TOKEN_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorPlan:
-    """The checked arguments of ``link()``.
-
-    Attributes:
-        name: The communicator's.
-        ranks: Cluster id -> rank, this end's own among them.
-        addresses: Cluster id -> IPv4 address, from the rank table.
-        table: Digest of the rank table.
-        seconds: ``link_total_time``: all that the preparation may take.
-        attempts: ``link_retry_count``: no single attempt may take more than that part of it.
-    """
+    """The checked arguments of ``link()``."""
 
     name: str
-    ranks: dict[int, int]
-    addresses: dict[int, str]
-    table: bytes
-    seconds: int
-    attempts: int
+    ranks: dict[int, int]  # cluster id -> rank, this end's own among them
+    addresses: dict[int, str]  # cluster id -> IPv4 address, from the rank table
+    table: bytes  # digest of the rank table
+    seconds: int  # link_total_time: all that the preparation may take
+    attempts: int  # link_retry_count: no single attempt may take more than that part of it
 
 
 class Communicator:
-    """A communicator of this end. :class:`Communicators` has the lock for all but the last three fields.
-
-    Of two members the one with the lower cluster id listens and the other one dials until it answers; so the members
-    may call ``link()`` in any order.
-
-    Attributes:
-        comm_id: Its id here.
-        plan: What was asked for.
-        status: PREPARING until every other member is linked; then OK or FAILED for good.
-        reason: Why it failed, or what was heard last while it is preparing.
-        others: All members but this end; ``dialled`` and ``expected`` are those with a lower and with a higher id.
-        waiting: Members that are not linked yet.
-        own_id: What this end sends in its greetings.
-        ports: Member that this end dials -> the ports where it may listen. Set once.
-        sock: The listening socket until the listener has it; None where this end only dials.
-        listener: While members are expected that dial. The control thread's.
-        timer: Ends the preparation. The control thread's.
-    """
+    """A communicator of this end. :class:`Communicators` has the lock for all but socket, listener and timer."""
 
     def __init__(self, comm_id: int, own: int, plan: CommunicatorPlan, deadline: Deadline) -> None:
         self.comm_id = comm_id
         self.plan = plan
         self.deadline = deadline
-        self.status = RegisterMemStatus.PREPARING
-        self.reason = ""
+        self.status = RegisterMemStatus.PREPARING  # until every other member is linked; then OK or FAILED for good
+        self.reason = ""  # why it failed, or what was heard last while it is preparing
         self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
         self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
-        self.waiting = set(self.others)
+        self.waiting = set(self.others)  # members that are not linked yet
         token = secrets.token_bytes(_TOKEN_BYTES)
         self.own_id = CommunicatorId(plan.name, sorted(plan.ranks.items()), plan.table, token)
-        self.ports: dict[int, list[int]] = {}
-        self.sock: socket.socket | None = None
+        self.ports: dict[int, list[int]] = {}  # member that this end dials -> where it may listen; set once
+        self.sock: socket.socket | None = None  # until the listener has it; None where this end only dials
+        # The control thread's: the listener is there while members are expected, the timer ends the preparation.
         self.listener: Listener | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._own = own

@@ -1,8 +1,9 @@
 """Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (interface §3.5, B2.3).
 
 Of two members the one with the lower cluster id opens a listener for as long as the preparation takes, the other one
-dials it; both use the handshake of every link, in which the ``Hello`` names the communicator. The result is an
-ordinary link. A preparation that fails ends the links that were made for it alone.
+dials it until it answers, so members may call ``link()`` in any order. Both use the handshake of every link, in which
+the ``Hello`` names the communicator. The result is an ordinary link. A preparation that fails ends the links that were
+made for it alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class LinkPort(Protocol):
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None: ...
     def peek(self, cluster_id: int) -> Link | None: ...
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None: ...
-    def drop(self, link: Link, reason: str) -> None: ...
+    def end(self, link: Link, reason: str, *, lost: bool) -> None: ...
 
 
 class Communicators:
@@ -53,13 +54,10 @@ class Communicators:
 
     Threads: callers open and close them, those of the retry queue dial, the control thread accepts, and ends what took
     too long. The lock guards the table and every communicator; nothing blocks under it.
-
-    Attributes:
-        called: True once a ``link()`` succeeded (interface §6.6).
     """
 
     def __init__(self, links: LinkPort, control: ControlLoop, own: int) -> None:
-        self.called = False
+        self.called = False  # True once a ``link()`` succeeded (interface §6.6)
         self._links = links
         self._control = control
         self._own = own
@@ -69,14 +67,11 @@ class Communicators:
         self._stopped = False
         self._dials: RetryQueue[MemberDial] = RetryQueue("llm-datadist-meet", _DIAL_THREADS, self._attempt)
 
-    # --- link, unlink, query: callers' threads ---------------------------------------------------------------------
-
     def open(self, plan: CommunicatorPlan) -> int:
         """Begin to prepare a communicator; return its id at once.
 
-        Raises:
-            ParamError: The environment names no range of ports.
-            LinkRefused: None of its ports is free here, the system refuses a thread, or this end is being finalised.
+        Raises ParamError when the environment names no range of ports; LinkRefused when no port is free here, no thread
+        can start, or this end is being finalised.
         """
         deadline = Deadline(plan.seconds * 1000)
         candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
@@ -153,12 +148,9 @@ class Communicators:
             return self._get(comm_id).statistics()
 
     def close(self, comm_id: int, deadline: Deadline) -> None:
-        """Give up a communicator, and every link that was made for it alone.
+        """Give up a communicator, and every link that was made for it alone. Raises NotLinked for an unknown id.
 
         Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
-
-        Raises:
-            NotLinked: There is none with that id.
         """
         with self._lock:
             communicator = self._get(comm_id)
@@ -173,8 +165,6 @@ class Communicators:
             if self._spare(peer) is not None:
                 self._links.unlink(peer, deadline, force=True)
         logger.info("%s unlinked", communicator)
-
-    # --- looking up: any thread ------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
         """Return one value per communicator."""
@@ -203,13 +193,10 @@ class Communicators:
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
                     raise AssertionError(f"{each!r}")
 
-    # --- members join and are lost: any thread ---------------------------------------------------------------------
-
     def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
-        """Count a linked member; ``theirs``: from its greeting, where it dialled.
+        """Count a linked member; ``theirs`` is from its greeting, where it dialled.
 
-        Returns:
-            False when the communicator is decided without it, or the link is gone again.
+        Return False when the communicator is decided without it, or the link is gone again.
         """
         with self._lock:
             if not (communicator.preparing and self._is_linked(cluster_id)):
@@ -257,7 +244,7 @@ class Communicators:
     def _drop_spare(self, peer: int, reason: str) -> None:
         link = self._spare(peer)
         if link is not None:
-            self._links.drop(link, reason)
+            self._links.end(link, reason, lost=False)
 
     def _fail(self, communicator: Communicator, reason: str) -> None:
         """Make a communicator FAILED, and end the links made for it. The first outcome counts."""
@@ -276,8 +263,6 @@ class Communicators:
         with self._lock:
             if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
-
-    # --- the control thread ----------------------------------------------------------------------------------------
 
     def _start(self, communicator: Communicator) -> None:
         if not communicator.preparing:  # finalize, or an unlink that guessed the id
@@ -310,11 +295,9 @@ class Communicators:
         )
 
     def _admit(self, communicator: Communicator, hello: Hello) -> None:
-        """Admit only the members that a communicator's listener expects.
+        """Admit only the members that a communicator's listener expects; raise LinkRefused for any other peer.
 
-        Raises:
-            LinkRefused: ``LLM_NOT_YET_LINK``: another process, or a member that has joined; it tries another port.
-                ``LLM_PARAM_INVALID``: a member whose members or table differ. ``LLM_LINK_FAILED``: no ``link()``.
+        After ``LLM_NOT_YET_LINK`` the peer tries another port; after ``LLM_PARAM_INVALID`` it fails for good.
         """
         theirs, peer = hello.communicator, hello.cluster_id
         if theirs is None:
@@ -342,11 +325,7 @@ class Communicators:
             self.note(communicator, text, error.phase)
 
     def joined(self, hello: Hello) -> None:
-        """Count a member that dialled and is linked, by this or an earlier dial.
-
-        Raises:
-            LinkRefused: No communicator waits for it any more.
-        """
+        """Count a member that dialled and is linked; raise LinkRefused when no communicator waits for it any more."""
         theirs, peer = hello.communicator, hello.cluster_id
         if theirs is None:
             return
@@ -364,8 +343,6 @@ class Communicators:
             f"the communicator was given up at cluster {self._own} meanwhile",
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
-
-    # --- dialling: the threads of the retry queue ------------------------------------------------------------------
 
     def _attempt(self, member: MemberDial) -> bool:
         """Try every port once; return True when the member must be dialled again."""
@@ -401,8 +378,6 @@ class Communicators:
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
             self.note(communicator, str(error), error.phase)
         return False
-
-    # --- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Fail all, join the threads and close the listeners. Not from one of those threads."""

@@ -1,16 +1,7 @@
-"""How two processes become linked: the frames, in order, of the initiator and of the target.
+"""How two processes become linked; docs/protocol.md, "Handshake", has the steps by their numbers.
 
-    initiator (a caller's thread, blocking)           target (the control thread, a coroutine)
-    1  connect, preamble, Hello            ------>    checks version, RCA, wanted id, other links of that id
-    2                                      <------    Welcome (or Refused), token now valid at its rendezvous
-    3  same-host rendezvous: fds both ways <----->    samehost listener
-       data lanes, where one is needed     ------>    the same listener, by their token
-    4  chooses a transport, TransportChoice ----->    chooses too; both must agree
-    5                                      <------    Linked (or Refused); the link is usable at the target
-    6  the link is usable at the initiator
-
-:class:`Dial` is the initiator's end, :class:`Listener` the target's; they share frames and checks, which do no I/O.
-Any failure ends only this connection. The target gives a stranger :data:`GREETING_SECONDS` for all of it.
+:class:`Dial` is the initiator's end, blocking in a caller's thread; :class:`Listener` the target's, a coroutine on the
+control thread. They share frames and checks, which do no I/O. Any failure ends only this connection.
 """
 
 from __future__ import annotations
@@ -28,6 +19,7 @@ from llm_datadist._links.channel import FrameParser, tune
 from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
+    MAX_REASON,
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
     Greeting,
@@ -71,8 +63,6 @@ _BACKLOG: Final = 128
 #: Hello, else of the oldest of all.
 _MAX_GREETINGS: Final = 128
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
-#: Characters of the reason for a choice that are sent.
-_MAX_REASON: Final = 4000
 M = TypeVar("M", bound="Message")
 R = TypeVar("R")
 
@@ -121,9 +111,6 @@ class NewLink:
     leftover: bytes  # received after the handshake
 
 
-# --- both roles: frames and checks without I/O -----------------------------------------------------------------------
-
-
 def _take(parser: FrameParser) -> Message | None:
     """Return the next message; None until it is complete. Raises ProtocolError."""
     payload = parser.take()
@@ -149,9 +136,6 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
             f"{theirs.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
             status_code=LLMStatusCode.LLM_PARAM_INVALID,
         )
-
-
-# --- the initiator ---------------------------------------------------------------------------------------------------
 
 
 class _BlockingFrames:
@@ -202,16 +186,11 @@ class _BlockingFrames:
 
 
 class Dial:
-    """One handshake, seen from the initiator. A context manager.
+    """One handshake, seen from the initiator. One thread; :meth:`hang_up` from any.
 
-    Threads: one; :meth:`hang_up` any.
-
-    What it holds is given back at the end of the block, unless it was taken. ``peer``, ``connection`` and ``choice``
-    are set by :meth:`greet`.
-
-    Args:
-        incarnation: The one that must answer, when a lost link is dialled again.
-        communicator: What this is for, and must be known there; None: ``link_clusters`` asks.
+    A context manager: what it holds is given back at the end of the block, unless it was taken. :meth:`greet` sets
+    ``peer``, ``connection`` and ``choice``. ``incarnation`` must answer, when a lost link is dialled again;
+    ``communicator`` must be known there; without one ``link_clusters`` asks.
     """
 
     peer: Peer
@@ -238,11 +217,10 @@ class Dial:
         self._undo.callback(self._frames.socket.close)
 
     def greet(self, wanted: int | None) -> None:
-        """Do steps 1 to 3: connect, introduce this end, open the data connection.
+        """Do steps 1 to 4: connect, introduce this end, open the data connection.
 
-        Raises:
-            DeadlineExceeded: Not done in time.
-            LinkRefused: Unreachable, refused, speaks another protocol, or no transport reaches it.
+        Raises DeadlineExceeded; LinkRefused when the peer is unreachable, refuses, speaks another protocol, or no
+        transport reaches it.
         """
         hello = Hello(
             **self._endpoint.greeting(),
@@ -286,11 +264,11 @@ class Dial:
             self.choice = builder.choice
 
     def settle(self, sequence: int, *, present: bool = False) -> int:
-        """Do steps 4 to 6: send the choice and this end's number, return the target's.
+        """Do steps 5 and 6: send the choice and this end's number, return the target's.
 
         ``present``: the link with that number is to be used, not this one.
         """
-        reason = self.choice.reason[:_MAX_REASON]
+        reason = self.choice.reason[:MAX_REASON]
         self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present)))
         return self._frames.receive(Linked).sequence
 
@@ -325,9 +303,6 @@ class Dial:
         self._undo.close()
 
 
-# --- the target ------------------------------------------------------------------------------------------------------
-
-
 class Host(Protocol):
     """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
@@ -338,15 +313,10 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Which peers a listener admits. Both are called on the control thread.
+    """Which peers a listener admits. Both are called on the control thread."""
 
-    Attributes:
-        check: Raises LinkError unless the listener is there for that peer.
-        refused: Called when a peer that sent a Hello did not become a link.
-    """
-
-    check: Callable[[Hello], None]
-    refused: Callable[[Hello, LLMException], None]
+    check: Callable[[Hello], None]  # raises LinkError unless the listener is there for that peer
+    refused: Callable[[Hello, LLMException], None]  # called when a peer that sent a Hello did not become a link
 
 
 def listening_socket(address: tuple[str, int]) -> socket.socket:
@@ -364,11 +334,7 @@ def listening_socket(address: tuple[str, int]) -> socket.socket:
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
-    """Return a listening socket; port 0 picks a free one.
-
-    Raises:
-        LinkError: The address cannot be bound (``LLM_FAILED``, interface §3.1): the text names it.
-    """
+    """Return a listening socket as :func:`listening_socket`; LinkError names the address (interface §3.1)."""
     try:
         return listening_socket(address)
     except OSError as error:

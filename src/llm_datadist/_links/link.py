@@ -128,29 +128,19 @@ class LinkMachine:
 
 @dataclass(slots=True)
 class LinkOrigin:
-    """How a link was made, and which calls may use it.
+    """How a link was made, and which calls may use it."""
 
-    Attributes:
-        dialled: True when this end dialled.
-        sequence: This end's number for it; a later link has a higher one.
-        peer_sequence: The other end's.
-        address: Where this end dials it again, should it be lost; None where it does not.
-        reconnected: True when the dialling end made it again by itself after a loss: ``link_clusters`` of either end
-            may still claim it.
-        by_communicator: True when communicators of both ends made it, and ``link_clusters`` of neither.
-        greetings: What members of communicators dialled with, until the peer has shown that it knows this link.
-        claimed: True once ``link_clusters`` of this end asked for it.
-        open: False while it is for communicators of which none is OK: operations of this end may not use it yet.
-    """
-
-    dialled: bool
-    sequence: int
+    dialled: bool  # by this end
+    sequence: int  # this end's number for it; a later link has a higher one
     peer_sequence: int
-    address: tuple[str, int] | None = None
+    address: tuple[str, int] | None = None  # where this end dials it again, should it be lost
+    #: The dialling end made it again by itself after a loss: ``link_clusters`` of either end may still claim it.
     reconnected: bool = False
-    by_communicator: bool = False
+    by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
+    #: What members of communicators dialled with, until the peer has shown that it knows this link.
     greetings: list[Hello] = field(default_factory=list)
-    claimed: bool = field(init=False)
+    claimed: bool = field(init=False)  # ``link_clusters`` of this end asked for it
+    #: False while it is for communicators of which none is OK: operations of this end may not use it yet.
     open: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,20 +154,14 @@ class LinkOrigin:
 
 
 class PeerCacheView:
-    """What the transfers of one link have learnt; this package only keeps it.
-
-    Attributes:
-        kept: Answers of the peer that stay valid while their guards do.
-        mapped: Where tensors of the peer are, by the names that the peer gave them.
-        located: Caches of this end that the peer knows by address, and may write.
-    """
+    """What the transfers of one link have learnt; this package only keeps it."""
 
     __slots__ = ("kept", "located", "mapped")
 
     def __init__(self) -> None:
-        self.kept: dict[Any, Any] = {}
-        self.mapped: dict[Any, Any] = {}
-        self.located: set[int] = set()
+        self.kept: dict[Any, Any] = {}  # answers of the peer that stay valid while their guards do
+        self.mapped: dict[Any, Any] = {}  # where tensors of the peer are, by the names that the peer gave them
+        self.located: set[int] = set()  # caches of this end that the peer knows by address, and may write
 
 
 class RequestTable:
@@ -217,15 +201,6 @@ class Link:
 
     Threads: any; the lock guards the state and the unlink; nothing blocks under it.
 
-    Attributes:
-        peer: Who is at the other end.
-        choice: The transport in use, and why.
-        origin: How it was made.
-        caches: What transfers have learnt about the peer.
-        requests: Callers that wait for answers.
-        channel: None until :meth:`ready`.
-        last_heard: When something came from the peer, on the monotonic clock.
-        last_pong: Number of the last :meth:`ping` that was answered.
     """
 
     def __init__(self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin) -> None:
@@ -235,9 +210,9 @@ class Link:
         self.origin = origin
         self.caches = PeerCacheView()
         self.requests = RequestTable()
-        self.channel: Channel | None = None
+        self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
-        self.last_pong = 0
+        self.last_pong = 0  # number of the last ping() that was answered
         connection.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
@@ -276,8 +251,6 @@ class Link:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
-    # --- operations: callers' threads ------------------------------------------------------------------------------
-
     def operation(self) -> Self:
         """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
         return self
@@ -307,11 +280,8 @@ class Link:
     ) -> Message:
         """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
-        Raises:
-            RemoteFailure: The target answered with a failure.
-            DeadlineExceeded: No answer in time; a late one is handled when it comes.
-            PeerLost: The link broke meanwhile.
-            NotLinked: This end gave the link up meanwhile.
+        Raises RemoteFailure when the target answered with a failure; PeerLost or NotLinked when the link broke or this
+        end gave it up meanwhile; DeadlineExceeded without an answer in time: a late one is handled when it comes.
         """
         requests = self.requests
         waiter, number = Waiter(), next(requests.numbers)
@@ -345,9 +315,7 @@ class Link:
     def send(self, message: Message, what: object = None, phase: str = "send") -> Channel:
         """Send a message, return by which channel; ``what`` and ``phase`` describe the operation in errors.
 
-        Raises:
-            PeerLost: The link broke.
-            NotLinked: It is not ready yet, or this end gave it up.
+        Raises PeerLost when the link broke, NotLinked when it is not ready yet or this end gave it up.
         """
         if steps.watch is not None:
             steps.watch("send", self, message)
@@ -362,11 +330,7 @@ class Link:
         return channel
 
     def tell(self, message: Message) -> None:
-        """Send a message; when the link has ended, only log it.
-
-        Raises:
-            ProtocolError: The message is larger than a frame may be.
-        """
+        """Send a message; when the link has ended, only log it."""
         try:
             self.send(message)
         except LinkError as error:
@@ -414,8 +378,6 @@ class Link:
                 return False
             self._fire(LinkEvent.SILENT)
             return True
-
-    # --- unlink ----------------------------------------------------------------------------------------------------
 
     def begin_unlink(self) -> bool:
         """Let no operation start any more; return False when the link is not usable anyway."""
@@ -470,8 +432,6 @@ class Link:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None
         return acknowledge
-
-    # --- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, reason: str, *, lost: bool) -> bool:
         """Fail waiting callers, close channel and connection; return False if it was over."""

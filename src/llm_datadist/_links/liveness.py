@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Beat
@@ -25,39 +25,27 @@ _BEATS_PER_TIMEOUT: Final = 4
 #: How long a peer may take to answer a ping: after its data connection broke, and when another process claims its id.
 _RESPONSE_MS: Final = 1000
 _ANSWER_SECONDS: Final = 1.0
-_RESPONSE_POLL_SECONDS: Final = 0.002
 _ANSWER_POLL_SECONDS: Final = 0.01
-
-
-class End(Protocol):
-    """Ends a link."""
-
-    def __call__(self, link: Link, reason: str, *, lost: bool) -> None: ...
 
 
 class Heartbeat:
     """One timer for all links: sends heartbeats, and ends links whose peers are silent.
 
-    Threads: the control thread.
-
-    Args:
-        links: Returns every link.
-        end: Ends one.
-        on_tick: Called at every beat with the monotonic time.
-        peer_timeout: Seconds of silence after which a peer counts as dead.
+    Threads: the control thread. ``lose`` ends a link after ``peer_timeout`` seconds of silence; ``on_tick`` is called
+    at every beat with the monotonic time.
     """
 
     def __init__(
         self,
         control: ControlLoop,
         links: Callable[[], list[Link]],
-        end: End,
+        lose: Callable[[Link, str], None],
         on_tick: Callable[[float], None],
         peer_timeout: float,
     ) -> None:
         self._control = control
         self._links = links
-        self._end = end
+        self._lose = lose
         self._on_tick = on_tick
         self._peer_timeout = peer_timeout
         self._period = min(_BEAT_SECONDS, peer_timeout / _BEATS_PER_TIMEOUT)
@@ -93,9 +81,9 @@ class Heartbeat:
 
     def _beat(self, link: Link, silence: float) -> None:
         if link.connection.peer_ended():
-            self._end(link, "its process has ended", lost=True)
+            self._lose(link, "its process has ended")
         elif silence > self._peer_timeout:
-            self._end(link, f"silent for {silence:.1f} s", lost=True)
+            self._lose(link, f"silent for {silence:.1f} s")
         else:
             if silence > _SUSPECT_SECONDS and link.silent():
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
@@ -107,25 +95,16 @@ class Heartbeat:
 def peer_responds(link: Link, deadline: Deadline) -> bool:
     """Return True when the peer answers a ping in time. Waits in a caller's thread."""
     number = link.ping()
-    give_up = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
-    while link.last_pong < number:
-        if link.ended or give_up.expired():
-            return False
-        time.sleep(_RESPONSE_POLL_SECONDS)
-    return not link.ended
+    answer = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
+    return answer.poll(lambda: link.last_pong >= number or link.ended) and not link.ended
 
 
 class LinkConflicts:
-    """Links that stand in the way of new ones: their peers must answer a ping.
+    """Links that stand in the way of new ones: their peers must answer a ping, which touches ``table``."""
 
-    Args:
-        table: Touched whenever a link has been answered.
-        end: Ends a link.
-    """
-
-    def __init__(self, table: LinkTable, end: End) -> None:
+    def __init__(self, table: LinkTable, lose: Callable[[Link, str], None]) -> None:
         self._table = table
-        self._end = end
+        self._lose = lose
 
     def answers(self, link: Link, deadline: Deadline) -> bool:
         """Return True when the peer answers a ping over this link in time."""
@@ -141,23 +120,13 @@ class LinkConflicts:
             self.lose(old, f"silent while {peer} took its place", deadline)
 
     def lose(self, link: Link, reason: str, deadline: Deadline) -> None:
-        """End a link whose peer did not answer, unless another thread does.
-
-        Raises:
-            DeadlineExceeded: The peer had less time to answer than it may take.
-        """
+        """End a link whose peer did not answer; raise DeadlineExceeded if it had too little time for that."""
         deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
         if link.usable:
-            self._end(link, reason, lost=True)
+            self._lose(link, reason)
 
     async def give_way(self, peer: Peer) -> None:
-        """Return once no other process of the cluster of ``peer`` is linked.
-
-        Threads: the control thread.
-
-        Raises:
-            AlreadyLinked: The other process lives.
-        """
+        """Return once no other process of the cluster of ``peer`` is linked; AlreadyLinked if it lives."""
         old = self._table.conflict(peer)
         if old is None:
             return
@@ -169,4 +138,4 @@ class LinkConflicts:
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
             await asyncio.sleep(_ANSWER_POLL_SECONDS)
         if self._table.conflict(peer) is old:
-            self._end(old, f"silent while {peer} took its place", lost=True)
+            self._lose(old, f"silent while {peer} took its place")

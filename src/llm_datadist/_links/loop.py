@@ -11,77 +11,61 @@ import selectors
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine
     from typing import Any
 
 T = TypeVar("T")
 
 
-class _HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
-class _DirectSelector(selectors.BaseSelector):
+class _DirectSelector(selectors.EpollSelector):
     """An epoll that calls some callbacks itself and passes other events to asyncio.
 
     Why: between an event and its callback asyncio makes some thirty Python calls, and after a sleep none of their code
     is in the processor's caches. That costs more than a small control message. Here the callback comes first.
-
     """
 
     def __init__(self) -> None:
-        self._inner = selectors.EpollSelector()
-        self._epoll = select.epoll()
-        self._epoll.register(self._inner.fileno(), select.EPOLLIN)
+        super().__init__()
+        self._inherited = self.fileno()
+        self._outer = select.epoll()  # of the files that are served, and of the epoll that this class inherits
+        self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
 
     def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``file`` can be read. On the control thread."""
         self._served[file.fileno()] = callback
-        self._epoll.register(file, select.EPOLLIN)
+        self._outer.register(file, select.EPOLLIN)
 
     def dismiss(self, file: select.epoll) -> None:
         """End :meth:`serve`, before ``file`` is closed. On the control thread, or once that has ended."""
         if self._served.pop(file.fileno(), None) is not None:
             with suppress(ValueError):  # closed meanwhile, with the loop
-                self._epoll.unregister(file)
+                self._outer.unregister(file)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait, call the direct callbacks, and return the other events."""
         asked = False
-        for descriptor, _ in self._epoll.poll(None if timeout is None else max(timeout, 0)):
+        for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
             callback = self._served.get(descriptor)
             if callback is not None:
                 try:
                     callback()
                 except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
-            asked |= descriptor == self._inner.fileno()
+            asked |= descriptor == self._inherited
         # Last: a callback may have removed, and closed, a file that asyncio waited for.
-        return self._inner.select(0) if asked else []
-
-    def register(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
-        return self._inner.register(fileobj, events, data)
-
-    def unregister(self, fileobj: int | _HasFileno) -> selectors.SelectorKey:
-        return self._inner.unregister(fileobj)
-
-    def modify(self, fileobj: int | _HasFileno, events: int, data: object = None) -> selectors.SelectorKey:
-        return self._inner.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[int | _HasFileno, selectors.SelectorKey]:
-        return self._inner.get_map()
+        return super().select(0) if asked else []
 
     def close(self) -> None:
         self._served.clear()
-        self._inner.close()
-        self._epoll.close()
+        super().close()
+        self._outer.close()
 
 
 class ControlLoop:
@@ -106,11 +90,7 @@ class ControlLoop:
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
-        """Run ``function`` on the control thread and return its result; for short work only.
-
-        Raises:
-            StateError: The loop has stopped.
-        """
+        """Run short work on the control thread and return its result. Raises StateError once the loop has stopped."""
         if self.inside():
             return function(*args)
         done: Future[T] = Future()
@@ -125,11 +105,7 @@ class ControlLoop:
         return done.result()
 
     def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        """Run ``function`` on the control thread soon, also when a stop follows.
-
-        Raises:
-            StateError: The loop has stopped.
-        """
+        """Run ``function`` on the control thread soon, also when a stop follows. Raises StateError as :meth:`call`."""
         with self._lock:
             if self._stopped:
                 raise StateError("the control thread has stopped")

@@ -68,28 +68,15 @@ _IGNORED: Final = (Beat, *_FINAL)
 
 @dataclass(frozen=True, slots=True)
 class LinkHooks:
-    """What transfers do about links. Called on the control thread, except ``on_end``.
-
-    Attributes:
-        handlers: Message type -> function(link, message).
-        on_end: Called once for every link that ended, after its last message was dispatched. Any thread.
-        on_tick: Called at every heartbeat with the monotonic time.
-    """
+    """What transfers do about links. Called on the control thread, except ``on_end``."""
 
     handlers: Mapping[type[Message], Callable[[Link, Any], None]]
-    on_end: Callable[[Link], None]
-    on_tick: Callable[[float], None]
+    on_end: Callable[[Link], None]  # once for every link that ended, after its last message was dispatched; any thread
+    on_tick: Callable[[float], None]  # at every heartbeat, with the monotonic time
 
 
 class LinkManager:
-    """Owns the listener, the same-host rendezvous and all links.
-
-    Args:
-        peer_timeout: Seconds of silence after which a peer counts as dead.
-
-    Attributes:
-        communicators: The links that rank tables ask for.
-    """
+    """Owns the listener, the same-host rendezvous, all links, and the communicators that rank tables ask for."""
 
     def __init__(
         self,
@@ -114,12 +101,11 @@ class LinkManager:
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
-        self._conflicts = LinkConflicts(self._table, self._end)
+        lose = partial(self.end, lost=True)
+        self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, self._end, hooks.on_tick, peer_timeout)
+        self._heartbeat = Heartbeat(control, self._table.all, lose, hooks.on_tick, peer_timeout)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
-
-    # --- init, finalize, listen ------------------------------------------------------------------------------------
 
     def start(self, listening: socket.socket | None) -> None:
         """Start heartbeat, rendezvous and, with a bound socket, listener. The control thread runs."""
@@ -141,7 +127,7 @@ class LinkManager:
         self._reconnector.stop()
         for link in self._table.close():
             link.begin_unlink()
-            self._end(link, reason, lost=False)
+            self.end(link, reason, lost=False)
         if self._started:
             self._control.call(self._stop)
         else:
@@ -161,7 +147,7 @@ class LinkManager:
             self._listener.abandon()
         for link in self._table.snapshot():
             if link.channel is not None:
-                link.channel.abandon()
+                link.channel.close_files()
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
@@ -171,9 +157,7 @@ class LinkManager:
     def listen(self, listening: socket.socket | None, *, even_if_linked: bool = False) -> None:
         """Listen at another socket instead of the present one; None: listen no more.
 
-        Raises:
-            StateError: There is a link, or one is on its way (``LLM_EXIST_LINK``): nothing has changed, and the socket
-                is still the caller's.
+        Raises what :meth:`refuse_if_linked` raises: nothing has changed then, and the socket is still the caller's.
         """
         self._control.call(self._listen, listening, even_if_linked)
 
@@ -199,8 +183,6 @@ class LinkManager:
                 status_code=LLMStatusCode.LLM_EXIST_LINK,
             )
 
-    # --- looking up ------------------------------------------------------------------------------------------------
-
     def get(self, cluster_id: int) -> Link:
         """Return the link to a cluster. Raises NotLinked without one that is usable."""
         link = self._table.get(cluster_id)
@@ -215,7 +197,7 @@ class LinkManager:
         return link if link is not None and link.usable else None
 
     def peek(self, cluster_id: int) -> Link | None:
-        """Return the link to a cluster, in whichever state; None without one. Takes no lock."""
+        """Return the link to a cluster, in whichever state. Takes no lock."""
         return self._table.get(cluster_id)
 
     def all(self) -> list[Link]:
@@ -237,22 +219,13 @@ class LinkManager:
         for link in self.all():
             link.check_integrity()
 
-    # --- the initiator: a caller's thread, or one of a retry queue -------------------------------------------------
-
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
         """Link to the listener at ``address``; ``wanted`` None learns its cluster id (interface R28).
 
         When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
-        a loss when the link is back already.
-
-        Args:
-            mutual: Both ends link explicitly (transfer backend hixl): a link that the peer made is no obstacle to
-                this end's first call.
-
-        Raises:
-            AlreadyLinked: There is a live link to that cluster.
-            DeadlineExceeded: Not done in time.
-            LinkRefused: Unreachable or refused, with the reason.
+        a loss when the link is back already. ``mutual``: both ends link explicitly (transfer backend hixl), so a link
+        that the peer made is no obstacle to this end's first call. Raises AlreadyLinked when there is a live link to
+        that cluster, LinkRefused when the listener is unreachable or refuses, and DeadlineExceeded.
         """
         since = self._table.now()
         present = self._usable(wanted)
@@ -295,14 +268,12 @@ class LinkManager:
         self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
         link = self._table.get(reconnect.peer.cluster_id)
         if reconnect.cancelled and link is not None and link.origin.reconnected:
-            self._end(link, "unlinked", lost=False)
+            self.end(link, "unlinked", lost=False)
 
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
         """Dial a member of a communicator once; an existing link is enough.
 
-        Raises:
-            LinkRefused: Not there; with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
-            DeadlineExceeded: Not done in time.
+        Raises LinkRefused with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
         """
         communicator = member.communicator.own_id
         self._dial(member.cluster_id, member.address, deadline, member, communicator=communicator)
@@ -353,17 +324,12 @@ class LinkManager:
             raise
         self._bring_up(link, channel, new.leftover, old)
 
-    # --- the target: the control thread (see handshake.Host) -------------------------------------------------------
-
     async def admit(self, hello: Hello) -> None:
         """Refuse a second process of a linked cluster id, unless the first one is gone."""
         await self._conflicts.give_way(Peer.of(hello))
 
     def install(self, new: NewLink) -> None:
-        """Make an accepted link usable, then send Linked; replace an older one.
-
-        Owns connection and socket, unless it raises LinkRefused.
-        """
+        """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""
         link = Link(new.peer, new.connection, new.choice, new.origin)
         old = self._table.admit(link)
         # Usable here before the initiator hears of it, and it hears of it before anything else.
@@ -380,8 +346,6 @@ class LinkManager:
             )
         self.communicators.joined(hello)
         return link.origin.sequence
-
-    # --- both roles ------------------------------------------------------------------------------------------------
 
     def _ready(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
         """Make a link usable over a channel on this socket, which has not begun."""
@@ -411,7 +375,7 @@ class LinkManager:
         if origin.greetings:
             link.ping()
         if old is not None:
-            self._end(old, "replaced by a newer link", lost=True)
+            self.end(old, "replaced by a newer link", lost=True)
         who = "to" if origin.dialled else "by"
         logger.info("linked %s %s over %s: %s", who, link.peer, link.choice.name, link.choice.reason)
 
@@ -444,7 +408,7 @@ class LinkManager:
             except LinkRefused as error:
                 refused.append(error)
         if refused and len(refused) == len(greetings):
-            self._end(link, str(refused[-1]), lost=False)
+            self.end(link, str(refused[-1]), lost=False)
 
     def _on_unlink_cancel(self, link: Link, _: UnlinkCancel) -> None:
         link.cancel_unlink(of_peer=True)
@@ -452,18 +416,14 @@ class LinkManager:
 
     def _on_channel_lost(self, link: Link, reason: str) -> None:
         unlinked = link.unlink_acknowledged
-        self._end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
-
-    # --- the end of a link -----------------------------------------------------------------------------------------
+        self.end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster, also one that is being dialled again.
+        """Give up the link to a cluster, also one that is being dialled again; no link is success.
 
-        No link is success. Running operations may finish first. Forced: this side only, the peer is not asked; what
-        still runs at the deadline fails. Otherwise the peer must agree.
-
-        Raises:
-            DeadlineExceeded: Operations still ran, or the peer did not answer; the link is kept (interface §3.4).
+        Running operations may finish first. Forced: this side only, the peer is not asked; what still runs at the
+        deadline fails. Otherwise the peer must agree. Raises DeadlineExceeded when operations still ran, or the peer
+        did not answer; the link is kept (interface §3.4).
         """
         self._reconnector.unlink(cluster_id, deadline)
         try:
@@ -473,10 +433,10 @@ class LinkManager:
             # From here on the peer may not reconnect; a link that it has just made is not wanted either.
             self._table.refuse_reconnects(cluster_id)
             if link is not None:
-                self._end(link, "unlinked", lost=False)
+                self.end(link, "unlinked", lost=False)
             back = self._usable(cluster_id)
             if back is not None and back.origin.reconnected and not back.origin.claimed:
-                self._end(back, "unlinked", lost=False)
+                self.end(back, "unlinked", lost=False)
         finally:
             self._reconnector.unlink(cluster_id, deadline)  # what the loss of the link began meanwhile
 
@@ -503,11 +463,8 @@ class LinkManager:
             except LLMException as error:
                 logger.info("%s: %s", what, error)  # a link that breaks meanwhile is unlinked too
 
-    def drop(self, link: Link, reason: str) -> None:
+    def end(self, link: Link, reason: str, *, lost: bool) -> None:
         """End a link at once: operations that run on it fail."""
-        self._end(link, reason, lost=False)
-
-    def _end(self, link: Link, reason: str, *, lost: bool) -> None:
         expected = not lost or link.state is LinkState.DRAINING
         # Begun before the link is gone: an unlink that finds no link must find the reconnect.
         in_table = self._table.get(link.peer.cluster_id) is link
@@ -525,9 +482,8 @@ class LinkManager:
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
     """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
-    Raises:
-        AlreadyLinked: It was not made meanwhile, nor by a reconnect that no call has claimed, nor for a communicator
-            that is not ready, nor are both ends to link (``mutual``).
+    Raises AlreadyLinked unless it was made meanwhile, or by a reconnect that no call has claimed, or for a communicator
+    that is not ready, or both ends are to link (``mutual``).
     """
     origin = link.origin
     made_meanwhile = origin.sequence > since and not origin.dialled

@@ -1,9 +1,6 @@
 """The messages of the control connection: one frozen struct each, schema-checked, never pickle; no I/O.
 
-Wire format: a 12-byte preamble once per connection (magic, protocol version, purpose), then frames of a 4-byte
-big-endian length and a msgpack array whose first element is the message's tag. A frame above 1 MiB, an unknown tag or
-a field of the wrong type is a ProtocolError and ends the connection. Errors travel as :class:`Failed` and
-:class:`Refused`.
+The wire format is in docs/protocol.md, "Connections". Errors travel as :class:`Failed` and :class:`Refused`.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ MAX_LOCATE: Final = 1 << 12
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
 
-#: Characters of an error text that are sent: fewer than :data:`Text` has room for.
-_MAX_REASON: Final = 4000
+#: Characters of a reason or an error text that are sent: fewer than :data:`Text` has room for.
+MAX_REASON: Final = 4000
 
 #: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -96,9 +93,8 @@ class Greeting(Message, frozen=True):
 class Hello(Greeting, frozen=True):
     """Initiator -> target, first frame: who I am and what I want.
 
-    ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects`` says that no
-    user asked
-    for this link now: the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once. With
+    ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects``: no user asked
+    for this link now, the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once. With
     ``communicator`` it is ``link()`` that asks, and only the same communicator of the target will do.
     """
 
@@ -307,41 +303,26 @@ _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | UnlinkRequest | UnlinkAck | UnlinkCancel
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
 _ANY = _HANDSHAKE | _LINK | _TRANSFER
-_encoder = msgspec.msgpack.Encoder()
+#: Returns the payload of a frame.
+encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_ANY)
 
 
-def encode(message: Message) -> bytes:
-    """Return the payload of a frame."""
-    return _encoder.encode(message)
-
-
 def frame(message: Message) -> bytes:
-    """Return a whole frame, header included.
-
-    Raises:
-        ProtocolError: The message is larger than a frame may be.
-    """
-    payload = _encoder.encode(message)
+    """Return a whole frame, header included. Raises ProtocolError when the message is larger than a frame may be."""
+    payload = encode(message)
     if len(payload) > FRAME_LIMIT:
         raise ProtocolError(f"{type(message).__name__} of {len(payload)} bytes: a frame has at most {FRAME_LIMIT}")
     return FRAME_HEADER.pack(len(payload)) + payload
 
 
 def decode(payload: bytes | bytearray | memoryview) -> Message:
-    """Return the message in a payload.
-
-    Raises:
-        ProtocolError: Not a message of this protocol.
-    """
+    """Return the message in a payload. Raises ProtocolError for what is none of this protocol."""
     try:
         message: Message = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
     return message
-
-
-# --- errors <-> messages ---------------------------------------------------------------------------------------------
 
 
 class RemoteFailure(LLMException):
@@ -362,12 +343,12 @@ _KINDS: Final[dict[LLMStatusCode, type[LLMException]]] = {
 
 def failed(number: int, error: LLMException) -> Failed:
     """Return the answer that reports an error to the peer whose request had that number."""
-    return Failed(number, int(error.status_code), str(error)[:_MAX_REASON])
+    return Failed(number, int(error.status_code), str(error)[:MAX_REASON])
 
 
 def refused(error: LLMException) -> Refused:
     """Return the message that reports to the initiator why there is no link."""
-    return Refused(int(error.status_code), str(error)[:_MAX_REASON])
+    return Refused(int(error.status_code), str(error)[:MAX_REASON])
 
 
 def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:

@@ -32,25 +32,17 @@ _MAX_RANK: Final = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """A well-formed rank table.
+    """A well-formed rank table."""
 
-    Attributes:
-        addresses: Rank -> IPv4 address of its host; None where the table has none.
-        digest: 16 bytes, equal for tables that differ in spaces and in the order of fields only.
-    """
-
-    addresses: dict[int, str | None]
-    digest: bytes
+    addresses: dict[int, str | None]  # rank -> IPv4 address of its host; None where the table has none
+    digest: bytes  # equal for tables that differ in spaces and in the order of fields only
 
     @classmethod
     def parse(cls, text: str) -> RankTable:
-        """Read the JSON text of a rank table.
+        """Read the JSON text of a rank table; raise ParamError, which names the field, for any other.
 
         The address of a rank is its server's ``host_ip``, else the ``server_id`` if that is one, else its own
         ``device_ip``. Other fields are not looked at, but belong to the digest.
-
-        Raises:
-            ParamError: No JSON, or a field of another shape; the text names it.
         """
         try:
             table = json.loads(text)
@@ -67,11 +59,7 @@ class RankTable:
         return cls(addresses, hashlib.sha256(canonical).digest()[:_DIGEST_BYTES])
 
     def address(self, rank: int, cluster_id: int) -> str:
-        """Return where the cluster with that rank is.
-
-        Raises:
-            ParamError: The table does not say.
-        """
+        """Return where the cluster with that rank is. Raises ParamError when the table does not say."""
         check_rule(
             rank in self.addresses,
             f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}",
@@ -88,8 +76,7 @@ class RankTable:
 def ports(name: str, listener: int) -> list[int]:
     """Return the ports at which cluster ``listener`` may listen for communicator ``name``, in order.
 
-    Raises:
-        ParamError: The environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
+    Raises ParamError when the environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
     """
     low, high = _port_range(os.environ.get(PORTS_VARIABLE, ""))
     count = high - low + 1

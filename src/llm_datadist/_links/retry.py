@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import os
 import random
-import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
+from llm_datadist._native import readable
 from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
@@ -48,27 +48,17 @@ class Attempt(ABC):
     """One address that a :class:`RetryQueue` dials until it succeeds or is cancelled.
 
     Threads: the fields change under the queue's lock or in the thread that dials; :meth:`hang_up` from any.
-
-    Attributes:
-        owner: What cancels it: see :meth:`RetryQueue.cancel`.
-        due: When to dial next, on the monotonic clock.
-        attempts: How often it was dialled.
-        cancelled: True once its result is not wanted: a link that is made all the same must end.
     """
 
     def __init__(self, owner: object, due: float) -> None:
-        self.owner = owner
-        self.due = due
+        self.owner = owner  # what cancels it: see RetryQueue.cancel
+        self.due = due  # when to dial next, on the monotonic clock
         self.attempts = 0
-        self.cancelled = False
+        self.cancelled = False  # True once its result is not wanted: a link that is made all the same must end
         self._dial: Dial | None = None
 
     def begin(self, dial: Dial) -> None:
-        """Take the handshake that :meth:`hang_up` can end.
-
-        Raises:
-            LinkRefused: Cancelled before it began.
-        """
+        """Take the handshake that :meth:`hang_up` can end. Raises LinkRefused when this was cancelled before."""
         self._dial = dial
         if self.cancelled:
             raise LinkRefused("unlinked meanwhile", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
@@ -76,8 +66,7 @@ class Attempt(ABC):
     def hang_up(self) -> None:
         """Cancel, and end the handshake in progress."""
         self.cancelled = True
-        dial = self._dial
-        if dial is not None:
+        if (dial := self._dial) is not None:
             dial.hang_up()
 
     @abstractmethod
@@ -109,10 +98,7 @@ class RetryQueue(Generic[A]):
 
     Threads: any may call; nothing blocks under the lock. :meth:`stop` joins the queue's own threads.
 
-    Args:
-        name: Of the thread; of several, each has its number behind it.
-        limit: How many threads there may be; more attempts wait.
-        dial: Makes one attempt; returns True when it must be repeated.
+    ``limit`` threads at the most call ``dial``, which returns True when the attempt must be repeated.
     """
 
     def __init__(self, name: str, limit: int, dial: Callable[[A], bool]) -> None:
@@ -128,11 +114,7 @@ class RetryQueue(Generic[A]):
         self._stopped = False
 
     def add(self, attempt: A) -> bool:
-        """Dial when due; return False after a stop, or for a duplicate.
-
-        Raises:
-            LinkRefused: The system refuses a thread, and none runs.
-        """
+        """Dial when due; return False after a stop, or for a duplicate. Raises LinkRefused when no thread can start."""
         with self._changed:
             if self._stopped or attempt.duplicates(self._waiting):
                 return False
@@ -245,30 +227,23 @@ class Reconnect(Attempt):
     Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
     is the user's decision (interface R22). Operations do not wait for a reconnect: they fail, and the error says that
     it goes on.
-
-    Attributes:
-        reason: Why the last attempt failed.
-        delay: Seconds before the next attempt, before jitter.
     """
 
     def __init__(self, link: Link, address: tuple[str, int], delay: float) -> None:
         super().__init__(link.peer.cluster_id, time.monotonic() + _jittered(delay))
         self.peer: Peer = link.peer
         self.address = address
-        self.reason = ""
-        self.delay = delay
-        self._pidfd = link.connection.peer_pidfd()
+        self.reason = ""  # why the last attempt failed
+        self.delay = delay  # before jitter
+        pidfd = link.connection.peer_pidfd()
+        self._pidfd = -1 if pidfd is None else pidfd
         self._in_this_process = link.choice.name == "inproc"
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that this incarnation has ended."""
         if self._in_this_process:
             return not inproc.lives_here(self.peer.incarnation)
-        if self._pidfd is None:
-            return False
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return readable(self._pidfd)
 
     def postpone(self, crowd: int) -> None:
         self._dial = None
@@ -279,8 +254,8 @@ class Reconnect(Attempt):
         return any(each.owner == self.owner for each in waiting)
 
     def close(self) -> None:
-        pidfd, self._pidfd = self._pidfd, None
-        if pidfd is not None:
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
             os.close(pidfd)
 
     def __repr__(self) -> str:
@@ -290,9 +265,7 @@ class Reconnect(Attempt):
 class Reconnector(RetryQueue[Reconnect]):
     """All reconnects of one LLMDataDist, at most one per cluster id. One thread.
 
-    Args:
-        dial: Makes one attempt; returns once the cluster is linked, by this or another call, and raises otherwise.
-        linked: Tells whether a cluster is linked by now.
+    ``dial`` makes one attempt; it returns once the cluster is linked, by this or another call, and raises otherwise.
     """
 
     def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[int], bool]) -> None:
@@ -375,10 +348,7 @@ def _jittered(seconds: float) -> float:
 class MemberDial(Attempt):
     """One member of a communicator that this end dials.
 
-    Args:
-        communicator: What it is dialled for, and cancelled with.
-        cluster_id: Who has to answer.
-        again: It was linked, and is lost: not dialled at once, so that a link which breaks at once costs little.
+    ``again``: it was linked, and is lost: not dialled at once, so that a link which breaks at once costs little.
     """
 
     def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:

@@ -1,13 +1,8 @@
 """LinkTable: which links there are, and which one stays when two compete. No I/O; one lock; any thread.
 
-Both ends of a pair may dial at once, from several threads, while links end. The outcome is the same at both because:
-
-* a dial is *committed* (before its TransportChoice is sent) only while there is no link to that incarnation and no
-  other dial of this end is committed to it; a link of the peer is *admitted* (before its Linked is sent) only while no
-  dial of the smaller incarnation is committed here. Either way it is in the table of the target before the initiator
-  can use it;
-* every commit and every admission takes the next number of its end, and tells it. A dial committed before the newest
-  link was admitted is stale and refused; one committed after it means that its end has lost that link: it replaces it.
+Both ends of a pair may dial at once, from several threads, while links end. A dial is *committed* before its
+TransportChoice is sent, a link of the peer is *admitted* before its Linked is sent, each under the conditions that
+docs/protocol.md ("Two dials at once") states: so the outcome is the same at both ends.
 """
 
 from __future__ import annotations
@@ -71,17 +66,11 @@ class LinkTable:
             self._changed.notify_all()
             return self.snapshot()
 
-    # --- links that this end dialled: callers' threads -------------------------------------------------------------
-
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
-        """Commit a dial to ``peer``, or return the usable link that exists by now.
+        """Commit a dial to ``peer``, or return the usable link that exists by now. :meth:`withdraw` must follow.
 
-        Waits while another dial or an unlink goes on. :meth:`withdraw` must follow.
-
-        Raises:
-            AlreadyLinked: The cluster id is linked to another process.
-            DeadlineExceeded: What was waited for did not end.
-            LinkRefused: The table is closed.
+        Waits while another dial or an unlink goes on. Raises AlreadyLinked when the cluster id is linked to another
+        process, DeadlineExceeded, and LinkRefused once the table is closed.
         """
         with self._changed:
             while True:
@@ -107,11 +96,7 @@ class LinkTable:
             self._changed.notify_all()
 
     def install(self, link: Link) -> Link | None:
-        """Put in a committed dial's link; return one that the caller must end.
-
-        Raises:
-            LinkRefused: The table is closed.
-        """
+        """Put in a committed dial's link; return one that the caller must end. Raises LinkRefused once closed."""
         with self._changed:
             self._refuse_if_closed()
             old = self._links.get(link.peer.cluster_id)
@@ -119,8 +104,6 @@ class LinkTable:
             self._unlinked.pop(link.peer.cluster_id, None)
             self._changed.notify_all()
             return old
-
-    # --- links that the peer dialled: the control thread -----------------------------------------------------------
 
     def conflict(self, peer: Peer) -> Link | None:
         """Return the link to another process under the same cluster id."""
@@ -130,10 +113,9 @@ class LinkTable:
     def admit(self, link: Link) -> Link | None:
         """Put in and number a link that the peer dialled; return one to end.
 
-        Raises:
-            AlreadyLinked: The cluster id belongs to another process.
-            LinkRefused: With ``LLM_LINK_BUSY`` when a dial of this end goes on instead, or the peer's is stale; with
-                ``LLM_NOT_YET_LINK`` when it reconnects what this end has unlinked; the table is closed.
+        Raises AlreadyLinked when the cluster id belongs to another process. Raises LinkRefused once closed, with
+        ``LLM_LINK_BUSY`` when a dial of this end goes on instead or the peer's is stale, and with ``LLM_NOT_YET_LINK``
+        when the peer reconnects what this end has unlinked.
         """
         peer = link.peer
         with self._changed:
