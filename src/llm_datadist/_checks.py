@@ -8,30 +8,12 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
 from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "INVALID_ID",
-    "check_dict",
-    "check_int",
-    "check_int32",
-    "check_int64",
-    "check_list",
-    "check_range",
-    "check_rule",
-    "check_type",
-    "check_uint8",
-    "check_uint16",
-    "check_uint32",
-    "check_uint64",
-    "check_uint64_list",
-    "is_digits",
-]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -149,6 +131,35 @@ def check_range(name: str, value: object, *, empty_ok: bool = True) -> range:
     if not empty_ok and not layers:
         raise ParamError(f"{name}: {layers} is empty, start must be below stop")
     return layers
+
+
+def _read_only(name: str, value: object) -> NoReturn:
+    raise AttributeError(f"{name} is read-only, so it cannot become {value!r}")
+
+
+class Attribute(Generic[T]):
+    """A documented attribute ``x`` of a public class, kept in ``_x``; ``check`` returns what an assignment keeps."""
+
+    def __init__(self, doc: str, check: Callable[[str, Any], T] = _read_only) -> None:
+        self.__doc__ = doc
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._field = f"_{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        value: T = getattr(instance, self._field)
+        return value
+
+    def __set__(self, instance: object, value: T) -> None:
+        setattr(instance, self._field, self._check(self._name, value))
 
 
 def is_digits(text: str) -> bool:

@@ -10,8 +10,6 @@ from llm_datadist.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CancellableDeadline", "Deadline"]
-
 _NS_PER_MS: Final = 1_000_000
 _SHORTEST_POLL_S: Final = 0.0005
 _LONGEST_POLL_S: Final = 0.02

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LEVEL_VARIABLE", "apply_environment", "logger"]
-
 logger: Final = logging.getLogger("LLM_DATADIST")
 
 LEVEL_VARIABLE: Final = "ASCEND_GLOBAL_LOG_LEVEL"

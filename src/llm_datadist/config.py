@@ -23,20 +23,7 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "HOST_POOL_LIMIT",
-    "NO_EFFECT",
-    "TRANSPORTS",
-    "LLMConfig",
-    "LlmConfig",
-    "Options",
-    "PoolOptions",
-    "check_buf_pool",
-    "parse_json",
-    "parse_listen_ip_info",
-]
-
-# --- the options ------------------------------------------------------------------------------------------------------
+__all__ = ["LLMConfig", "LlmConfig", "parse_listen_ip_info"]
 
 DEVICE_ID: Final = "ge.exec.deviceId"
 GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
@@ -95,8 +82,6 @@ _MIN_PAGE_SHIFT: Final = 10
 _PAGE_SHIFT_END: Final = 31
 _PAGES_END: Final = 2**32 - 1
 _MIB2: Final = 2 * 2**20
-
-# --- texts within options ---------------------------------------------------------------------------------------------
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
@@ -228,9 +213,6 @@ def _check_buf_class(name: str, entry: dict[str, Any], previous: int) -> int:
     )
     check_rule(largest > previous, f"{name}: max_buf_size is {largest}, not above the previous one, {previous}")
     return largest
-
-
-# --- what init takes --------------------------------------------------------------------------------------------------
 
 
 class _Reader:
@@ -464,8 +446,6 @@ def _peer_timeout(reader: _Reader) -> float:
     check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
     return seconds
 
-
-# --- what users set ---------------------------------------------------------------------------------------------------
 
 V = TypeVar("V")
 

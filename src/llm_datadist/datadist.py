@@ -93,8 +93,6 @@ class LLMDataDist:
         #: Held while the engine is made, taken down, or takes another role.
         self._lifecycle = threading.Lock()
 
-    # --- life cycle ------------------------------------------------------------------------------------------------
-
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start to listen if ``llm.listenIpInfo`` is given, and become usable.
 
@@ -166,8 +164,6 @@ class LLMDataDist:
         engine = self._engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
-
-    # --- links -----------------------------------------------------------------------------------------------------
 
     def link_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
@@ -335,8 +331,6 @@ class LLMDataDist:
 
         v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
 
-    # --- communicators ---------------------------------------------------------------------------------------------
-
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.
 
@@ -438,8 +432,6 @@ class LLMDataDist:
             )
         return engine
 
-    # --- roles -----------------------------------------------------------------------------------------------------
-
     def switch_role(self, role: LLMRole, switch_options: dict[str, Any] | None = None) -> None:
         """Take another role, and begin, move or cease to listen. Caches, their ids and keys are not touched.
 
@@ -486,8 +478,6 @@ class LLMDataDist:
             before, self._role = self._role, role
         logger.info("%r: its role was %s", self, before.name)
 
-    # --- managers --------------------------------------------------------------------------------------------------
-
     @property
     def cache_manager(self) -> CacheManager:
         """The CacheManager (v2 mode); the same object until finalize.
@@ -521,8 +511,6 @@ class LLMDataDist:
         if isinstance(manager, KvCacheManager):
             return manager
         raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
-
-    # --- observation -----------------------------------------------------------------------------------------------
 
     @property
     def listen_port(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_int64, check_rule, check_type
+from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type
 from llm_datadist._memory.segment import ExternalSegment
 from llm_datadist.errors import ParamError
 from llm_datadist.types.data_type import DataType, canonical_type, np_dtype_to_dtype
@@ -117,17 +117,14 @@ class TensorDesc:
 
     __slots__ = ("_dtype", "_shape")
 
+    dtype = Attribute[DataType]("Element type.")
+
     def __init__(self, dtype: DataType, shape: list[int] | tuple[int, ...]) -> None:
         self._dtype = check_type("dtype", dtype, DataType)
         self._shape = [
             check_int64(f"shape[{i}]", dim) for i, dim in enumerate(check_type("shape", shape, (list, tuple)))
         ]
         check_rule(min(self._shape, default=0) >= 0, f"shape: {self._shape} has a negative dimension")
-
-    @property
-    def dtype(self) -> DataType:
-        """Element type."""
-        return self._dtype
 
     @property
     def shape(self) -> list[int]:

@@ -49,21 +49,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.arguments import Rules
 
-__all__ = [
-    "ARGUMENTS",
-    "block_lists",
-    "cache_id",
-    "cluster_infos",
-    "layers",
-    "operand",
-    "remote_name",
-    "role",
-]
-
 _INT32_END: Final = 2**31
-
-
-# --- roles and links --------------------------------------------------------------------------------------------------
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
@@ -108,9 +94,6 @@ def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
     ]
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
 def cache_id(name: str, cache: object) -> int:
     """Return the id of a local cache: the one field that the transfers read (interface R31)."""
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
@@ -152,9 +135,6 @@ def operand(name: str, cache: object) -> int | Operand:
     end = max(addresses) + shape.tensor_bytes
     check_rule(end < 2**64, f"{name}.tensor_addrs: {max(addresses)} + {shape.tensor_bytes} is beyond the address space")
     return Operand.of(name, shape, addresses)
-
-
-# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:

@@ -91,8 +91,6 @@ class LlmDataDist:
         self._dist: LLMDataDist | None = None
         self._errors = threading.local()
 
-    # --- life cycle and extensions ---------------------------------------------------------------------------------
-
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
         """Become usable: listen if ``OPTION_LISTEN_IP_INFO`` is given, reserve pools if there are options for them.
 
@@ -155,8 +153,6 @@ class LlmDataDist:
         if self._dist is None:
             return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
         return f"<LlmDataDist over {self._dist!r}>"
-
-    # --- links and roles -------------------------------------------------------------------------------------------
 
     def LinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000
@@ -230,8 +226,6 @@ class LlmDataDist:
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
             dist.switch_role(taken, {} if listen is None else {LISTEN: listen})
         return call.status
-
-    # --- caches ----------------------------------------------------------------------------------------------------
 
     def RegisterKvCache(
         self, cache_desc: CacheDesc, addrs: list[int], cfg: RegisterCfg = _NO_CFG
@@ -316,8 +310,6 @@ class LlmDataDist:
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
                 engine.store.deallocate(cache_id)
         return call.status
-
-    # --- transfers -------------------------------------------------------------------------------------------------
 
     def PullKvCache(
         self,
@@ -419,8 +411,6 @@ class LlmDataDist:
             push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
             calls.push_blocks(push, sources, targets, _deadline(engine))
         return call.status
-
-    # --- copies inside the process ---------------------------------------------------------------------------------
 
     def CopyKvCache(
         self,

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import (
+    Attribute,
     check_int,
     check_int32,
     check_int64,
@@ -49,6 +50,15 @@ class CacheDesc:
     Source: interface §4, §5.
     """
 
+    num_tensors = Attribute[int]("How many tensors.")
+    shape: Attribute[Sequence[int]] = Attribute("Shape of one tensor: the object given to the constructor.")
+    data_type = Attribute[DataType]("Element type.")
+    placement = Attribute[Placement]("Where the memory is.")
+    batch_dim = Attribute[int]("Index of the dimension that counts batch rows.")
+    batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
+    seq_len_dim_index = Attribute[int]("Index of the sequence dimension, or -1.")
+    kv_tensor_format = Attribute[str | None]("The caller's own note on the format, or None.")
+
     def __init__(
         self,
         num_tensors: int,
@@ -77,46 +87,6 @@ class CacheDesc:
             check_type("kv_tensor_format", kv_tensor_format, str)
         self._kv_tensor_format = kv_tensor_format
         self._batch_size = dims[self._batch_dim]
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors."""
-        return self._num_tensors
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of one tensor: the object given to the constructor."""
-        return self._shape
-
-    @property
-    def data_type(self) -> DataType:
-        """Element type."""
-        return self._data_type
-
-    @property
-    def placement(self) -> Placement:
-        """Where the memory is."""
-        return self._placement
-
-    @property
-    def batch_dim(self) -> int:
-        """Index of the dimension that counts batch rows."""
-        return self._batch_dim
-
-    @property
-    def batch_size(self) -> int:
-        """``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it."""
-        return self._batch_size
-
-    @property
-    def seq_len_dim_index(self) -> int:
-        """Index of the sequence dimension, or -1."""
-        return self._seq_len_dim_index
-
-    @property
-    def kv_tensor_format(self) -> str | None:
-        """The caller's own note on the format, or None."""
-        return self._kv_tensor_format
 
     @property
     def size(self) -> int:
