@@ -10,7 +10,7 @@ import operator
 import reprlib
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
-from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,3 +171,9 @@ def check_rule(condition: object, text: str) -> None:
     """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
     if not condition:
         raise ParamError(text)
+
+
+def check_enabled(condition: object, text: str) -> None:
+    """Raise LLMException(``text``) with ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
+    if not condition:
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)

@@ -61,9 +61,7 @@ def role(name: str, value: LlmRole) -> types.LLMRole:
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
     """Return the clusters as the calls of LLMDataDist take them.
 
-    Args:
-        local_ip: True where each cluster has to name this host.
-        learn: True where a cluster id of 0 stands for the one that the peer announces.
+    With ``local_ip`` each has to name this host; with ``learn`` a cluster id of 0 stands for what the peer announces.
     """
     given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
@@ -138,11 +136,9 @@ def operand(name: str, cache: object) -> int | Operand:
 
 
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:
-    """Return how the peer is asked for a cache.
+    """Return how the peer is asked for a cache; without ``row``, for blocks, which are in no row.
 
-    Args:
-        own_cluster_id: Ours where it is no possible peer: pulling from oneself is refused (interface R28).
-        row: False where blocks are addressed, which are in no row.
+    ``own_cluster_id``: ours where it is no possible peer: pulling from oneself is refused (interface R28).
     """
     given = check_type(name, index, CacheIndex)
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)

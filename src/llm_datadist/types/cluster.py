@@ -8,8 +8,6 @@ from llm_datadist._checks import Attribute, check_int, check_type, check_uint16,
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
-__all__ = ["LLMClusterInfo", "trans_int_ip", "trans_str_ip"]
-
 
 def trans_str_ip(ip: str, name: str = "ip") -> int:
     """Pack dotted IPv4 text into 32 bits, the first octet lowest: "1.2.3.4" is 0x04030201.

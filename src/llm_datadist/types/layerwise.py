@@ -23,8 +23,6 @@ from llm_datadist.types.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LayerSynchronizer", "MemInfo", "TransferConfig", "TransferWithCacheKeyConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemInfo:
@@ -61,13 +59,9 @@ def _some_layers_or_all(name: str, value: range | None) -> range | None:
 
 
 class TransferConfig:
-    """One destination of ``transfer_cache_async`` given by raw addresses. Every property can be set, with its checks.
+    """One destination of ``transfer_cache_async`` given by raw addresses.
 
-    Args:
-        dst_cluster_id: uint64.
-        dst_addrs: List or tuple of uint64: two addresses (K, V) per layer of ``src_layer_range``, in order.
-        src_layer_range: Which layers; None means all.
-        src_batch_index: Which row, uint32.
+    The arguments are the attributes, which can be assigned later, with the same checks.
 
     Raises:
         ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
@@ -77,7 +71,10 @@ class TransferConfig:
     """
 
     dst_cluster_id = Attribute("Cluster that receives, uint64.", check_uint64)
-    dst_addrs = Attribute("Two addresses per layer at the receiver: a copy, a tuple if one was given.", _addresses)
+    dst_addrs = Attribute(
+        "Two addresses (K, V) per layer of ``src_layer_range``, in order: a copy of the list or tuple of uint64 given.",
+        _addresses,
+    )
     src_layer_range = Attribute("Layers to send; None means all.", _some_layers_or_all)
     src_batch_index = Attribute("Row to send, uint32.", check_uint32)
 
@@ -103,13 +100,9 @@ class TransferConfig:
 
 
 class TransferWithCacheKeyConfig:
-    """One destination of ``transfer_cache_async`` given by a key. Every property can be set, with its checks.
+    """One destination of ``transfer_cache_async`` given by a key.
 
-    Args:
-        cache_key: Blocks cache, or cache and row, at the receiver.
-        src_layer_range: Layers to send.
-        dst_layer_range: Layers they become: the same number.
-        src_batch_index: Row to send, uint32; 0 with a BlocksCacheKey.
+    The arguments are the attributes, which can be assigned later, with the same checks.
 
     Raises:
         ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
@@ -119,7 +112,7 @@ class TransferWithCacheKeyConfig:
     """
 
     src_layer_range = Attribute("Layers to send.", _some_layers)
-    dst_layer_range = Attribute("Layers they become at the receiver.", _some_layers)
+    dst_layer_range = Attribute("Layers they become at the receiver: the same number.", _some_layers)
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class TransferWithCacheKeyConfig:
 
     @property
     def cache_key(self) -> BlocksCacheKey | CacheKeyByIdAndIndex:
-        """What receives."""
+        """The blocks cache, or the cache and row, that receives."""
         return self._cache_key
 
     @cache_key.setter
