@@ -257,7 +257,6 @@ class Options:
     """The options of one ``init``, parsed and checked by :meth:`parse`.
 
     Attributes:
-        device_id: The one device served.
         listen: (ip, port) to listen on, or None.
         sync_kv_timeout_ms: Budget of each operation in milliseconds.
         cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.

@@ -169,10 +169,6 @@ def _layer_range(name: str, pair: object) -> range | None:
         first, last = pair
         if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
             return range(first, last + 1)
-    return _checked_layer_range(name, pair)
-
-
-def _checked_layer_range(name: str, pair: object) -> range | None:
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")
