@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
-from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,35 @@ def check_range(name: str, value: object, *, empty_ok: bool = True) -> range:
     return layers
 
 
+def _read_only(name: str, value: object) -> NoReturn:
+    raise AttributeError(f"{name} is read-only, so it cannot become {value!r}")
+
+
+class Attribute(Generic[T]):
+    """A documented attribute ``x`` of a public class, kept in ``_x``; ``check`` returns what an assignment keeps."""
+
+    def __init__(self, doc: str, check: Callable[[str, Any], T] = _read_only) -> None:
+        self.__doc__ = doc
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._field = f"_{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        value: T = getattr(instance, self._field)
+        return value
+
+    def __set__(self, instance: object, value: T) -> None:
+        setattr(instance, self._field, self._check(self._name, value))
+
+
 def is_digits(text: str) -> bool:
     """Return True for one to twenty ASCII digits: every number that fits an integer of the interface."""
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
@@ -147,3 +176,9 @@ def require_intact(condition: object, text: str) -> None:
     """Raise AssertionError(``text``) unless ``condition`` is true, also under ``python -O``, unlike ``assert``."""
     if not condition:
         raise AssertionError(text)
+
+
+def check_enabled(condition: object, text: str) -> None:
+    """Raise LLMException(``text``) with ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
+    if not condition:
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)

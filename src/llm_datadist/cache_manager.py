@@ -47,6 +47,8 @@ class CacheManager(EngineUser):
     After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21), also when the
     LLMDataDist was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
 
+    Where a method says nothing else, an argument of a wrong type is a TypeError (``NoneArgument`` for None).
+
     A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
     within ``sync_kv_timeout``.
 
@@ -71,7 +73,6 @@ class CacheManager(EngineUser):
             The cache; ``tensor_addrs`` has one address per tensor.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: Impossible shape, more keys than rows, no pool for that placement (interface R12).
             KeyInUse: A key is bound to another cache (interface R3).
             OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
@@ -91,7 +92,6 @@ class CacheManager(EngineUser):
         LLMDataDist, or from before ``finalize``: no-op, and a warning.
 
         Raises:
-            TypeError: Not a Cache (``NoneArgument`` for None).
             ParamError: A blocks cache: use :meth:`deallocate_blocks_cache`.
 
         Source: interface §6.2.
@@ -107,9 +107,6 @@ class CacheManager(EngineUser):
         May free a cache that was deallocated and waited for this key. A pull of the key that is running fails.
         Unknown keys and placeholders: no-op.
 
-        Raises:
-            TypeError: Not a CacheKey (``NoneArgument`` for None).
-
         Source: interface §6.3.
         """
         engine = self._engine
@@ -123,7 +120,7 @@ class CacheManager(EngineUser):
         One blocks cache per ``model_id`` and LLMDataDist can carry a key.
 
         Raises:
-            TypeError, ParamError, OutOfMemory: As :meth:`allocate_cache`.
+            ParamError, OutOfMemory: As :meth:`allocate_cache`.
             KeyInUse: There is a blocks cache of that model.
 
         Source: interface §6.4.
@@ -140,7 +137,6 @@ class CacheManager(EngineUser):
         handle of another LLMDataDist: as :meth:`deallocate_cache`.
 
         Raises:
-            TypeError: Not a Cache (``NoneArgument`` for None).
             ParamError: Not a blocks cache.
 
         Source: interface §6.4, R27.
@@ -170,7 +166,6 @@ class CacheManager(EngineUser):
                 (interface R16). True itself may be said before ``link()`` only, as documented; leave it out after that.
 
         Raises:
-            TypeError: Wrong types; ``addrs`` must be a list.
             ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows;
                 ``remote_accessible=True`` after ``link()``.
 
@@ -190,7 +185,7 @@ class CacheManager(EngineUser):
         """Enter memory of yours as a blocks cache. As :meth:`register_cache`, except that the newest key wins.
 
         Raises:
-            TypeError, ParamError: As :meth:`register_cache`.
+            ParamError: As :meth:`register_cache`.
 
         Source: interface §6.6.
         """
@@ -223,7 +218,6 @@ class CacheManager(EngineUser):
         and calls of other threads that use it, are waited for within ``sync_kv_timeout``.
 
         Raises:
-            TypeError: Not an int.
             ParamError: Outside int64.
             DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
                 registered, with its keys.
@@ -275,7 +269,6 @@ class CacheManager(EngineUser):
             req_id: Shown as ``req_id=N`` in every log record and error of this call (interface R9).
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: A blocks cache, an index or range outside a row, descriptors that do not match.
             CacheNotFound: A cache is not there any more.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed bytes are undefined.
@@ -292,7 +285,6 @@ class CacheManager(EngineUser):
         """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
 
         Raises:
-            TypeError: Wrong types; the values must be lists of int (``NoneArgument`` for None).
             ParamError: Not a blocks cache, an index outside it.
             CacheNotFound: The cache is not there any more.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed blocks are undefined.
@@ -312,7 +304,6 @@ class CacheManager(EngineUser):
         buffers of device memory at first use (interface R10).
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
                 DEVICE, a zero address, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
@@ -355,7 +346,6 @@ class CacheManager(EngineUser):
             tensor_num_per_layer: Tensors per layer; must divide ``num_tensors`` when a range is given (interface R14).
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: A rule on one argument is broken, or the two caches do not fit each other.
             CacheNotFound: No such cache here, or no such key, id or row at the peer.
             NotLinked: No link to the key's cluster.
@@ -411,9 +401,8 @@ class CacheManager(EngineUser):
                 were not used again meanwhile. With a BlocksCacheKey only.
 
         Raises:
-            TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; different block sizes are a ParamError (interface R17). A grant that has ended is
-                TransferFailed.
+            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as :meth:`pull_cache`;
+                different block sizes are a ParamError (interface R17), a grant that has ended is TransferFailed.
 
         Source: interface §6.11.
         """
@@ -458,7 +447,7 @@ class CacheManager(EngineUser):
             size: Only -1.
 
         Raises:
-            TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
+            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
                 :meth:`pull_cache`; without RCA a ParamError (interface R16).
 
         Source: interface §6.12.
@@ -500,7 +489,7 @@ class CacheManager(EngineUser):
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
-            TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
+            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
                 :meth:`push_cache`; different block sizes are a ParamError (interface R17).
 
         Source: interface §6.13, R31.
@@ -574,7 +563,6 @@ class CacheManager(EngineUser):
             The task, to wait for and to ask for results.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: A rule on one argument is broken; the text names it.
             CacheNotFound: The source is not there any more.
 

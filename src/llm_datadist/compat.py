@@ -48,9 +48,6 @@ Types = type | list[type] | tuple[type, ...]
 _UNSET: Final = -1
 
 
-# --- statuses --------------------------------------------------------------------------------------------------------
-
-
 def raise_if_false(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
@@ -118,9 +115,6 @@ def _filled(fmt: str, args: tuple[object, ...]) -> str:
         return fmt.format(*args) if "{" in fmt else fmt % args
     except (TypeError, ValueError, LookupError, AttributeError):
         return f"{fmt} {args}"
-
-
-# --- argument checks -------------------------------------------------------------------------------------------------
 
 
 def check_isinstance(
@@ -216,9 +210,6 @@ check_list_uint16 = _list_check("uint16", check_uint16)
 check_list_uint8 = _list_check("uint8", check_uint8)
 check_list_int64 = _list_check("int64", check_int64)
 check_list_int32 = _list_check("int32", check_int32)
-
-
-# --- layers ----------------------------------------------------------------------------------------------------------
 
 
 def check_layer_range(name: str, layer_range: object) -> None:

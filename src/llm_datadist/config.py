@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
 from llm_datadist._log import logger
@@ -23,20 +23,7 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "HOST_POOL_LIMIT",
-    "NO_EFFECT",
-    "TRANSPORTS",
-    "LLMConfig",
-    "LlmConfig",
-    "Options",
-    "PoolOptions",
-    "check_buf_pool",
-    "parse_json",
-    "parse_listen_ip_info",
-]
-
-# --- the options ------------------------------------------------------------------------------------------------------
+__all__ = ["LLMConfig", "LlmConfig", "parse_listen_ip_info"]
 
 DEVICE_ID: Final = "ge.exec.deviceId"
 GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
@@ -96,8 +83,6 @@ _PAGE_SHIFT_END: Final = 31
 _PAGES_END: Final = 2**32 - 1
 _MIB2: Final = 2 * 2**20
 
-# --- texts within options ---------------------------------------------------------------------------------------------
-
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     """Split "ip:port" into its two parts.
@@ -138,12 +123,7 @@ def _integer(name: str, fields: dict[str, Any], field: str, default: int | None 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How large a memory pool is and what it rounds allocations up to.
-
-    Attributes:
-        memory_size: Bytes.
-        page_shift: A page is ``1 << page_shift`` bytes.
-    """
+    """How many bytes a memory pool has, and what it rounds allocations up to: ``1 << page_shift`` bytes."""
 
     memory_size: int
     page_shift: int = _DEFAULT_PAGE_SHIFT
@@ -155,16 +135,9 @@ class PoolOptions:
 
     @classmethod
     def parse(cls, name: str, text: str, limit: int | None = None) -> PoolOptions:
-        """Parse the JSON object ``text`` of option ``name``; fields it does not know give one warning.
+        """Parse the JSON object ``text`` of option ``name``; a field that it does not know gives a warning.
 
-        Args:
-            name: The option, for messages.
-            text: ``{"memory_size": bytes, "page_shift": 10..30 (optional, 16)}``.
-            limit: Most bytes allowed, if there is a limit.
-
-        Raises:
-            ParamError: naming the field that breaks a rule.
-            TypeError: ``text`` is no str.
+        Raises ParamError naming the field that breaks a rule, or a size above ``limit`` bytes.
         """
         fields = parse_json(name, check_type(name, text, str))
         if not isinstance(fields, dict):
@@ -230,15 +203,10 @@ def _check_buf_class(name: str, entry: dict[str, Any], previous: int) -> int:
     return largest
 
 
-# --- what init takes --------------------------------------------------------------------------------------------------
-
-
 class _Reader:
     """Reads the option dict, one method per kind of value, and remembers which keys were asked for."""
 
     def __init__(self, options: object) -> None:
-        for key, value in check_dict("options", options, str, object).items():
-            check_type(f"options[{key!r}]", value, str)
         self._options = check_dict("options", options, str, str).copy()
         for spelling, key in _CPP_NAMES.items():
             if spelling in self._options:
@@ -289,8 +257,6 @@ class Options:
     """The options of one ``init``, parsed and checked by :meth:`parse`.
 
     Attributes:
-        role: PROMPT, DECODER or MIX.
-        device_id: The one device served.
         listen: (ip, port) to listen on, or None.
         sync_kv_timeout_ms: Budget of each operation in milliseconds.
         cache_manager: True: CacheManager (v2) mode; False: KvCacheManager (v1) mode.
@@ -300,7 +266,6 @@ class Options:
         host_mem_pool: The host pool, or None: in v1 mode always, where no call takes host memory.
         local_comm_res: The text given, or None; only whether it is there, and empty, matters.
         transfer_backend: "hixl" or None.
-        enable_switch_role: What v1 mode needs before ``switch_role``.
         link_total_time: Seconds that ``link()`` may take in all.
         link_retry_count: Connection attempts among which that time is divided.
         transport: "auto", or the transport that every link must use.
@@ -333,11 +298,9 @@ class Options:
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
-        """Parse and check the option dict; it is not changed.
+        """Parse and check the option dict, which is not changed.
 
-        Raises:
-            TypeError: no dict, a key or value that is no str, no LLMRole (NoneArgument for None).
-            ParamError: a value that breaks a rule, or an option this version does not have; the text names the key.
+        Raises ParamError, naming the key, for a value that breaks a rule and for an option this version does not have.
         """
         check_type("role", role, LLMRole)
         reader = _Reader(options)
@@ -355,6 +318,14 @@ class Options:
         if not cache_manager and (remote_accessible or host_pool is not None):
             logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
             remote_accessible, host_pool = False, None
+        transport = reader.text(TRANSPORT) or "auto"
+        check_rule(transport in TRANSPORTS, f"{TRANSPORT}: {transport!r} is unknown, known: {', '.join(TRANSPORTS)}")
+        folder = reader.text(SHM_SOCKET_DIR)
+        check_rule(folder != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
+        peer_timeout = reader.number(PEER_TIMEOUT, default=10.0)
+        check_rule(peer_timeout > 0, f"{PEER_TIMEOUT}: {peer_timeout} s, it must be above 0")
+        environment = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
+        link_seconds = (int(environment) if is_digits(environment) else 0) or _DEFAULT_LINK_SECONDS
         parsed = cls(
             role=role,
             device_id=_device_id(reader),
@@ -367,13 +338,13 @@ class Options:
             local_comm_res=reader.text(LOCAL_COMM_RES),
             transfer_backend=reader.text(TRANSFER_BACKEND),
             enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
-            link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or _default_link_seconds(),
+            link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or link_seconds,
             link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
-            transport=_transport(reader),
-            shm_socket_dir=_socket_dir(reader),
+            transport=transport,
+            shm_socket_dir=folder,
             pool_prefault=reader.flag(POOL_PREFAULT, default=False),
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
-            peer_timeout=_peer_timeout(reader),
+            peer_timeout=peer_timeout,
             checksum=reader.flag(CHECKSUM, default=False),
         )
         reader.warn_unknown()
@@ -442,65 +413,34 @@ def _device_pool(reader: _Reader, graph_memory: int | None) -> PoolOptions | Non
     return pool
 
 
-def _default_link_seconds() -> int:
-    text = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
-    return (int(text) if is_digits(text) else 0) or _DEFAULT_LINK_SECONDS
-
-
-def _transport(reader: _Reader) -> str:
-    name = reader.text(TRANSPORT) or "auto"
-    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
-    return name
-
-
-def _socket_dir(reader: _Reader) -> str | None:
-    path = reader.text(SHM_SOCKET_DIR)
-    check_rule(path != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
-    return path
-
-
-def _peer_timeout(reader: _Reader) -> float:
-    seconds = reader.number(PEER_TIMEOUT, default=10.0)
-    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
-    return seconds
-
-
-# --- what users set ---------------------------------------------------------------------------------------------------
-
 V = TypeVar("V")
 
 
-class _Kind(NamedTuple, Generic[V]):
-    """How the values of a property are checked, and how they become an option.
-
-    Attributes:
-        default: What the getter returns while nothing is assigned.
-        check: Checks (name, value) and returns what is kept.
-        emit: Returns the option's text; None: leave the option out. Called only once something is assigned.
-    """
-
-    default: V
-    check: Callable[[str, Any], V]
-    emit: Callable[[V], str | None] = str
-
-
+@dataclass(eq=False)
 class _Setting(Generic[V]):
     """One property of LLMConfig.
 
-    Args:
+    Attributes:
         key: The option's key.
-        kind: What the values are.
+        check: Checks (name, value) and returns what is kept.
+        default: What the getter returns while nothing is assigned.
+        doc: What the property means.
+        emit: Returns the option's text; None: leave the option out. Called only once something is assigned.
         none_resets: Assigning None means "not assigned" again; otherwise it is a NoneArgument.
         always: Emit the default too.
-        doc: What the property means.
     """
 
-    def __init__(self, key: str, kind: _Kind[V], *, none_resets: bool = True, always: bool = False, doc: str) -> None:
-        self.key = key
-        self.__doc__ = doc
-        self._kind = kind
-        self._none_resets = none_resets
-        self._always = always
+    key: str
+    _: KW_ONLY
+    check: Callable[[str, Any], V]
+    default: V
+    doc: str
+    emit: Callable[[V], str | None] = str
+    none_resets: bool = True
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        self.__doc__ = self.doc
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -512,22 +452,22 @@ class _Setting(Generic[V]):
     def __get__(self, instance: LLMConfig | None, owner: type) -> _Setting[V] | V:
         if instance is None:
             return self
-        value: V = instance._assigned.get(self._name, self._kind.default)
+        value: V = instance._assigned.get(self._name, self.default)
         return value
 
     def __set__(self, instance: LLMConfig, value: V | None) -> None:
         if value is None:
-            if not self._none_resets:
+            if not self.none_resets:
                 raise NoneArgument(f"{self._name} is None, a value is needed")
             instance._assigned.pop(self._name, None)
         else:
-            instance._assigned[self._name] = self._kind.check(self._name, value)
+            instance._assigned[self._name] = self.check(self._name, value)
 
     def text(self, instance: LLMConfig) -> str | None:
         """Return the option's text, or None where the option is left out."""
-        if self._name not in instance._assigned and not self._always:
+        if self._name not in instance._assigned and not self.always:
             return None
-        return self._kind.emit(self.__get__(instance, type(instance)))
+        return self.emit(self.__get__(instance, type(instance)))
 
 
 _text = partial(check_type, types=str)
@@ -594,10 +534,10 @@ def _joined(devices: int | Sequence[int] | None) -> str:
     return str(devices) if isinstance(devices, int) else ";".join(map(str, devices or ()))
 
 
-_TEXT: Final = _Kind("", _text, lambda text: text or None)
-_TEXT_OR_EMPTY: Final = _Kind("", _text)
-_FLAG: Final = _Kind(False, _flag, lambda flag: "1" if flag else "0")
-_UINT32: Final[_Kind[int | None]] = _Kind(None, check_uint32)
+_text_setting = partial(_Setting[str], check=_text, default="", emit=lambda text: text or None)
+_any_text_setting = partial(_Setting[str], check=_text, default="")
+_flag_setting = partial(_Setting[bool], check=_flag, default=False, emit=lambda flag: "1" if flag else "0")
+_uint32_setting = partial(_Setting[int | None], check=check_uint32, default=None, none_resets=False)
 
 
 class LLMConfig:
@@ -611,85 +551,82 @@ class LLMConfig:
 
     device_id: _Setting[int | Sequence[int] | None] = _Setting(
         DEVICE_ID,
-        _Kind(None, _device_ids, _joined),
+        check=_device_ids,
+        default=None,
+        emit=_joined,
         doc="Device served: an int, or a list or tuple of ints, of which ``init`` accepts exactly one. Required.",
     )
     sync_kv_timeout: _Setting[int | str | None] = _Setting(
         SYNC_TIMEOUT,
-        _Kind(None, _timeout_ms),
+        check=_timeout_ms,
+        default=None,
         none_resets=False,
         doc="Budget of each operation in milliseconds, an int or digits, above 0; 1000 when not set.",
     )
-    listen_ip_info = _Setting(LISTEN, _TEXT, doc='"ip:port" to listen on; port 0 picks a free one.')
-    enable_cache_manager = _Setting(CACHE_MANAGER, _FLAG, doc="True: CacheManager mode; False: KvCacheManager mode.")
-    enable_remote_cache_accessible = _Setting(
-        REMOTE_ACCESSIBLE, _FLAG, doc="True: peers read and write caches one-sidedly (RCA)."
+    listen_ip_info = _text_setting(LISTEN, doc='"ip:port" to listen on; port 0 picks a free one.')
+    enable_cache_manager = _flag_setting(CACHE_MANAGER, doc="True: CacheManager mode; False: KvCacheManager mode.")
+    enable_remote_cache_accessible = _flag_setting(
+        REMOTE_ACCESSIBLE, doc="True: peers read and write caches one-sidedly (RCA)."
     )
-    mem_pool_cfg = _Setting(
+    mem_pool_cfg = _text_setting(
         MEM_POOL,
-        _TEXT,
         none_resets=False,
         doc='Device pool, JSON: ``{"memory_size": bytes, "page_shift": 10..30, 16 by default}``. Parsed by ``init``. '
         "Source: interface §7.1.",
     )
-    host_mem_pool_cfg = _Setting(
+    host_mem_pool_cfg = _text_setting(
         HOST_MEM_POOL,
-        _TEXT,
         none_resets=False,
         doc="Host pool, in the form of ``mem_pool_cfg``; at most 20 GiB. Parsed by ``init``. Source: interface §7.1.",
     )
-    local_comm_res = _Setting(
+    local_comm_res = _any_text_setting(
         LOCAL_COMM_RES,
-        _TEXT_OR_EMPTY,
         doc="Any text, the empty one too: turns CacheManager mode and RCA on by default. The content has no effect.",
     )
-    transfer_backend = _Setting(
-        TRANSFER_BACKEND, _TEXT_OR_EMPTY, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
+    transfer_backend = _any_text_setting(
+        TRANSFER_BACKEND, doc='Only "hixl": needs CacheManager mode, RCA and ``listen_ip_info``.'
     )
-    global_resource_config = _Setting(
-        GLOBAL_RESOURCE, _TEXT_OR_EMPTY, doc="JSON, checked by ``init``. No effect here: Ascend only."
+    global_resource_config = _any_text_setting(
+        GLOBAL_RESOURCE, doc="JSON, checked by ``init``. No effect here: Ascend only."
     )
     link_total_time = _Setting(
         LINK_TOTAL_TIME,
-        _Kind(0, check_uint32),
+        check=check_uint32,
+        default=0,
         none_resets=False,
         doc="Seconds that ``link()`` may take in all, uint32; 0: HCCL_CONNECT_TIMEOUT, or else 120.",
     )
     link_retry_count = _Setting(
         LINK_RETRY_COUNT,
-        _Kind(1, _retries),
+        check=_retries,
+        default=1,
         none_resets=False,
         doc="Connection attempts of ``link()``, 1 to 100; they share ``link_total_time``.",
     )
-    rdma_traffic_class = _Setting(
-        "llm.RdmaTrafficClass", _UINT32, none_resets=False, doc="uint32. No effect here: Ascend only."
-    )
-    rdma_service_level = _Setting(
-        "llm.RdmaServiceLevel", _UINT32, none_resets=False, doc="uint32. No effect here: Ascend only."
-    )
-    enable_switch_role = _Setting(
-        SWITCH_ROLE,
-        _Kind(False, _flag, lambda flag: "1" if flag else None),
-        doc="KvCacheManager mode: allow ``switch_role``.",
+    rdma_traffic_class = _uint32_setting("llm.RdmaTrafficClass", doc="uint32. No effect here: Ascend only.")
+    rdma_service_level = _uint32_setting("llm.RdmaServiceLevel", doc="uint32. No effect here: Ascend only.")
+    enable_switch_role = _flag_setting(
+        SWITCH_ROLE, emit=lambda flag: "1" if flag else None, doc="KvCacheManager mode: allow ``switch_role``."
     )
     mem_utilization = _Setting(
         MEM_UTILIZATION,
-        _Kind(0.95, _share),
+        check=_share,
+        default=0.95,
         always=True,
         doc="KvCacheManager mode: share of ``ge.flowGraphMemMaxSize`` that is the pool, a float in [0.0, 1.0].",
     )
-    buf_pool_cfg = _Setting(
-        BUF_POOL, _TEXT, doc="Size classes of the older pool, JSON, checked by ``init``. No effect."
-    )
-    deploy_res_path = _Setting("llm.deployResPath", _TEXT, doc="No effect here: Ascend only.")
+    buf_pool_cfg = _text_setting(BUF_POOL, doc="Size classes of the older pool, JSON, checked by ``init``. No effect.")
+    deploy_res_path = _text_setting("llm.deployResPath", doc="No effect here: Ascend only.")
     cluster_info = _Setting(
         "llm.ClusterInfo",
-        _Kind("", _cluster_info, _packed_cluster_info),
+        check=_cluster_info,
+        default="",
+        emit=_packed_cluster_info,
         none_resets=False,
         doc="JSON; the addresses in ``listen_ip_info`` become ints in the option. No effect here: Ascend only.",
     )
     output_max_size: _Setting[int | None] = _Setting(
-        "llm.OutputMaxSize", _Kind(None, check_int), doc="No effect: legacy."
+        "llm.OutputMaxSize", check=check_int, default=None, doc="No effect: legacy."
     )
 
     def __init__(self) -> None:

@@ -13,7 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint32, check_uint64
+from llm_datadist._checks import (
+    check_enabled,
+    check_int,
+    check_int32,
+    check_list,
+    check_rule,
+    check_type,
+    check_uint32,
+    check_uint64,
+)
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
@@ -59,7 +68,9 @@ def check_timeout(timeout: object) -> None:
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
-    Objects are independent; several may live in one process (interface R20).
+    Objects are independent; several may live in one process (interface R20). An argument of a wrong
+    type is a TypeError (``NoneArgument`` for None where it is not allowed). All but ``init``, ``finalize`` and
+    ``cluster_id`` raise NotInitialized before init and after finalize.
 
     Threads: any, except that ``finalize`` must be alone (interface §11).
 
@@ -72,7 +83,6 @@ class LLMDataDist:
         llm_engine_instance: The most recently initialised live object of this process, or None.
 
     Raises:
-        TypeError: Wrong types (``NoneArgument`` for None).
         ParamError: ``cluster_id`` outside uint64.
 
     Source: interface §3.
@@ -92,8 +102,6 @@ class LLMDataDist:
         self._manager: CacheManager | KvCacheManager | None = None
         #: Held while the engine is made, taken down, or takes another role.
         self._lifecycle = threading.Lock()
-
-    # --- life cycle ------------------------------------------------------------------------------------------------
 
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start to listen if ``llm.listenIpInfo`` is given, and become usable.
@@ -116,21 +124,19 @@ class LLMDataDist:
             from llm_datadist._transfer.engine import Engine
 
             engine = Engine(self._cluster_id, parsed, self._device)
-            self._manager = self._make_manager(engine)
+            if parsed.cache_manager:
+                from llm_datadist.cache_manager import CacheManager
+
+                self._manager = CacheManager(engine)
+            else:
+                from llm_datadist.kv_cache_manager import KvCacheManager
+
+                self._manager = KvCacheManager(engine, lambda: self._role)
             self._engine = engine
             with LLMDataDist._live_lock:
                 LLMDataDist._live.append(self)
                 LLMDataDist.llm_engine_instance = self
             logger.info("%r initialised", self)
-
-    def _make_manager(self, engine: Engine) -> CacheManager | KvCacheManager:
-        if engine.options.cache_manager:
-            from llm_datadist.cache_manager import CacheManager
-
-            return CacheManager(engine)
-        from llm_datadist.kv_cache_manager import KvCacheManager
-
-        return KvCacheManager(engine, lambda: self._role)
 
     def finalize(self) -> None:
         """Give up links, listener, pools and tables. Peers are not told; they see their links end.
@@ -167,8 +173,6 @@ class LLMDataDist:
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
 
-    # --- links -----------------------------------------------------------------------------------------------------
-
     def link_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
@@ -194,8 +198,6 @@ class LLMDataDist:
             ``LLM_PARAM_INVALID`` (not exactly one remote ip, RCA differs between the ends).
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Wrong types.
             ParamError: ``timeout`` not above 0, or a cluster without local ip.
 
         Source: interface §3.4, §8.
@@ -258,8 +260,7 @@ class LLMDataDist:
             force: See above.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Wrong types, or a ``remote_cluster_id`` that is not set.
+            NoneArgument: A ``remote_cluster_id`` that is not set.
             ParamError: ``timeout`` not above 0.
 
         Source: interface §3.4, §8.
@@ -311,9 +312,7 @@ class LLMDataDist:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
 
         Raises:
-            NotInitialized: Before init or after finalize.
             StateError: In v2 mode (``LLM_PARAM_INVALID``): ``statistics().links`` shows the states there.
-            TypeError: Not an int (``NoneArgument`` for None).
             ParamError: Outside uint64, or this is no DECODER.
             NotLinked: There is no link to that cluster, or it was given up meanwhile.
             LinkError: A pull is running on the link (``LLM_LINK_BUSY``); ask again.
@@ -324,18 +323,13 @@ class LLMDataDist:
         """
         engine = self._require_engine("check_link_status")
         if engine.options.cache_manager:
-            raise StateError(
-                "check_link_status is a call of v1 mode (llm.EnableCacheManager=0)",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
+            raise _wrong_mode("check_link_status is a call of v1 mode (llm.EnableCacheManager=0)")
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
         from llm_datadist._transfer import v1
 
         v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
-
-    # --- communicators ---------------------------------------------------------------------------------------------
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.
@@ -366,8 +360,6 @@ class LLMDataDist:
             The communicator's id: 1, 2, ... since ``init``; never the value of a status.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: A rule above is broken; the text names the argument, or the field of the table.
             StateError: In v1 mode (``LLM_PARAM_INVALID``).
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``): use ``link_clusters``.
@@ -378,8 +370,7 @@ class LLMDataDist:
         engine = self._communicating("link")
         ranks = _checked_ranks(comm_name, cluster_rank_info, rank_table)
         check_rule(
-            self._cluster_id in ranks,
-            f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}",
+            self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
         )
         return engine.open_communicator(comm_name, ranks, rank_table)
 
@@ -391,8 +382,6 @@ class LLMDataDist:
         of this end names it, and where ``link_clusters`` made the link.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Not an int (``NoneArgument`` for None).
             ParamError: Outside uint64.
             NotLinked: There is no such communicator.
             StateError: In v1 mode (``LLM_PARAM_INVALID``).
@@ -408,7 +397,7 @@ class LLMDataDist:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.
 
         Raises:
-            NotInitialized, TypeError, ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
+            ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
 
         Source: interface §3.5.
         """
@@ -419,7 +408,7 @@ class LLMDataDist:
         """Return a communicator's members, those still missing, and why it failed. An extension.
 
         Raises:
-            NotInitialized, TypeError, ParamError, NotLinked: As :meth:`unlink`.
+            ParamError, NotLinked: As :meth:`unlink`.
         """
         engine = self._require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
@@ -427,18 +416,10 @@ class LLMDataDist:
     def _communicating(self, call: str) -> Engine:
         engine = self._require_engine(call)
         if not engine.options.cache_manager:
-            raise StateError(
-                f"{call}: not in v1 mode; use link_clusters, or llm.EnableCacheManager=1",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
-        if engine.options.transfer_backend is not None:
-            raise LLMException(
-                f"{call}: not with llm.TransferBackend={engine.options.transfer_backend}; use link_clusters",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+            raise _wrong_mode(f"{call}: not in v1 mode; use link_clusters, or llm.EnableCacheManager=1")
+        backend = engine.options.transfer_backend
+        check_enabled(backend is None, f"{call}: not with llm.TransferBackend={backend}; use link_clusters")
         return engine
-
-    # --- roles -----------------------------------------------------------------------------------------------------
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, Any] | None = None) -> None:
         """Take another role, and begin, move or cease to listen. Caches, their ids and keys are not touched.
@@ -455,8 +436,6 @@ class LLMDataDist:
             switch_options: A dict of options, or None for none.
 
         Raises:
-            NotInitialized: Before init or after finalize.
-            TypeError: Wrong types (``NoneArgument`` for a role that is None).
             ParamError: ``llm.listenIpInfo`` is not of the form ip:port; in v1 mode the same role, or PROMPT without it.
             StateError: There is a link, made by either end, or a communicator is being prepared (``LLM_EXIST_LINK``).
             LinkError: The new address cannot be bound (``LLM_FAILED``).
@@ -471,13 +450,20 @@ class LLMDataDist:
         with self._lifecycle:  # before role and engine are looked at
             engine = self._require_engine("switch_role")
             check_type("role", role, LLMRole)
-            text = _listen_text(switch_options)
+            listen = None if switch_options is None else check_type("switch_options", switch_options, dict).get(LISTEN)
+            if listen is not None:
+                check_type(f"switch_options[{LISTEN!r}]", listen, str)
             if not engine.options.cache_manager:
-                _check_v1(engine.options, self._role, role, text)
-            wanted = None if text is None else parse_listen_ip_info(text)
+                _check_v1(engine.options, self._role, role, listen)
+            wanted = None if listen is None else parse_listen_ip_info(listen)
             if engine.options.transfer_backend is not None:
-                _check_backend(engine.options, engine.links.listen_address, wanted)
-                wanted = engine.options.listen
+                now, fixed = engine.links.listen_address, engine.options.listen
+                check_enabled(
+                    wanted in (None, fixed, now),
+                    f"{LISTEN}: {wanted} instead of {now}: with llm.TransferBackend={engine.options.transfer_backend} "
+                    "the address cannot change",
+                )
+                wanted = fixed
             try:
                 engine.switch(role, wanted)
             except LLMException as error:
@@ -486,14 +472,11 @@ class LLMDataDist:
             before, self._role = self._role, role
         logger.info("%r: its role was %s", self, before.name)
 
-    # --- managers --------------------------------------------------------------------------------------------------
-
     @property
     def cache_manager(self) -> CacheManager:
         """The CacheManager (v2 mode); the same object until finalize.
 
         Raises:
-            NotInitialized: Before init or after finalize.
             StateError: In v1 mode (``LLM_PARAM_INVALID``).
 
         Source: interface §3.3.
@@ -510,7 +493,6 @@ class LLMDataDist:
         """The KvCacheManager (v1 mode: ``llm.EnableCacheManager`` is not 1); the same object until finalize.
 
         Raises:
-            NotInitialized: Before init or after finalize.
             StateError: In v2 mode (``LLM_PARAM_INVALID``).
 
         Source: interface §3.3.
@@ -522,31 +504,20 @@ class LLMDataDist:
             return manager
         raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
 
-    # --- observation -----------------------------------------------------------------------------------------------
-
     @property
     def listen_port(self) -> int | None:
-        """The port this process listens on (picked, if 0 was asked for), or None. An extension.
-
-        Raises:
-            NotInitialized: Before init or after finalize.
-        """
+        """The port this process listens on (picked, if 0 was asked for), or None. An extension."""
         address = self._require_engine("listen_port").links.listen_address
         return None if address is None else address[1]
 
     def statistics(self) -> Statistics:
-        """Return pools, caches, keys with their age, pins, quarantine, swap, links and operations. An extension.
-
-        Raises:
-            NotInitialized: Before init or after finalize.
-        """
+        """Return pools, caches, keys with their age, pins, quarantine, swap, links and operations. An extension."""
         return self._require_engine("statistics").statistics()
 
     def explain(self, remote_cluster_id: int) -> LinkStatistics:
         """Return the link to a cluster: its state, the transport it uses and why that one. An extension.
 
         Raises:
-            NotInitialized: Before init or after finalize.
             NotLinked: There is no link.
         """
         engine = self._require_engine("explain")
@@ -598,11 +569,14 @@ def _not_initialized(what: str) -> NotInitialized:
 def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> StateError:
     if manager is None:
         return _not_initialized(wanted)
-    return StateError(
+    return _wrong_mode(
         f"{wanted}: this LLMDataDist was initialised with the other interface; use {other}, or "
-        f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)",
-        status_code=LLMStatusCode.LLM_PARAM_INVALID,
+        f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)"
     )
+
+
+def _wrong_mode(text: str) -> StateError:
+    return StateError(text, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
@@ -614,11 +588,7 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
 
 
 def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:
-    """Do ``work`` for every cluster, in parallel.
-
-    Returns:
-        ``(status, statuses)``: the last status that is no success, and one each (interface §3.4).
-    """
+    """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
         try:
@@ -663,32 +633,13 @@ def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: obj
     return dict(zip(ids, ranks, strict=True))
 
 
-def _listen_text(switch_options: object) -> str | None:
-    if switch_options is None:
-        return None
-    value = check_type("switch_options", switch_options, dict).get(LISTEN)
-    return None if value is None else check_type(f"switch_options[{LISTEN!r}]", value, str)
-
-
 def _check_v1(options: Options, old: LLMRole, new: LLMRole, listen: str | None) -> None:
-    if not options.enable_switch_role:
-        raise LLMException(
-            f"switch_role: {SWITCH_ROLE} is not '1'; set LLMConfig.enable_switch_role = True before init",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+    check_enabled(
+        options.enable_switch_role,
+        f"switch_role: {SWITCH_ROLE} is not '1'; set LLMConfig.enable_switch_role = True before init",
+    )
     check_rule(new is not old, f"role: it is {old.name} already")
-    if listen is not None and ";" in listen:
-        raise LLMException(
-            f"{LISTEN}: {listen!r} lists several addresses; one instance serves one device",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+    check_enabled(
+        ";" not in (listen or ""), f"{LISTEN}: {listen!r} lists several addresses; one instance serves one device"
+    )
     check_rule(new is not LLMRole.PROMPT or listen is not None, f"{LISTEN} is missing: PROMPT needs it")
-
-
-def _check_backend(options: Options, now: tuple[str, int] | None, wanted: tuple[str, int] | None) -> None:
-    if wanted not in (None, options.listen, now):
-        raise LLMException(
-            f"{LISTEN}: {wanted} instead of {now}: with llm.TransferBackend={options.transfer_backend} the address "
-            "cannot change",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )

@@ -7,7 +7,6 @@ The numeric values are those of the interface (interface §1.2); the tree is our
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
 __all__ = [
     "AlreadyLinked",
@@ -152,14 +151,6 @@ class LLMException(RuntimeError):
     def restate(self, status_code: LLMStatusCode) -> None:
         """Replace the status: v1 has its own for some failures (extension)."""
         self._status_code = status_code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Fields are set by keyword, so the default reduction would lose them between processes.
-        return (_rebuild, (type(self), self.args), dict(self.__dict__))
-
-
-def _rebuild(cls: type[LLMException], args: tuple[object, ...]) -> LLMException:
-    return cls(*args)
 
 
 class ParamError(LLMException, ValueError):

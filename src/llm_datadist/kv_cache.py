@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_int64, check_rule, check_type
+from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type
 from llm_datadist._memory.segment import ExternalSegment
 from llm_datadist.errors import ParamError
 from llm_datadist.types.data_type import DataType, canonical_type, np_dtype_to_dtype
@@ -117,17 +117,14 @@ class TensorDesc:
 
     __slots__ = ("_dtype", "_shape")
 
+    dtype = Attribute[DataType]("Element type.")
+
     def __init__(self, dtype: DataType, shape: list[int] | tuple[int, ...]) -> None:
         self._dtype = check_type("dtype", dtype, DataType)
         self._shape = [
             check_int64(f"shape[{i}]", dim) for i, dim in enumerate(check_type("shape", shape, (list, tuple)))
         ]
         check_rule(min(self._shape, default=0) >= 0, f"shape: {self._shape} has a negative dimension")
-
-    @property
-    def dtype(self) -> DataType:
-        """Element type."""
-        return self._dtype
 
     @property
     def shape(self) -> list[int]:
@@ -155,35 +152,32 @@ class Tensor:
     Source: interface §8.
     """
 
-    __slots__ = ("_array", "_desc")
+    __slots__ = ("_array", "_tensor_desc")
+
+    tensor_desc = Attribute[TensorDesc]("Element type and shape.")
 
     def __init__(self, data: Array | Tensor | int, tensor_desc: TensorDesc | None = None) -> None:
         if tensor_desc is not None:
             check_type("tensor_desc", tensor_desc, TensorDesc)
         self._array: Array
-        self._desc: TensorDesc
+        self._tensor_desc: TensorDesc
         if isinstance(data, Tensor):
-            self._array, self._desc = data._array, data._desc
+            self._array, self._tensor_desc = data._array, data._tensor_desc
         elif isinstance(data, np.ndarray):
-            self._array, self._desc = data, _described(data)
+            self._array, self._tensor_desc = data, _described(data)
         elif hasattr(data, "__index__") and not isinstance(data, bool):
-            self._array, self._desc = _at(check_int("data", data), tensor_desc)
+            self._array, self._tensor_desc = _at(check_int("data", data), tensor_desc)
         else:
             check_type("data", data, (np.ndarray, Tensor, int) if not isinstance(data, bool) else (np.ndarray, Tensor))
         if tensor_desc is not None:
-            found, wanted = self._desc, tensor_desc
+            found, wanted = self._tensor_desc, tensor_desc
             bits = wanted.dtype is DataType.DT_BF16 and self._array.dtype in (np.uint16, np.float16)
             check_rule(
                 found.dtype is wanted.dtype or bits,
                 f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}",
             )
             check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
-            self._desc = wanted
-
-    @property
-    def tensor_desc(self) -> TensorDesc:
-        """Element type and shape."""
-        return self._desc
+            self._tensor_desc = wanted
 
     def numpy(self, copy: bool = False) -> Array:
         """Return the tensor as an array: its own memory, or with ``copy`` a copy.
@@ -197,15 +191,15 @@ class Tensor:
         Source: interface §8.
         """
         check_type("copy", copy, bool)
-        if self._desc.dtype is DataType.DT_BF16:
+        if self._tensor_desc.dtype is DataType.DT_BF16:
             # The upper half of a float32, bit by bit.
             return (self._array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        if self._desc.dtype is DataType.DT_STRING:
+        if self._tensor_desc.dtype is DataType.DT_STRING:
             check_rule(copy, "copy=False: text has no memory that could be shared; use numpy(copy=True)")
         return self._array.copy() if copy else self._array
 
     def __repr__(self) -> str:
-        return f"<Tensor {self._desc.dtype.name} {self._desc.shape}>"
+        return f"<Tensor {self._tensor_desc.dtype.name} {self._tensor_desc.shape}>"
 
 
 def _described(array: Array) -> TensorDesc:

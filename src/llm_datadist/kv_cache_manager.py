@@ -72,7 +72,8 @@ class KvCacheManager(EngineUser):
 
     Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
     it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every
-    method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21).
+    method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21). An argument of a
+    wrong type is a TypeError (``NoneArgument`` for None).
 
     Threads: any.
 
@@ -119,7 +120,6 @@ class KvCacheManager(EngineUser):
             cache_keys: At most ``shape[0]`` keys; only a PROMPT may give any.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: HOST placement, impossible shape, more keys than rows, keys although this is no PROMPT.
             KeyInUse: A key is bound to another cache (``LLM_FAILED``).
             OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
@@ -141,7 +141,6 @@ class KvCacheManager(EngineUser):
             blocks_cache_key: Names the cache for others, one per ``model_id``. A DECODER may give none.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for a ``cache_desc`` of None).
             ParamError: HOST placement, impossible shape, a key although this is a DECODER.
             KeyInUse: There is a blocks cache of that model (``LLM_FAILED``).
             OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
@@ -167,7 +166,6 @@ class KvCacheManager(EngineUser):
         As v2's ``deallocate_cache`` and ``deallocate_blocks_cache``.
 
         Raises:
-            TypeError: Not a KvCache (``NoneArgument`` for None).
             ParamError: A CPU cache: its memory is yours.
 
         Source: interface §8.
@@ -183,7 +181,6 @@ class KvCacheManager(EngineUser):
         Unknown keys and placeholders: no-op.
 
         Raises:
-            TypeError: Not a CacheKey (``NoneArgument`` for None).
             ParamError: This is no PROMPT.
 
         Source: interface §8.
@@ -209,7 +206,7 @@ class KvCacheManager(EngineUser):
         Arguments as v2's, but both caches are on the device.
 
         Raises:
-            TypeError, CacheNotFound: as v2's.
+            CacheNotFound: as v2's.
             ParamError: as v2's, and for a CPU cache.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed bytes are undefined.
 
@@ -224,7 +221,7 @@ class KvCacheManager(EngineUser):
         """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
 
         Raises:
-            TypeError, CacheNotFound: as v2's.
+            CacheNotFound: as v2's.
             ParamError: as v2's, and for a CPU cache.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed blocks are undefined.
 
@@ -240,7 +237,6 @@ class KvCacheManager(EngineUser):
         As v2's, but the host side is a ``KvCache.create_cpu_cache``, and a row of a continuous cache counts as a block.
 
         Raises:
-            TypeError: as v2's.
             ParamError: Sizes or counts differ, an index outside its cache, not one HOST and one DEVICE, a zero address,
                 or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
@@ -265,7 +261,6 @@ class KvCacheManager(EngineUser):
             tensor_index: In [0, num_tensors), int32.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: The index is outside, the cache was deallocated, or its elements are text (``DT_STRING``).
 
         Source: interface §8.
@@ -306,7 +301,7 @@ class KvCacheManager(EngineUser):
             dst_cache_offset: Bytes into the destination's row, in every tensor; None: 0.
 
         Raises:
-            TypeError, CacheNotFound, NotLinked, TransferFailed, PeerLost: as v2's.
+            CacheNotFound, NotLinked, TransferFailed, PeerLost: as v2's.
             ParamError: as v2's, and where this is no DECODER.
             DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the link stays usable.
 
@@ -347,7 +342,7 @@ class KvCacheManager(EngineUser):
             decoder_blocks: Block numbers here, as many.
 
         Raises:
-            TypeError, ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
+            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
                 :meth:`pull_cache`; different block sizes are a ParamError (interface R17).
 
         Source: interface §8.
@@ -384,7 +379,6 @@ class KvCacheManager(EngineUser):
             The task, to wait for and to ask for results; a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
 
         Raises:
-            TypeError: Wrong types (``NoneArgument`` for None).
             ParamError: This is no PROMPT, or a rule on one argument is broken.
             CacheNotFound: The source is not there any more.
 

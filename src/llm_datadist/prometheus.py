@@ -9,6 +9,7 @@ exports nothing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NotInitialized
@@ -23,7 +24,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import CollectorRegistry
@@ -31,9 +32,30 @@ if TYPE_CHECKING:
     from llm_datadist.datadist import LLMDataDist
     from llm_datadist.metrics import Statistics
 
+    Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+    Samples = Sequence[tuple[list[str], float]]
+
 __all__ = ["StatisticsCollector", "register"]
 
 _PREFIX = "llm_datadist_"
+
+#: Name of the metric, its text, and the field of the statistics that it shows.
+_OPERATION_COUNTERS = (
+    ("operations", "Operations, failed ones included.", "count"),
+    ("operation_errors", "Operations that raised.", "errors"),
+    ("operation_bytes", "Bytes moved.", "nbytes"),
+    ("operation_seconds", "Time inside operations.", "seconds"),
+)
+_POOL_GAUGES = (
+    ("pool_capacity_bytes", "Size of a pool.", "capacity_bytes"),
+    ("pool_used_bytes", "Allocated, in whole pages.", "used_bytes"),
+    ("pool_largest_hole_bytes", "Largest free range.", "largest_hole_bytes"),
+)
+_LINK_COUNTERS = (
+    ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),
+    ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
+    ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
+)
 
 
 class StatisticsCollector(Collector):
@@ -51,10 +73,7 @@ class StatisticsCollector(Collector):
             now = self._datadist.statistics()
         except NotInitialized:
             return
-        cluster = str(self._datadist.cluster_id)
-        yield from _operations(now, cluster)
-        yield from _memory(now, cluster)
-        yield from _links(now, cluster)
+        yield from _families(now, str(self._datadist.cluster_id))
 
 
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
@@ -64,57 +83,29 @@ def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> S
     return collector
 
 
-def _operations(now: Statistics, cluster: str) -> Iterator[Metric]:
-    labels = ["cluster", "operation"]
-    count = CounterMetricFamily(_PREFIX + "operations", "Operations, failed ones included.", labels=labels)
-    errors = CounterMetricFamily(_PREFIX + "operation_errors", "Operations that raised.", labels=labels)
-    nbytes = CounterMetricFamily(_PREFIX + "operation_bytes", "Bytes moved.", labels=labels)
-    seconds = CounterMetricFamily(_PREFIX + "operation_seconds", "Time inside operations.", labels=labels)
-    for each in now.operations:
-        values = [cluster, each.name]
-        count.add_metric(values, each.count)
-        errors.add_metric(values, each.errors)
-        nbytes.add_metric(values, each.nbytes)
-        seconds.add_metric(values, each.seconds)
-    yield from (count, errors, nbytes, seconds)
+def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
+    def family(kind: Kind, name: str, text: str, labels: list[str], samples: Samples) -> Metric:
+        made = kind(_PREFIX + name, text, labels=["cluster", *labels])
+        for values, number in samples:
+            made.add_metric([cluster, *values], number)
+        return made
 
-
-def _memory(now: Statistics, cluster: str) -> Iterator[Metric]:
-    capacity = GaugeMetricFamily(_PREFIX + "pool_capacity_bytes", "Size of a pool.", labels=["cluster", "pool"])
-    used = GaugeMetricFamily(_PREFIX + "pool_used_bytes", "Allocated, in whole pages.", labels=["cluster", "pool"])
-    hole = GaugeMetricFamily(_PREFIX + "pool_largest_hole_bytes", "Largest free range.", labels=["cluster", "pool"])
-    for pool in now.pools:
-        capacity.add_metric([cluster, pool.name], pool.capacity_bytes)
-        used.add_metric([cluster, pool.name], pool.used_bytes)
-        hole.add_metric([cluster, pool.name], pool.largest_hole_bytes)
-    yield from (capacity, used, hole)
-    caches = GaugeMetricFamily(_PREFIX + "caches", "Caches with memory behind them.", labels=["cluster", "state"])
-    for state in ("live", "deferred", "draining"):
-        caches.add_metric([cluster, state], getattr(now.caches, state))
-    yield caches
-    waiting = GaugeMetricFamily(_PREFIX + "unconsumed_bytes", "Bytes behind keys not pulled yet.", labels=["cluster"])
-    waiting.add_metric([cluster], sum(key.unconsumed_bytes for key in now.keys))
-    oldest = GaugeMetricFamily(_PREFIX + "oldest_key_seconds", "Age of the oldest key.", labels=["cluster"])
-    oldest.add_metric([cluster], max((key.age_seconds for key in now.keys), default=0.0))
-    pins = GaugeMetricFamily(_PREFIX + "pins", "Holds of peers on caches.", labels=["cluster"])
-    pins.add_metric([cluster], now.pins)
-    yield from (waiting, oldest, pins)
-
-
-def _links(now: Statistics, cluster: str) -> Iterator[Metric]:
-    labels = ["cluster", "peer", "transport"]
-    up = GaugeMetricFamily(_PREFIX + "link_up", "1 while operations may use the link.", labels=labels)
-    read = CounterMetricFamily(_PREFIX + "link_read_bytes", "Bytes read from the peer.", labels=labels)
-    written = CounterMetricFamily(_PREFIX + "link_written_bytes", "Bytes written to the peer.", labels=labels)
-    verified = CounterMetricFamily(_PREFIX + "link_verified_bytes", "Bytes whose checksums agreed.", labels=labels)
-    for link in now.links:
-        values = [cluster, str(link.remote_cluster_id), link.transport]
-        up.add_metric(values, float(link.state in ("ready", "suspect")))
-        read.add_metric(values, link.read_bytes)
-        written.add_metric(values, link.written_bytes)
-        verified.add_metric(values, link.verified_bytes)
-    yield from (up, read, written, verified)
-    redials = GaugeMetricFamily(_PREFIX + "redial_attempts", "Tries to get a lost link back.", labels=labels[:2])
-    for reconnect in now.redials:
-        redials.add_metric([cluster, str(reconnect.remote_cluster_id)], reconnect.attempts)
-    yield redials
+    counter, gauge = partial(family, CounterMetricFamily), partial(family, GaugeMetricFamily)
+    for name, text, field in _OPERATION_COUNTERS:
+        yield counter(name, text, ["operation"], [([each.name], getattr(each, field)) for each in now.operations])
+    for name, text, field in _POOL_GAUGES:
+        yield gauge(name, text, ["pool"], [([pool.name], getattr(pool, field)) for pool in now.pools])
+    caches = [([state], getattr(now.caches, state)) for state in ("live", "deferred", "draining")]
+    yield gauge("caches", "Caches with memory behind them.", ["state"], caches)
+    waiting = sum(key.unconsumed_bytes for key in now.keys)
+    yield gauge("unconsumed_bytes", "Bytes behind keys not pulled yet.", [], [([], waiting)])
+    oldest = max((key.age_seconds for key in now.keys), default=0.0)
+    yield gauge("oldest_key_seconds", "Age of the oldest key.", [], [([], oldest)])
+    yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
+    links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
+    up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
+    yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)
+    for name, text, field in _LINK_COUNTERS:
+        yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
+    redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]
+    yield gauge("redial_attempts", "Tries to get a lost link back.", ["peer"], redials)

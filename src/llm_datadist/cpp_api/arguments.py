@@ -49,21 +49,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.arguments import Rules
 
-__all__ = [
-    "ARGUMENTS",
-    "block_lists",
-    "cache_id",
-    "cluster_infos",
-    "layers",
-    "operand",
-    "remote_name",
-    "role",
-]
-
 _INT32_END: Final = 2**31
-
-
-# --- roles and links --------------------------------------------------------------------------------------------------
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
@@ -75,9 +61,7 @@ def role(name: str, value: LlmRole) -> types.LLMRole:
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
     """Return the clusters as the calls of LLMDataDist take them.
 
-    Args:
-        local_ip: True where each cluster has to name this host.
-        learn: True where a cluster id of 0 stands for the one that the peer announces.
+    With ``local_ip`` each has to name this host; with ``learn`` a cluster id of 0 stands for what the peer announces.
     """
     given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
@@ -106,9 +90,6 @@ def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
         (trans_str_ip(each.ip, f"{name}[{i}].ip"), check_uint16(f"{name}[{i}].port", each.port))
         for i, each in enumerate(endpoints)
     ]
-
-
-# --- caches -----------------------------------------------------------------------------------------------------------
 
 
 def cache_id(name: str, cache: object) -> int:
@@ -154,15 +135,10 @@ def operand(name: str, cache: object) -> int | Operand:
     return Operand.of(name, shape, addresses)
 
 
-# --- transfers --------------------------------------------------------------------------------------------------------
-
-
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:
-    """Return how the peer is asked for a cache.
+    """Return how the peer is asked for a cache; without ``row``, for blocks, which are in no row.
 
-    Args:
-        own_cluster_id: Ours where it is no possible peer: pulling from oneself is refused (interface R28).
-        row: False where blocks are addressed, which are in no row.
+    ``own_cluster_id``: ours where it is no possible peer: pulling from oneself is refused (interface R28).
     """
     given = check_type(name, index, CacheIndex)
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)
@@ -193,10 +169,6 @@ def _layer_range(name: str, pair: object) -> range | None:
         first, last = pair
         if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
             return range(first, last + 1)
-    return _checked_layer_range(name, pair)
-
-
-def _checked_layer_range(name: str, pair: object) -> range | None:
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")

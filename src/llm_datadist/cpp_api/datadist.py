@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from llm_datadist.datadist import Pending, Report
     from llm_datadist.types import LLMClusterInfo
 
-__all__ = ["LlmDataDist"]
-
 #: Errors that become a status; those of the operating system too.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
 
@@ -90,8 +88,6 @@ class LlmDataDist:
         self._making = threading.Lock()
         self._dist: LLMDataDist | None = None
         self._errors = threading.local()
-
-    # --- life cycle and extensions ---------------------------------------------------------------------------------
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
         """Become usable: listen if ``OPTION_LISTEN_IP_INFO`` is given, reserve pools if there are options for them.
@@ -156,8 +152,6 @@ class LlmDataDist:
             return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
         return f"<LlmDataDist over {self._dist!r}>"
 
-    # --- links and roles -------------------------------------------------------------------------------------------
-
     def LinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
@@ -176,7 +170,7 @@ class LlmDataDist:
         Source: interface §9, §3.4.
         """
         with _Call(self, "LinkLlmClusters") as call:
-            dist, options = call.dist, call.engine.options
+            options, dist = call.engine.options, self.datadist
             check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
@@ -200,7 +194,7 @@ class LlmDataDist:
         Source: interface §9, §3.4.
         """
         with _Call(self, "UnlinkLlmClusters") as call:
-            dist = call.dist
+            _, dist = call.engine, self.datadist
             check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
@@ -225,13 +219,11 @@ class LlmDataDist:
         Source: interface §9, §3.6.
         """
         with _Call(self, "SetRole") as call:
-            dist, taken = call.dist, arguments.role("role", role)
+            _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
             dist.switch_role(taken, {} if listen is None else {LISTEN: listen})
         return call.status
-
-    # --- caches ----------------------------------------------------------------------------------------------------
 
     def RegisterKvCache(
         self, cache_desc: CacheDesc, addrs: list[int], cfg: RegisterCfg = _NO_CFG
@@ -316,8 +308,6 @@ class LlmDataDist:
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
                 engine.store.deallocate(cache_id)
         return call.status
-
-    # --- transfers -------------------------------------------------------------------------------------------------
 
     def PullKvCache(
         self,
@@ -420,8 +410,6 @@ class LlmDataDist:
             calls.push_blocks(push, sources, targets, _deadline(engine))
         return call.status
 
-    # --- copies inside the process ---------------------------------------------------------------------------------
-
     def CopyKvCache(
         self,
         src_cache: Cache,
@@ -509,16 +497,8 @@ class _Call:
         self.statuses: list[LLMStatusCode] = []  # of each cluster
 
     @property
-    def dist(self) -> LLMDataDist:
-        """The LLMDataDist underneath; raises NotInitialized unless it is initialised."""
-        dist = self._owner._dist
-        if dist is None or dist._engine is None:
-            raise _not_initialized(self._what)
-        return dist
-
-    @property
     def engine(self) -> Engine:
-        """Its engine; raises NotInitialized if there is none."""
+        """The engine of the LLMDataDist underneath; raises NotInitialized if there is none."""
         dist = self._owner._dist
         engine = None if dist is None else dist._engine
         if engine is None:
@@ -526,11 +506,7 @@ class _Call:
         return engine
 
     def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
-        """Link or unlink the clusters ``infos``, and keep the status of each.
-
-        Raises:
-            LinkError: Some failed; it has every reason, for ``last_error``, since statuses alone do not say.
-        """
+        """Link or unlink, and keep the status of each cluster; raise a LinkError with every reason if some failed."""
         errors: dict[int, LLMException] = {}  # by the identity of the cluster info
 
         def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:

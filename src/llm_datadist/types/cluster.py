@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from llm_datadist._checks import check_int, check_type, check_uint16, check_uint32, check_uint64
+from llm_datadist._checks import Attribute, check_int, check_type, check_uint16, check_uint32, check_uint64
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
-
-__all__ = ["LLMClusterInfo", "trans_int_ip", "trans_str_ip"]
 
 
 def trans_str_ip(ip: str, name: str = "ip") -> int:
@@ -42,6 +40,10 @@ def _endpoint(ip: object, port: object) -> tuple[int, int]:
     return check_uint32("ip", ip), check_uint16("port", port)
 
 
+def _role(name: str, value: object) -> LLMRole | int:
+    return value if isinstance(value, LLMRole) else check_int(name, value)
+
+
 class LLMClusterInfo:
     """One cluster to link to or to unlink from.
 
@@ -52,57 +54,32 @@ class LLMClusterInfo:
     Source: interface §2.1.
     """
 
+    remote_cluster_id = Attribute[int | None]("The peer's cluster id, uint64; None until it is set.", check_uint64)
+    remote_role_type = Attribute[LLMRole | int]("The peer's role; has no effect, as documented.", _role)
+    local_ip_info_list = Attribute[list[tuple[int, int]]]("The local endpoints: (packed ip, port).")
+    remote_ip_info_list = Attribute[list[tuple[int, int]]]("The remote endpoints: (packed ip, port).")
+
     def __init__(self) -> None:
         self._remote_cluster_id: int | None = None
         self._remote_role_type: LLMRole | int = 0
-        self._local: list[tuple[int, int]] = []
-        self._remote: list[tuple[int, int]] = []
-
-    @property
-    def remote_cluster_id(self) -> int | None:
-        """The peer's cluster id, uint64; None until it is set."""
-        return self._remote_cluster_id
-
-    @remote_cluster_id.setter
-    def remote_cluster_id(self, remote_cluster_id: int) -> None:
-        self._remote_cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
-
-    @property
-    def remote_role_type(self) -> LLMRole | int:
-        """The peer's role; has no effect, as documented."""
-        return self._remote_role_type
-
-    @remote_role_type.setter
-    def remote_role_type(self, remote_role_type: LLMRole | int) -> None:
-        if not isinstance(remote_role_type, LLMRole):
-            remote_role_type = check_int("remote_role_type", remote_role_type)
-        self._remote_role_type = remote_role_type
+        self._local_ip_info_list: list[tuple[int, int]] = []
+        self._remote_ip_info_list: list[tuple[int, int]] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
         """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
 
         Source: interface §2.1.
         """
-        self._local.append(_endpoint(ip, port))
+        self._local_ip_info_list.append(_endpoint(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
         """Add the peer's listening endpoint; arguments and errors as in :meth:`append_local_ip_info`.
 
         Source: interface §2.1.
         """
-        self._remote.append(_endpoint(ip, port))
-
-    @property
-    def local_ip_info_list(self) -> list[tuple[int, int]]:
-        """The local endpoints: (packed ip, port)."""
-        return self._local
-
-    @property
-    def remote_ip_info_list(self) -> list[tuple[int, int]]:
-        """The remote endpoints: (packed ip, port)."""
-        return self._remote
+        self._remote_ip_info_list.append(_endpoint(ip, port))
 
     def __repr__(self) -> str:
-        local = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._local)
-        remote = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._remote)
+        local = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._local_ip_info_list)
+        remote = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._remote_ip_info_list)
         return f"<LLMClusterInfo {self._remote_cluster_id}: local [{local}], remote [{remote}]>"

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["DataType", "canonical_type", "dtype_to_np_dtype", "np_dtype_to_dtype", "valid_np_dtypes"]
-
 
 class DataType(Enum):
     """Element type of a tensor; the numbers are the interface's own codes.

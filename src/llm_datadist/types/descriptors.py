@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import (
+    Attribute,
     check_int,
     check_int32,
     check_int64,
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.types.grant import Grant, Granter
 
-__all__ = ["Cache", "CacheDesc"]
-
 _MAX_DIMS: Final = 31
 _MAX_BYTES: Final = 2**63 - 1
 
@@ -32,15 +31,7 @@ _MAX_BYTES: Final = 2**63 - 1
 class CacheDesc:
     """The geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
 
-    Args:
-        num_tensors: uint32.
-        shape: List or tuple of int64: the shape of one tensor. Kept as given, so that ``update_dim`` can change it.
-            Row or block count is always ``shape[0]``.
-        data_type: Element type.
-        placement: Where the memory is.
-        batch_dim_index: Which dimension counts batch rows, in [0, len(shape)).
-        seq_len_dim_index: Which dimension is the sequence, or -1.
-        kv_tensor_format: Free text for the caller, not interpreted.
+    The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
 
     Raises:
         ParamError: an integer outside its width, or a dimension index outside the shape.
@@ -48,6 +39,17 @@ class CacheDesc:
 
     Source: interface §4, §5.
     """
+
+    num_tensors = Attribute[int]("How many tensors, uint32.")
+    shape: Attribute[Sequence[int]] = Attribute(
+        "Shape of one tensor: the list or tuple of int64 given, for ``update_dim``. ``shape[0]`` counts rows or blocks."
+    )
+    data_type = Attribute[DataType]("Element type.")
+    placement = Attribute[Placement]("Where the memory is.")
+    batch_dim = Attribute[int]("Index of the dimension that counts batch rows, in [0, len(shape)).")
+    batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
+    seq_len_dim_index = Attribute[int]("Index of the sequence dimension, or -1.")
+    kv_tensor_format = Attribute[str | None]("Free text for the caller, not interpreted, or None.")
 
     def __init__(
         self,
@@ -77,46 +79,6 @@ class CacheDesc:
             check_type("kv_tensor_format", kv_tensor_format, str)
         self._kv_tensor_format = kv_tensor_format
         self._batch_size = dims[self._batch_dim]
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors."""
-        return self._num_tensors
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of one tensor: the object given to the constructor."""
-        return self._shape
-
-    @property
-    def data_type(self) -> DataType:
-        """Element type."""
-        return self._data_type
-
-    @property
-    def placement(self) -> Placement:
-        """Where the memory is."""
-        return self._placement
-
-    @property
-    def batch_dim(self) -> int:
-        """Index of the dimension that counts batch rows."""
-        return self._batch_dim
-
-    @property
-    def batch_size(self) -> int:
-        """``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it."""
-        return self._batch_size
-
-    @property
-    def seq_len_dim_index(self) -> int:
-        """Index of the sequence dimension, or -1."""
-        return self._seq_len_dim_index
-
-    @property
-    def kv_tensor_format(self) -> str | None:
-        """The caller's own note on the format, or None."""
-        return self._kv_tensor_format
 
     @property
     def size(self) -> int:
@@ -173,7 +135,10 @@ class Cache:
     Source: interface §4.
     """
 
-    __slots__ = ("__weakref__", "_addrs", "_desc", "_granter", "_id", "_is_blocks", "_memory")
+    __slots__ = ("__weakref__", "_cache_desc", "_granter", "_id", "_is_blocks", "_memory", "_tensor_addrs")
+
+    cache_desc = Attribute[CacheDesc]("Geometry.")
+    tensor_addrs = Attribute[list[int]]("Address of each tensor; empty after ``deallocate``.")
 
     def __init__(
         self,
@@ -186,8 +151,8 @@ class Cache:
         granter: Granter | None = None,
     ) -> None:
         self._id = check_int64("cache_id", cache_id)
-        self._desc = check_type("cache_desc", cache_desc, CacheDesc)
-        self._addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
+        self._cache_desc = check_type("cache_desc", cache_desc, CacheDesc)
+        self._tensor_addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
         # Keeps mapped what the addresses point into.
         self._memory = memory
@@ -225,16 +190,6 @@ class Cache:
         return self._id
 
     @property
-    def cache_desc(self) -> CacheDesc:
-        """Geometry."""
-        return self._desc
-
-    @property
-    def tensor_addrs(self) -> list[int]:
-        """Address of each tensor; empty after ``deallocate``."""
-        return self._addrs
-
-    @property
     def is_blocks_cache(self) -> bool:
         """True for a paged cache: ``shape[0]`` counts blocks."""
         return self._is_blocks
@@ -261,13 +216,13 @@ class Cache:
 
     def _empty(self) -> None:
         """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""
-        self._addrs.clear()
+        self._tensor_addrs.clear()
         self._memory = None
 
     def __repr__(self) -> str:
         kind = "blocks" if self._is_blocks else "continuous"
-        state = "" if self._addrs or not self._desc.num_tensors else ", deallocated"
-        desc = self._desc
+        state = "" if self._tensor_addrs or not self._cache_desc.num_tensors else ", deallocated"
+        desc = self._cache_desc
         return (
             f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
             f"on {desc.placement.name}{state}>"

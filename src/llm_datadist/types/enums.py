@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 
-__all__ = ["LLMRole", "Memtype", "Placement", "PushType", "RegisterMemStatus"]
-
 
 class _NamedIntEnum(IntEnum):
     """An int whose text, in f-strings too, is ``Class.NAME``."""

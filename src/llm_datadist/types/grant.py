@@ -13,8 +13,6 @@ from llm_datadist.errors import ParamError, StateError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Grant", "Granter"]
-
 _MAX_BLOCKS: Final = 1 << 20
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -8,8 +8,6 @@ from typing import overload
 from llm_datadist._checks import INVALID_ID, check_int64, check_uint32, check_uint64
 from llm_datadist.errors import ParamError
 
-__all__ = ["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
-
 _ALIASES = {"prompt_cluster_id": "cluster_id"}
 _DEFAULTS = {"model_id": 0, "prefix_id": INVALID_ID}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._checks import (
+    Attribute,
     check_int,
     check_range,
     check_rule,
@@ -20,8 +22,6 @@ from llm_datadist.types.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["LayerSynchronizer", "MemInfo", "TransferConfig", "TransferWithCacheKeyConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,22 @@ class MemInfo:
         object.__setattr__(self, "size", check_int("size", self.size))
 
 
-class TransferConfig:
-    """One destination of ``transfer_cache_async`` given by raw addresses. Every property can be set, with its checks.
+def _addresses(name: str, value: Sequence[int]) -> Sequence[int]:
+    addresses = check_uint64_list(name, value)
+    return tuple(addresses) if isinstance(value, tuple) else addresses
 
-    Args:
-        dst_cluster_id: uint64.
-        dst_addrs: List or tuple of uint64: two addresses (K, V) per layer of ``src_layer_range``, in order.
-        src_layer_range: Which layers; None means all.
-        src_batch_index: Which row, uint32.
+
+_some_layers = partial(check_range, empty_ok=False)
+
+
+def _some_layers_or_all(name: str, value: range | None) -> range | None:
+    return None if value is None else _some_layers(name, value)
+
+
+class TransferConfig:
+    """One destination of ``transfer_cache_async`` given by raw addresses.
+
+    The arguments are the attributes, which can be assigned later, with the same checks.
 
     Raises:
         ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
@@ -61,6 +69,14 @@ class TransferConfig:
 
     Source: interface §4.
     """
+
+    dst_cluster_id = Attribute("Cluster that receives, uint64.", check_uint64)
+    dst_addrs = Attribute(
+        "Two addresses (K, V) per layer of ``src_layer_range``, in order: a copy of the list or tuple of uint64 given.",
+        _addresses,
+    )
+    src_layer_range = Attribute("Layers to send; None means all.", _some_layers_or_all)
+    src_batch_index = Attribute("Row to send, uint32.", check_uint32)
 
     def __init__(
         self,
@@ -76,60 +92,17 @@ class TransferConfig:
         # The destination's layers are the source's; the attribute exists so that both configs read alike.
         self.dst_layer_range: range | None = None
 
-    @property
-    def dst_cluster_id(self) -> int:
-        """Cluster that receives, uint64."""
-        return self._dst_cluster_id
-
-    @dst_cluster_id.setter
-    def dst_cluster_id(self, dst_cluster_id: int) -> None:
-        self._dst_cluster_id = check_uint64("dst_cluster_id", dst_cluster_id)
-
-    @property
-    def dst_addrs(self) -> Sequence[int]:
-        """Two addresses per layer at the receiver: a copy of what was given, list or tuple alike."""
-        return self._dst_addrs
-
-    @dst_addrs.setter
-    def dst_addrs(self, dst_addrs: Sequence[int]) -> None:
-        addresses = check_uint64_list("dst_addrs", dst_addrs)
-        self._dst_addrs: Sequence[int] = tuple(addresses) if isinstance(dst_addrs, tuple) else addresses
-
-    @property
-    def src_layer_range(self) -> range | None:
-        """Layers to send; None means all."""
-        return self._src_layer_range
-
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: range | None) -> None:
-        if src_layer_range is not None:
-            check_range("src_layer_range", src_layer_range, empty_ok=False)
-        self._src_layer_range = src_layer_range
-
-    @property
-    def src_batch_index(self) -> int:
-        """Row to send, uint32."""
-        return self._src_batch_index
-
-    @src_batch_index.setter
-    def src_batch_index(self, src_batch_index: int) -> None:
-        self._src_batch_index = check_uint32("src_batch_index", src_batch_index)
-
     def __repr__(self) -> str:
         return (
-            f"TransferConfig(dst_cluster_id={self._dst_cluster_id}, dst_addrs=<{len(self._dst_addrs)} addresses>, "
-            f"src_layer_range={self._src_layer_range}, src_batch_index={self._src_batch_index})"
+            f"TransferConfig(dst_cluster_id={self.dst_cluster_id}, dst_addrs=<{len(self.dst_addrs)} addresses>, "
+            f"src_layer_range={self.src_layer_range}, src_batch_index={self.src_batch_index})"
         )
 
 
 class TransferWithCacheKeyConfig:
-    """One destination of ``transfer_cache_async`` given by a key. Every property can be set, with its checks.
+    """One destination of ``transfer_cache_async`` given by a key.
 
-    Args:
-        cache_key: Blocks cache, or cache and row, at the receiver.
-        src_layer_range: Layers to send.
-        dst_layer_range: Layers they become: the same number.
-        src_batch_index: Row to send, uint32; 0 with a BlocksCacheKey.
+    The arguments are the attributes, which can be assigned later, with the same checks.
 
     Raises:
         ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
@@ -137,6 +110,9 @@ class TransferWithCacheKeyConfig:
 
     Source: interface §4.
     """
+
+    src_layer_range = Attribute("Layers to send.", _some_layers)
+    dst_layer_range = Attribute("Layers they become at the receiver: the same number.", _some_layers)
 
     def __init__(
         self,
@@ -153,7 +129,7 @@ class TransferWithCacheKeyConfig:
 
     @property
     def cache_key(self) -> BlocksCacheKey | CacheKeyByIdAndIndex:
-        """What receives."""
+        """The blocks cache, or the cache and row, that receives."""
         return self._cache_key
 
     @cache_key.setter
@@ -166,24 +142,6 @@ class TransferWithCacheKeyConfig:
     def dst_cluster_id(self) -> int:
         """Cluster that receives: that of ``cache_key``, also after the key was changed."""
         return self._cache_key.cluster_id
-
-    @property
-    def src_layer_range(self) -> range:
-        """Layers to send."""
-        return self._src_layer_range
-
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: range) -> None:
-        self._src_layer_range = check_range("src_layer_range", src_layer_range, empty_ok=False)
-
-    @property
-    def dst_layer_range(self) -> range:
-        """Layers they become at the receiver."""
-        return self._dst_layer_range
-
-    @dst_layer_range.setter
-    def dst_layer_range(self, dst_layer_range: range) -> None:
-        self._dst_layer_range = check_range("dst_layer_range", dst_layer_range, empty_ok=False)
 
     @property
     def src_batch_index(self) -> int:
@@ -202,14 +160,14 @@ class TransferWithCacheKeyConfig:
         The setters do not ask for it, since the ranges can only be changed one after the other; the transfer does.
         """
         check_rule(
-            len(self._src_layer_range) == len(self._dst_layer_range),
-            f"dst_layer_range: {self._dst_layer_range} and src_layer_range: {self._src_layer_range} differ in length",
+            len(self.src_layer_range) == len(self.dst_layer_range),
+            f"dst_layer_range: {self.dst_layer_range} and src_layer_range: {self.src_layer_range} differ in length",
         )
 
     def __repr__(self) -> str:
         return (
-            f"TransferWithCacheKeyConfig({self._cache_key!r}, src_layer_range={self._src_layer_range}, "
-            f"dst_layer_range={self._dst_layer_range}, src_batch_index={self._src_batch_index})"
+            f"TransferWithCacheKeyConfig({self._cache_key!r}, src_layer_range={self.src_layer_range}, "
+            f"dst_layer_range={self.dst_layer_range}, src_batch_index={self._src_batch_index})"
         )
 
 
