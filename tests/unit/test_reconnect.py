@@ -182,6 +182,16 @@ def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None
     assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
 
 
+def test_a_discarded_attempt_takes_no_later_one_of_its_cluster_along(attempts: Attempts) -> None:
+    first = attempts.reconnector.begin(lost(7))
+    assert first is not None
+    attempts.reconnector.cancel(7)
+    attempts.outcome = refuse
+    assert attempts.reconnector.begin(lost(7)) is not None
+    attempts.reconnector.discard(first)
+    wait_until(lambda: len([each for each in attempts.made if each is not first]) >= 2)
+
+
 def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts: Attempts) -> None:
     inside, go = threading.Event(), threading.Event()
 

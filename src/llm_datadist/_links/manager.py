@@ -476,7 +476,7 @@ class LinkManager:
             self._on_end(link)
             self.communicators.lost(link.peer.cluster_id)
         elif reconnect is not None:
-            self._reconnector.cancel(link.peer.cluster_id, hang_up=False)  # another thread ended the link first
+            self._reconnector.discard(reconnect)  # another thread ended the link first
 
 
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:

@@ -158,6 +158,16 @@ class RetryQueue(Generic[A]):
         for attempt in current:
             attempt.hang_up()
 
+    def discard(self, attempt: A) -> None:
+        """Drop one attempt if it waits; another one of the same owner stays."""
+        with self._changed:
+            if attempt not in self._waiting:
+                return
+            self._waiting.remove(attempt)
+            heapq.heapify(self._waiting)
+            self._changed.notify_all()
+        attempt.close()
+
     def wait(self, owner: object, deadline: Deadline) -> None:
         """Wait until no attempt of an owner is in progress, or for the deadline."""
         with self._changed:
