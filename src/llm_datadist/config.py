@@ -207,6 +207,8 @@ class _Reader:
     """Reads the option dict, one method per kind of value, and remembers which keys were asked for."""
 
     def __init__(self, options: object) -> None:
+        for key, value in check_dict("options", options, str, object).items():
+            check_type(f"options[{key!r}]", value, str)
         self._options = check_dict("options", options, str, str).copy()
         for spelling, key in _CPP_NAMES.items():
             if spelling in self._options:
@@ -318,12 +320,6 @@ class Options:
         if not cache_manager and (remote_accessible or host_pool is not None):
             logger.warning("without %s='1' %s and %s have no effect", CACHE_MANAGER, REMOTE_ACCESSIBLE, HOST_MEM_POOL)
             remote_accessible, host_pool = False, None
-        transport = reader.text(TRANSPORT) or "auto"
-        check_rule(transport in TRANSPORTS, f"{TRANSPORT}: {transport!r} is unknown, known: {', '.join(TRANSPORTS)}")
-        folder = reader.text(SHM_SOCKET_DIR)
-        check_rule(folder != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
-        peer_timeout = reader.number(PEER_TIMEOUT, default=10.0)
-        check_rule(peer_timeout > 0, f"{PEER_TIMEOUT}: {peer_timeout} s, it must be above 0")
         environment = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
         link_seconds = (int(environment) if is_digits(environment) else 0) or _DEFAULT_LINK_SECONDS
         parsed = cls(
@@ -340,11 +336,11 @@ class Options:
             enable_switch_role=reader.flag(SWITCH_ROLE, default=False),
             link_total_time=reader.integer(LINK_TOTAL_TIME, 0, _UINT32_MAX) or link_seconds,
             link_retry_count=reader.integer(LINK_RETRY_COUNT, 1, 100) or 1,
-            transport=transport,
-            shm_socket_dir=folder,
+            transport=_transport(reader),
+            shm_socket_dir=_socket_dir(reader),
             pool_prefault=reader.flag(POOL_PREFAULT, default=False),
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
-            peer_timeout=peer_timeout,
+            peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
         )
         reader.warn_unknown()
@@ -359,6 +355,24 @@ def _graph_memory(reader: _Reader) -> int | None:
     check_rule("," not in text, f"{GRAPH_MEMORY}: {text!r} lists several pools, only one is supported")
     check_rule(is_digits(text), f"{GRAPH_MEMORY}: {text!r} is no whole number of bytes")
     return int(text)
+
+
+def _transport(reader: _Reader) -> str:
+    name = reader.text(TRANSPORT) or "auto"
+    check_rule(name in TRANSPORTS, f"{TRANSPORT}: {name!r} is unknown, known: {', '.join(TRANSPORTS)}")
+    return name
+
+
+def _socket_dir(reader: _Reader) -> str | None:
+    folder = reader.text(SHM_SOCKET_DIR)
+    check_rule(folder != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
+    return folder
+
+
+def _peer_timeout(reader: _Reader) -> float:
+    seconds = reader.number(PEER_TIMEOUT, default=10.0)
+    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
+    return seconds
 
 
 def _modes(reader: _Reader) -> tuple[bool, bool]:

@@ -178,6 +178,10 @@ def test_device_id_is_required(refused: Callable[..., None]) -> None:
     refused(ParamError, lambda: parse({}), "ge.exec.deviceId", "missing")
 
 
+def test_of_two_wrong_options_the_earlier_one_is_named(refused: Callable[..., None]) -> None:
+    refused(ParamError, lambda: parse({"llm.Transport": "rdma"}), "ge.exec.deviceId is missing")
+
+
 @pytest.mark.parametrize("value", [None, "0"])
 @pytest.mark.parametrize(("environment", "seconds"), [(None, 120), ("300", 300), ("0", 120), ("long", 120)])
 def test_link_total_time_zero_is_the_environment_or_120_s(

@@ -6,6 +6,7 @@ A span is native code unless the log takes INFO messages.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Self
 
 from llm_datadist._log import logger
@@ -39,8 +40,16 @@ class Meters:
         )
 
 
+def _user_level() -> int:
+    """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("llm_datadist."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 class _Logged:
-    """A span that also logs how the operation begins and ends."""
+    """A span that also logs how the operation begins and ends, at the line of the user's code that called it."""
 
     __slots__ = ("_args", "_detail", "_name", "_timer", "nbytes")
 
@@ -52,7 +61,7 @@ class _Logged:
         self.nbytes = 0
 
     def __enter__(self) -> Self:
-        logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=3)
+        logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=_user_level())
         self._timer.__enter__()
         return self
 
@@ -60,7 +69,7 @@ class _Logged:
         self._timer.nbytes = self.nbytes
         self._timer.__exit__(kind, error, trace)
         if error is not None:
-            logger.info("%s failed " + self._detail + ": %s", self._name, *self._args, error, stacklevel=3)
+            logger.info("%s failed " + self._detail + ": %s", self._name, *self._args, error, stacklevel=_user_level())
         else:
             text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
-            logger.info(text, self._name, *self._args, self.nbytes, self._timer.seconds, stacklevel=3)
+            logger.info(text, self._name, *self._args, self.nbytes, self._timer.seconds, stacklevel=_user_level())
