@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 
 __all__ = ["HANDSHAKE", "LINK", "Forge", "mutated", "wild"]
 
@@ -109,7 +109,17 @@ def _hello(rng: random.Random) -> list[Any]:
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
     rca = rng.random() < 0.5
     transport = rng.choice((None, None, "shm", "rdma"))
-    greeting = [1, 100 + rng.randrange(50), incarnation, rca, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
+    greeting = [
+        PROTOCOL_VERSION,
+        100 + rng.randrange(50),
+        incarnation,
+        rca,
+        4242,
+        "fuzz",
+        rng.randbytes(16),
+        4096,
+        _exports(rng),
+    ]
     return ["hello", *greeting, transport, wanted, rng.random() < 0.2, token, *_communicator(rng)]
 
 
@@ -123,7 +133,7 @@ def _communicator(rng: random.Random) -> list[Any]:
 
 def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
-    greeting = [1, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
+    greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
     return ["welcome", *greeting, rng.choice((None, "tcp", "x\ny")), rendezvous, rng.randbytes(16)]
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import Dial
-from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER, Linked, Welcome, decode, frame
+from llm_datadist._links.messages import (
+    CONTROL_PREAMBLE,
+    FRAME_HEADER,
+    PROTOCOL_VERSION,
+    Linked,
+    Welcome,
+    decode,
+    frame,
+)
 from llm_datadist.errors import LinkError, LLMException
 from tests.faults.fuzz import Target, Verdicts, trial
 from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
@@ -85,7 +93,7 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
     assert stage.friend._engine is not None
     incarnation = stage.friend._engine.store.exports.incarnation
     welcome = Welcome(
-        1,
+        PROTOCOL_VERSION,
         9,
         incarnation,
         remote_accessible=False,
