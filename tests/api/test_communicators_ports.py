@@ -54,6 +54,14 @@ def taken(address: str, numbers: list[int], *, listening: bool) -> Iterator[None
         yield
 
 
+def free_name() -> str:
+    """Return the name of a communicator whose ports no other process uses now: tests run in several."""
+    for name in (new_name() for _ in range(100)):
+        with contextlib.suppress(OSError), taken("0.0.0.0", ports(name, 1), listening=True):
+            return name
+    raise AssertionError("no name of a hundred has only free ports")
+
+
 def set_ports(world: World, value: str | None) -> None:
     if value is None:
         os.environ.pop(PORTS_VARIABLE, None)
@@ -65,7 +73,7 @@ def set_ports(world: World, value: str | None) -> None:
 def test_busy_ports_cost_only_the_next_one(shm_pair: Pair, at: str) -> None:
     # A silent stranger costs one attempt: link_total_time / link_retry_count.
     ends = start_two(shm_pair, link_retry_count=100)
-    name, address = new_name(), host(0)
+    name, address = free_name(), host(0)
     numbers = ports(name, 1)
     assert len(set(numbers)) == 8
     address_taken = address if at == "the address" else at
@@ -77,7 +85,7 @@ def test_busy_ports_cost_only_the_next_one(shm_pair: Pair, at: str) -> None:
 
 def test_without_a_free_port_link_is_link_failed_and_nothing_is_left(end: LocalEnd) -> None:
     end.start("MIX", 1)
-    name = new_name()
+    name = free_name()
     code = LLMStatusCode.LLM_LINK_FAILED
     with taken(host(0), ports(name, 1), listening=False):
         parts = [host(0), str(ports(name, 1)[7]), PORTS_VARIABLE]
