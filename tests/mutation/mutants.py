@@ -44,10 +44,19 @@ def mutants(module: str, source: str, operators: Sequence[str], sample: int | No
         if sample is not None and len(found) >= sample:
             break
         key, operator, occurrence = places[index]
-        code = mutate_code(source, get_operator(operator)(), occurrence)
+        code = _mutated(source, operator, occurrence)
         if code is not None and _meaning(code) not in (None, original):
             found[index] = Mutant(module, key, code)
     yield from (found[index] for index in sorted(found))
+
+
+def _mutated(source: str, operator: str, occurrence: int) -> str | None:
+    """Return the changed module, or None where the operator cannot change that place."""
+    try:
+        code: str | None = mutate_code(source, get_operator(operator)(), occurrence)
+    except AttributeError:  # cosmic-ray's ExceptionReplacer knows no exceptions with a dot, as in "except _native.Lost"
+        return None
+    return code
 
 
 def _places(module: str, source: str, operators: Sequence[str]) -> Iterator[tuple[str, str, int]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._native import _native
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,6 +27,11 @@ PACKAGE: Final = Path("src/llm_datadist")
 #: A mutant may take this many times as long as the code itself, and this much longer.
 _SLOWER, _MORE_SECONDS = 4.0, 20.0
 _BASELINE_SECONDS: Final = 3600.0
+#: Stands in the copy: an editable install finds the package before PYTHONPATH does, in each child process too.
+_SITE: Final = """import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable")]
+"""
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -44,14 +51,20 @@ class Copy:
         self.folder = folder
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        compiled = [str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "_native").glob("*.so")]
-        for name in [*filter(None, listed.split("\0")), *compiled]:
+        for name in filter(None, listed.split("\0")):
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
+        shutil.copy2(_native.__file__, folder / PACKAGE / "_native")
+        (folder / "src/sitecustomize.py").write_text(_SITE)
 
     def baseline(self, tests: Sequence[str]) -> Baseline:
-        """Run tests without a mutant."""
+        """Run tests without a mutant.
+
+        Raises:
+            RuntimeError: The tests cannot run, or would import another copy of the package.
+        """
+        self._check_import()
         since = time.monotonic()
         code, output = self._pytest(["-rfE", *tests], _BASELINE_SECONDS)
         if code not in (0, 1):
@@ -69,19 +82,27 @@ class Copy:
         finally:
             path.write_text(original)
 
-    def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
-        """Return the exit status, or None when time was over, and what was printed."""
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments]
+    def _check_import(self) -> None:
+        command = [sys.executable, "-c", "import llm_datadist; print(llm_datadist.__file__)"]
+        output = subprocess.run(command, env=self._environment(), check=True, capture_output=True, text=True).stdout
+        if not Path(output.strip()).is_relative_to(self.folder):
+            raise RuntimeError(f"tests in {self.folder} would import {output.strip()}")
+
+    def _environment(self) -> dict[str, str]:
         # A mutant may have the size and the time of the module whose byte code was kept.
-        environment = os.environ | {
+        return os.environ | {
             "PYTHONPATH": str(self.folder / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "HYPOTHESIS_STORAGE_DIRECTORY": str(self.folder / ".hypothesis"),
         }
+
+    def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+        """Return the exit status, or None when time was over, and what was printed."""
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env=environment,
+            env=self._environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
