@@ -75,12 +75,17 @@ class Copy:
         """Return True if a test fails with the mutant, or does not end."""
         path = self.folder / PACKAGE / mutant.module
         original = path.read_text()
-        path.write_text(mutant.code)
+        self._write(path, mutant.code)
         left_out = [f"--deselect={each}" for each in stage.failing]
         try:
             return self._pytest(["-x", *left_out, *stage.tests], _SLOWER * stage.seconds + _MORE_SECONDS)[0] != 0
         finally:
-            path.write_text(original)
+            self._write(path, original)
+
+    def _write(self, path: Path, code: str) -> None:
+        path.write_text(code)
+        for kept in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):  # the mutant may have its size and time
+            kept.unlink()
 
     def _check_import(self) -> None:
         command = [sys.executable, "-c", "import llm_datadist; print(llm_datadist.__file__)"]
@@ -89,16 +94,26 @@ class Copy:
             raise RuntimeError(f"tests in {self.folder} would import {output.strip()}")
 
     def _environment(self) -> dict[str, str]:
-        # A mutant may have the size and the time of the module whose byte code was kept.
         return os.environ | {
             "PYTHONPATH": str(self.folder / "src"),
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "HYPOTHESIS_STORAGE_DIRECTORY": str(self.folder / ".hypothesis"),
         }
 
     def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
         """Return the exit status, or None when time was over, and what was printed."""
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "pytest_timeout",
+            *arguments,
+        ]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
