@@ -88,8 +88,8 @@ class _Pass:
             }
             for mutant in (each for of_module in chosen.values() for each in of_module):
                 self._session.choose(mutant.key)
-            for module in self._modules:
-                for stage in ("unit", "wide"):
+            for stage in ("unit", "wide"):  # first what is cheap, for all: a pass may be ended by its time
+                for module in self._modules:
                     self._stage(stage, self._plan["modules"][module][stage], chosen[module])
             if options.full:
                 self._stage("full", _FULL, [each for of_module in chosen.values() for each in of_module])
