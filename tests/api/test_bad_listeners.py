@@ -76,10 +76,11 @@ def welcome(**changes: Any) -> Welcome:
         "host": "stranger",
         "rendezvous": "@llm-datadist-nobody",
         "cookie": b"c" * 16,
-        "cookie_address": 4096,
-        "exports": [],
         "transport": None,
+        "nonce": bytes(32),
+        "credentials": b"",
         "lane_token": b"t" * 16,
+        "proof": b"",
     }
     return Welcome(**(fields | changes))
 
@@ -103,7 +104,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "an empty frame": (says(struct.pack(">I", 0)), FAILED),
     "no message": (says(struct.pack(">I", 3) + b"abc"), FAILED),
     "another message": (says(frame(Beat(1))), FAILED),
-    "the last message first": (says(frame(Linked(1))), FAILED),
+    "the last message first": (says(frame(Linked(1, b""))), FAILED),
     "refuses, with success": (says(frame(Refused(0, "all is well"))), FAILED),
     "refuses, with a code": (says(frame(Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(frame(Refused(123, "x"))), LLMStatusCode.LLM_FAILED),

@@ -129,7 +129,7 @@ def test_a_stranger_who_was_not_at_the_rendezvous_is_refused(linked: Pair, trans
     with Stranger(port_of(linked)) as stranger:
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         stranger.hear(Welcome)
-        stranger.say(TransportChoice(transport, "because", 1))
+        stranger.say(TransportChoice(transport, "because", 1, present=False, proof=b"", share=b""))
         refused = stranger.hear(Refused)
         assert refused.code == LLMStatusCode.LLM_LINK_FAILED
         assert "\n" not in refused.text
@@ -245,8 +245,8 @@ def test_a_pin_in_an_answer_that_nobody_asked_for_is_given_back(linked: Pair) ->
 @pytest.mark.parametrize(
     "what",
     [
-        frame(Linked(1)),
-        frame(TransportChoice("shm", "", 1)),
+        frame(Linked(1, b"")),
+        frame(TransportChoice("shm", "", 1, present=False, proof=b"", share=b"")),
         frame(Refused(0, "")),
         CONTROL_PREAMBLE,
         struct.pack(">I", FRAME_LIMIT + 1),
@@ -356,6 +356,6 @@ def test_a_good_peer_links_while_a_stranger_holds_up_its_own_handshake(shm_pair:
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         stranger.hear(Welcome)
         assert shm_pair.decoder.do(link, [info(1, port_of(shm_pair))]) == SUCCESS
-        stranger.say(TransportChoice("shm", "too late", 1))
+        stranger.say(TransportChoice("shm", "too late", 1, present=False, proof=b"", share=b""))
         stranger.hear(Refused)
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)

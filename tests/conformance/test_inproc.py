@@ -40,4 +40,4 @@ def test_peers_are_found_by_incarnation_only_while_registered() -> None:
             inproc.register(type(other.exports)(peer.exports.incarnation, {}, other.exports.guards, True))
     assert not inproc.lives_here(peer.exports.incarnation)
     with pytest.raises(LinkError, match="does not live"):
-        inproc.connect(peer.exports.incarnation)
+        inproc.connect(peer.exports)

@@ -86,9 +86,9 @@ class Stranger:
             "reconnects": False,
             "token": secrets.token_bytes(16),
             "cookie": self._guards.cookie,
-            "cookie_address": 4096,
-            "exports": [],
             "transport": None,
+            "nonce": bytes(32),
+            "credentials": b"",
         }
         return Hello(**(fields | changes))  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ class Stranger:
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
         exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        self.say(TransportChoice("shm", "a stranger's reason", sequence))
+        self.say(TransportChoice("shm", "a stranger's reason", sequence, present=False, proof=b"", share=b"s" * 32))
         self.hear(Linked)
 
     def __enter__(self) -> Stranger:

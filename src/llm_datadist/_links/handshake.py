@@ -11,11 +11,14 @@ import os
 import secrets
 import socket
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
+import msgspec
+
 from llm_datadist._links.channel import FrameParser, tune
+from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
@@ -34,7 +37,7 @@ from llm_datadist._links.messages import (
     remote_refusal,
 )
 from llm_datadist._log import logger
-from llm_datadist._transport import agree
+from llm_datadist._transport import PeerMemory, agree, inproc
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport import Choice, PeerMemory
+    from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
@@ -63,6 +66,7 @@ _BACKLOG: Final = 128
 #: Hello, else of the oldest of all.
 _MAX_GREETINGS: Final = 128
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
+_INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
 R = TypeVar("R")
 
@@ -76,6 +80,7 @@ class Endpoint:
     transport: str | None  # forced, or None
     exports: Exports
     lanes: Lanes
+    secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of :class:`Greeting`."""
@@ -88,15 +93,24 @@ class Endpoint:
             "host": socket.gethostname(),
             "transport": self.transport,
             "cookie": self.exports.guards.cookie,
-            "cookie_address": self.exports.guards.segment.address,
-            "exports": self.exports.descriptors(),
+            "nonce": secrets.token_bytes(32),
+            "credentials": b"",
         }
 
-    def builder(self, theirs: Greeting, memory: PeerMemory | LinkError | None) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused."""
-        forced = agree(self.transport, theirs.transport)
-        peer = PeerIdentity(theirs.incarnation, theirs.cookie, theirs.cookie_address, theirs.exports)
-        return ConnectionBuilder(peer, memory, forced)
+    def builder(
+        self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None
+    ) -> ConnectionBuilder:
+        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused.
+
+        ``here`` is what that end exports, if it has proven that it lives in this process. Takes the memory over.
+        """
+        try:
+            forced = agree(self.transport, theirs.transport)
+        except LinkRefused:
+            if isinstance(memory, PeerMemory):
+                memory.close()
+            raise
+        return ConnectionBuilder(PeerIdentity(theirs.incarnation, theirs.cookie, here), memory, forced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +123,8 @@ class NewLink:
     origin: LinkOrigin
     sock: socket.socket
     leftover: bytes  # received after the handshake
+    share: bytes = b""  # this end's half of a new secret, for the initiator
+    admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
 
 
 def _take(parser: FrameParser) -> Message | None:
@@ -127,6 +143,16 @@ def _expect(kind: type[M], message: Message) -> M:
 def _check_version(theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
+    if theirs.credentials:
+        raise LinkRefused("the peer sent credentials: this end has no authentication")
+
+
+def _check_place(theirs: Greeting, here: Exports | None) -> None:
+    """Refuse an end that says it lives in this process and has not proven it."""
+    if here is None and inproc.lives_here(theirs.incarnation):
+        raise LinkRefused(f"incarnation {theirs.incarnation.hex()[:8]} lives in this process, the peer does not")
+    if here is not None and here.incarnation != theirs.incarnation:
+        raise LinkRefused(f"the peer lives in this process, incarnation {theirs.incarnation.hex()[:8]} does not")
 
 
 def _check_access(mine: Endpoint, theirs: Greeting) -> None:
@@ -136,6 +162,10 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
             f"{theirs.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
             status_code=LLMStatusCode.LLM_PARAM_INVALID,
         )
+
+
+def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
+    return Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
 
 
 class _BlockingFrames:
@@ -215,6 +245,10 @@ class Dial:
         self._frames = _BlockingFrames(deadline, self._what)
         self._undo = ExitStack()
         self._undo.callback(self._frames.socket.close)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._here: Exports | None = None  # of the target, if it is in this process
+        self._transcript: Transcript
+        self._proven = False
 
     def greet(self, wanted: int | None) -> None:
         """Do steps 1 to 4: connect, introduce this end, open the data connection.
@@ -226,36 +260,52 @@ class Dial:
             **self._endpoint.greeting(),
             wanted=wanted,
             reconnects=self._incarnation is not None,
-            token=secrets.token_bytes(TOKEN_BYTES),
+            token=self._token,
             communicator=self._communicator,
         )
         self._frames.connect(self._address)
+        self._undo.callback(inproc.withdraw, self._token)
+        inproc.offer(self._token, self._endpoint.exports)
         self._frames.send(CONTROL_PREAMBLE + frame(hello))
         welcome = self._frames.receive(Welcome)
+        self._here = inproc.answer(self._token)
+        self._transcript = _transcript(hello, welcome)
+        known = self._endpoint.secrets
+        proven = known.is_proven(welcome.incarnation, _TARGET, self._transcript, welcome.proof)
+        self._proven = proven or self._here is not None
         try:
             self._check(welcome, wanted)
-            self._open(welcome, hello.token)
+            self._open(welcome)
         except LinkRefused as error:
             raise LinkRefused(f"{self._what}: {error}", status_code=error.status_code) from error
         self.peer = Peer.of(welcome)
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
         _check_version(welcome)
+        _check_place(welcome, self._here)
         if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
                 f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
+                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+            )
+        if self._incarnation is not None and not self._proven:
+            raise LinkRefused(
+                f"cluster {welcome.cluster_id}, pid {welcome.pid}, answers there and cannot prove that it is the "
+                "process of the lost link",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
         _check_access(self._endpoint, welcome)
 
-    def _open(self, welcome: Welcome, token: bytes) -> None:
+    def _open(self, welcome: Welcome) -> None:
         """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
         forced = agree(self._endpoint.transport, welcome.transport)
-        memory = exchange_memory_with(welcome.rendezvous, token, welcome.incarnation, exports, forced, deadline)
-        with closing(self._endpoint.builder(welcome, memory)) as builder:
+        memory = exchange_memory_with(
+            welcome.rendezvous, self._token, exports, forced, deadline, here=self._here is not None
+        )
+        with closing(self._endpoint.builder(welcome, memory, self._here)) as builder:
             dial = partial(dial_lanes, self._address, welcome.lane_token)
             group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
@@ -268,13 +318,19 @@ class Dial:
 
         ``present``: the link with that number is to be used, not this one.
         """
-        reason = self.choice.reason[:MAX_REASON]
-        self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present)))
-        return self._frames.receive(Linked).sequence
+        reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.secrets, self.peer.incarnation
+        proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
+        share = b"" if proof else new_share()
+        self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present, proof, share)))
+        linked = self._frames.receive(Linked)
+        if share:
+            known.agree(peer, share, linked.share, self._transcript)
+        return linked.sequence
 
     def take(self, sequence: int, peer_sequence: int) -> NewLink:
         """Give the link with these numbers of both ends to the caller."""
         self._undo.pop_all()
+        inproc.withdraw(self._token)
         by_communicator = self._communicator is not None
         origin = LinkOrigin(
             dialled=True,
@@ -306,7 +362,7 @@ class Dial:
 class Host(Protocol):
     """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
-    async def admit(self, hello: Hello) -> None: ...
+    async def admit(self, hello: Hello, *, proven: bool) -> None: ...
     def install(self, new: NewLink) -> None: ...
     def recognise(self, hello: Hello) -> int: ...
 
@@ -374,6 +430,40 @@ class _AsyncFrames:
                 raise ProtocolError("the connection ended inside the handshake", phase="handshake")
             self.parser.feed(data)
         return _expect(kind, message)
+
+
+class _Visit:
+    """One handshake in progress at the target. Owns the initiator's memory until that is taken.
+
+    ``here`` is what the initiator exports if it is in this process. ``choice``, ``transcript`` and ``proven`` are there
+    once the initiator has chosen.
+    """
+
+    choice: TransportChoice
+    transcript: Transcript
+
+    def __init__(self, frames: _AsyncFrames, hello: Hello, group: LaneGroup, here: Exports | None) -> None:
+        self.frames = frames
+        self.hello = hello
+        self.group = group
+        self.here = here
+        self.memory: PeerMemory | LinkError | None = None
+        self.proven = False
+
+    def agree(self, known: PeerSecrets, share: bytes) -> None:
+        """Keep the secret that the initiator has asked for, if it has; ``share`` is this end's half."""
+        if share:
+            known.agree(self.hello.incarnation, self.choice.share, share, self.transcript)
+
+    def take_memory(self) -> PeerMemory | LinkError | None:
+        """Return what came of the rendezvous, the caller's from now on."""
+        memory, self.memory = self.memory, None
+        return memory
+
+    def close(self) -> None:
+        """Give the memory back that nothing has taken."""
+        if isinstance(memory := self.take_memory(), PeerMemory):
+            memory.close()
 
 
 class Listener:
@@ -468,19 +558,24 @@ class Listener:
         hello = await frames.receive(Hello)
         self._silent.pop(sock, None)
         group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
+        visit = _Visit(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports))
         try:
-            self._check(hello)
-            await self._host.admit(hello)
-            choice, memory = await self._exchange_memory(frames, hello, group)
-            if choice.present:
-                await self._recognise(frames, hello, memory, group)
+            self._check(visit)
+            await self._host.admit(hello, proven=True)  # as it says; its proof comes with its choice
+            await self._exchange_memory(visit)
+            if not visit.proven:
+                await self._host.admit(hello, proven=False)
+            if visit.choice.present:
+                await self._recognise(visit)
                 return False
-            self._settle(frames, hello, choice, memory, group)
+            self._settle(visit)
         except BaseException as error:
             self._endpoint.lanes.shut(group)
             if isinstance(error, LLMException):
                 await self._refuse(frames, hello, error)
             raise
+        finally:
+            visit.close()
         return True
 
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
@@ -491,14 +586,15 @@ class Listener:
             if self._admission is not None:
                 self._admission.refused(hello, error)
 
-    async def _recognise(
-        self, frames: _AsyncFrames, hello: Hello, memory: PeerMemory | LinkError | None, group: LaneGroup
-    ) -> None:
+    async def _recognise(self, visit: _Visit) -> None:
         """Answer with the number of the present link; keep nothing of this handshake."""
-        if memory is not None and not isinstance(memory, LinkError):
-            memory.close()
-        self._endpoint.lanes.shut(group)
-        await frames.send(Linked(self._host.recognise(hello)))
+        if not visit.proven:
+            raise LinkRefused(
+                f"cluster {visit.hello.cluster_id} cannot prove that it is the linked process",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        self._endpoint.lanes.shut(visit.group)
+        await visit.frames.send(Linked(self._host.recognise(visit.hello), b""))
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
@@ -509,9 +605,10 @@ class Listener:
         self._greetings.pop(sock, None)
         lanes.add(group, sock)
 
-    def _check(self, hello: Hello) -> None:
-        mine = self._endpoint
+    def _check(self, visit: _Visit) -> None:
+        mine, hello = self._endpoint, visit.hello
         _check_version(hello)
+        _check_place(hello, visit.here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
                 f"remote_cluster_id={hello.wanted}: the listener at {self.address[0]}:{self.address[1]} is cluster "
@@ -523,37 +620,45 @@ class Listener:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         _check_access(mine, hello)
 
-    async def _exchange_memory(
-        self, frames: _AsyncFrames, hello: Hello, group: LaneGroup
-    ) -> tuple[TransportChoice, PeerMemory | LinkError | None]:
-        """Admit the peer to the rendezvous; return its choice and the memory it left."""
+    async def _exchange_memory(self, visit: _Visit) -> None:
+        """Admit the peer to the rendezvous; take its choice, its proof, and the memory that it left."""
+        frames, hello, known = visit.frames, visit.hello, self._endpoint.secrets
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
-            welcome = self._endpoint.greeting()
-            await frames.send(Welcome(**welcome, rendezvous=self._rendezvous.name, lane_token=group.token))
-            choice = await frames.receive(TransportChoice)
+            welcome = Welcome(
+                **self._endpoint.greeting(),
+                rendezvous=self._rendezvous.name,
+                lane_token=visit.group.token,
+                proof=b"",
+            )
+            transcript = _transcript(hello, welcome)
+            welcome = msgspec.structs.replace(welcome, proof=known.prove(hello.incarnation, _TARGET, transcript))
+            await frames.send(welcome)
+            visit.choice = choice = await frames.receive(TransportChoice)
             if frames.socket not in self._greetings:
                 # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
                 raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            return choice, outcome.pop() if outcome else None
+            visit.memory = outcome.pop() if outcome else None
+            visit.transcript = transcript
+            shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
+            visit.proven = shown or visit.here is not None
         finally:
             self._rendezvous.forget(hello.token)
             for unused in outcome:
                 if not isinstance(unused, LinkError):
                     unused.close()
 
-    def _settle(
-        self,
-        frames: _AsyncFrames,
-        hello: Hello,
-        theirs: TransportChoice,
-        memory: PeerMemory | LinkError | None,
-        group: LaneGroup,
-    ) -> None:
+    def _settle(self, visit: _Visit) -> None:
         """Open the connection if both ends chose alike, and install the link."""
-        lanes = self._endpoint.lanes
-        with closing(self._endpoint.builder(hello, memory)) as builder:
+        lanes, hello, theirs, frames, group = (
+            self._endpoint.lanes,
+            visit.hello,
+            visit.choice,
+            visit.frames,
+            visit.group,
+        )
+        with closing(self._endpoint.builder(hello, visit.take_memory(), visit.here)) as builder:
             mine = builder.choice
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
@@ -570,7 +675,9 @@ class Listener:
                 greetings=[hello] if by_communicator else [],
             )
             sock, leftover = frames.socket, frames.parser.rest()
-            self._host.install(NewLink(Peer.of(hello), connection, builder.choice, origin, sock, leftover))
+            peer, share = Peer.of(hello), new_share() if theirs.share else b""
+            agree = partial(visit.agree, self._endpoint.secrets, share)
+            self._host.install(NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree))
         except BaseException:
             connection.close()
             raise

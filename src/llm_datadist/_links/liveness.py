@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Beat
 from llm_datadist._log import logger
-from llm_datadist.errors import AlreadyLinked, LLMException
+from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,17 +125,24 @@ class LinkConflicts:
         if link.usable:
             self._lose(link, reason)
 
-    async def give_way(self, peer: Peer) -> None:
-        """Return once no other process of the cluster of ``peer`` is linked; AlreadyLinked if it lives."""
-        old = self._table.conflict(peer)
+    async def give_way(self, peer: Peer, *, proven: bool) -> None:
+        """Return once no other process of the cluster of ``peer`` is linked.
+
+        Raises AlreadyLinked if that lives; LinkRefused (``LLM_LINK_BUSY``) if it has the incarnation of a ``peer`` that
+        is not proven: as when both ends dial at once for the first time, whose one link is enough.
+        """
+        old = self._table.conflict(peer, proven=proven)
         if old is None:
             return
         ping = old.ping()
         give_up = time.monotonic() + _ANSWER_SECONDS
         # A restarted peer may dial before the end of its old connection has been read.
-        while self._table.conflict(peer) is old and time.monotonic() < give_up:
+        while self._table.conflict(peer, proven=proven) is old and time.monotonic() < give_up:
             if old.last_pong >= ping:
+                if old.peer.incarnation == peer.incarnation:
+                    text = f"{old.peer} is linked, and this dial cannot prove that it comes from the same process"
+                    raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
             await asyncio.sleep(_ANSWER_POLL_SECONDS)
-        if self._table.conflict(peer) is old:
+        if self._table.conflict(peer, proven=proven) is old:
             self._lose(old, f"silent while {peer} took its place")

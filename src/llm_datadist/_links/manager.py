@@ -324,16 +324,20 @@ class LinkManager:
             raise
         self._bring_up(link, channel, new.leftover, old)
 
-    async def admit(self, hello: Hello) -> None:
-        """Refuse a second process of a linked cluster id, unless the first one is gone."""
-        await self._conflicts.give_way(Peer.of(hello))
+    async def admit(self, hello: Hello, *, proven: bool) -> None:
+        """Refuse another process of a linked cluster id, unless the linked one is gone.
+
+        A peer that is not ``proven`` to be what its incarnation says counts as another process.
+        """
+        await self._conflicts.give_way(Peer.of(hello), proven=proven)
 
     def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""
         link = Link(new.peer, new.connection, new.choice, new.origin)
         old = self._table.admit(link)
+        new.admitted()
         # Usable here before the initiator hears of it, and it hears of it before anything else.
-        channel = self._ready(link, new.sock, Linked(link.origin.sequence))
+        channel = self._ready(link, new.sock, Linked(link.origin.sequence, new.share))
         self._bring_up(link, channel, new.leftover, old)
 
     def recognise(self, hello: Hello) -> int:

@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -23,7 +22,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
@@ -48,9 +47,11 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+#: What may be missing is empty.
+Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-Regions = Annotated[list[RegionDescriptor], msgspec.Meta(max_length=32)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
@@ -71,11 +72,11 @@ class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(Message, frozen=True):
-    """What each end says about itself first. The tag tells its role.
+    """What each end says about itself first, to any stranger: nothing of its memory. The tag tells its role.
 
-    ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page, and what cma must
-    find at ``cookie_address`` of its address space. ``exports`` are its regions, for a transport that maps nothing.
-    ``transport`` is the one that its ``llm.Transport`` asks for, if any.
+    ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page. ``transport`` is the
+    one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake good for no other.
+    ``credentials`` is where authentication goes; this version has none, and refuses them.
     """
 
     version: int
@@ -85,17 +86,18 @@ class Greeting(Message, frozen=True):
     pid: Id
     host: Text
     cookie: Identity16
-    cookie_address: U64
-    exports: Regions
     transport: Name | None
+    nonce: Nonce
+    credentials: Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
 class Hello(Greeting, frozen=True):
     """Initiator -> target, first frame: who I am and what I want.
 
     ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects``: no user asked
-    for this link now, the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once. With
-    ``communicator`` it is ``link()`` that asks, and only the same communicator of the target will do.
+    for this link now, the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once, or
+    finds the initiator in the table of its own process. With ``communicator`` it is ``link()`` that asks, and only the
+    same communicator of the target will do.
     """
 
     wanted: U64 | None
@@ -107,11 +109,13 @@ class Hello(Greeting, frozen=True):
 class Welcome(Greeting, frozen=True):
     """Target -> initiator: who answers, and where its same-host rendezvous listens.
 
-    ``lane_token`` opens the target's listener to the data lanes of this link, until it ends.
+    ``lane_token`` opens the target's listener to the data lanes of this link, until it ends. ``proof`` shows that the
+    target is the process that the initiator has met before, empty if they have no secret (:mod:`.identity`).
     """
 
     rendezvous: Text
     lane_token: Identity16
+    proof: Maybe32
 
 
 class Refused(Message, frozen=True):
@@ -125,22 +129,27 @@ class TransportChoice(Message, frozen=True):
     """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
 
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
-    ``present``: the initiator has a link to this incarnation already, which its communicator is to use.
+    ``present``: the initiator has a link to this incarnation already, which its communicator is to use. ``proof``: the
+    initiator's, after a proof of the target; else ``share``: its half of a new secret.
     """
 
     transport: Text
     reason: Text
     sequence: Id
-    present: bool = False
+    present: bool
+    proof: Maybe32
+    share: Maybe32
 
 
 class Linked(Message, frozen=True):
     """Target -> initiator, last frame of the handshake: the link is ready here too.
 
-    ``sequence`` is the target's own number for the link, as in :class:`TransportChoice`.
+    ``sequence`` is the target's own number for the link, as in :class:`TransportChoice`. ``share`` is its half of a new
+    secret, if the initiator has sent one.
     """
 
     sequence: Id
+    share: Maybe32
 
 
 class Beat(Message, frozen=True):
@@ -203,7 +212,8 @@ class Resolved(Message, frozen=True):
     """Target -> initiator: the cache's geometry, its tensors, and the guards of this answer.
 
     ``geometry`` is passed through undecoded: this package does not know what a cache is.
-    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor. ``pin`` 0: nothing to release, and
+    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor; both are empty where data lanes reach
+    the cache, which then goes by the indices of its tensors. ``pin`` 0: nothing to release, and
     the answer may be kept for as long as the guards hold.
     """
 

@@ -105,10 +105,10 @@ class LinkTable:
             self._changed.notify_all()
             return old
 
-    def conflict(self, peer: Peer) -> Link | None:
-        """Return the link to another process under the same cluster id."""
+    def conflict(self, peer: Peer, *, proven: bool = True) -> Link | None:
+        """Return the link to another process under the same cluster id; to any, if the peer is not ``proven``."""
         old = self._links.get(peer.cluster_id)
-        return None if old is None or old.ended or old.peer.incarnation == peer.incarnation else old
+        return None if old is None or old.ended or (proven and old.peer.incarnation == peer.incarnation) else old
 
     def admit(self, link: Link) -> Link | None:
         """Put in and number a link that the peer dialled; return one to end.

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+import numpy as np
 
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
@@ -95,8 +96,9 @@ class Target:
         pin, entry, row, binding = self._found(link, message, key)
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
-        shared = link.connection.capabilities.shared_regions and not sealed
-        regions, offsets = entry.storage.names(mapped=shared)
+        regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
+        if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
+            regions = offsets = b""  # over lanes the handle names the cache, and no peer learns an address
         guards = [entry.guard] if key is None or binding is None else [entry.guard, binding.guard]
         return Resolved(
             id=message.id,

@@ -17,10 +17,10 @@ from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.exports import Exports, RegionDescriptor
+    from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
@@ -33,14 +33,14 @@ Between hosts more connections share a line better than one. Threads, not lanes,
 
 
 def exchange_memory_with(
-    name: str, token: bytes, incarnation: bytes, exports: Exports, forced: str | None, deadline: Deadline
+    name: str, token: bytes, exports: Exports, forced: str | None, deadline: Deadline, *, here: bool
 ) -> PeerMemory | LinkError | None:
-    """Try the rendezvous, unless the peer lives in this process or tcp is forced. Runs on the initiator.
+    """Try the rendezvous, unless the peer lives in this process (``here``) or tcp is forced. Runs on the initiator.
 
     Returns:
         The peer's memory, which the caller owns, or why there is none. None when it was not tried.
     """
-    if forced == "tcp" or (inproc.lives_here(incarnation) and forced in (None, "inproc")):
+    if forced == "tcp" or (here and forced in (None, "inproc")):
         return None
     try:
         return exchange_memory(name, token, exports, deadline)
@@ -54,19 +54,17 @@ def exchange_memory_with(
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What the peer says about itself over the control connection. The rendezvous and cma must find the same.
+    """What the peer says about itself over the control connection. The rendezvous must find the same.
 
     Attributes:
         incarnation: Random id of its process incarnation.
         cookie: What the header of its guard table shows.
-        cookie_address: Where that header is in its own address space; not trusted.
-        regions: What it exports, for a transport that maps nothing.
+        here: What it exports, if it has proven that it lives in this process.
     """
 
     incarnation: bytes
     cookie: bytes
-    cookie_address: int
-    regions: Sequence[RegionDescriptor]
+    here: Exports | None
 
     def proven(self, memory: PeerMemory) -> PeerMemory | LinkRefused:
         """Return the memory if it is this peer's, else close it and return why not."""
@@ -97,7 +95,7 @@ class ConnectionBuilder:
         self._memory = same_host if isinstance(same_host, PeerMemory) else None
         try:
             self.choice: Choice = choose(
-                same_process=inproc.lives_here(peer.incarnation),
+                same_process=peer.here is not None,
                 same_host=same_host,
                 forced=forced,
                 private=self._why_not_cma(forced),
@@ -111,7 +109,7 @@ class ConnectionBuilder:
             return f"llm.Transport is {forced}"
         if self._memory is None:
             return "no same-host rendezvous was made"
-        return probe(self._memory, self._peer.cookie_address, self._peer.cookie)
+        return probe(self._memory, self._memory.cookie_address, self._peer.cookie)
 
     @property
     def wants_lanes(self) -> bool:
@@ -144,9 +142,10 @@ class ConnectionBuilder:
 
         def connect(transport: str) -> Connection:
             if transport == "inproc":
-                return inproc.connect(self._peer.incarnation)
+                assert self._peer.here is not None, "inproc is chosen for a peer of this process only"
+                return inproc.connect(self._peer.here)
             if transport == "tcp":
-                return TcpConnection(lanes, group, self._peer.regions, writable=writable, reconnect=reconnect)
+                return TcpConnection(lanes, group, writable=writable, reconnect=reconnect)
             assert self._memory is not None, "shm and cma are chosen after a rendezvous only"
             held = self._memory.share()
             return ShmConnection(held) if transport == "shm" else CmaConnection(held, writable=writable)

@@ -1,6 +1,9 @@
 """The reference transport: both peers live in this process. Read this one first.
 
-The peers of this process are in one table by their incarnation; a peer that leaves it is lost to its connections.
+The peers of this process are in one table by their incarnation; a peer that leaves it is lost to its connections. That
+a peer lives here is proven by a second table, which only this process can read and write: the initiator of a link
+offers what it exports under a one-time token, and the target leaves what it exports itself. What a peer says is no
+proof.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
 _peers: dict[bytes, Exports] = {}
 os.register_at_fork(after_in_child=_peers.clear)
 
+# By the token of a handshake: what its initiator exports, and what its target does. As above.
+_offers: dict[bytes, Exports] = {}
+_answers: dict[bytes, Exports] = {}
+os.register_at_fork(after_in_child=_offers.clear)
+os.register_at_fork(after_in_child=_answers.clear)
+
 
 def register(exports: Exports) -> None:
     """Announce that the peer ``exports.incarnation`` lives in this process; ``ParamError`` when it already does."""
@@ -37,11 +46,34 @@ def lives_here(incarnation: bytes) -> bool:
     return incarnation in _peers
 
 
-def connect(incarnation: bytes) -> InprocConnection:
-    """Return a connection to a peer of this process; ``LinkError`` when it is not here."""
-    exports = _peers.get(incarnation)
-    if exports is None:
-        raise LinkError(f"inproc: incarnation {incarnation.hex()} does not live in this process")
+def offer(token: bytes, exports: Exports) -> None:
+    """Let a target in this process find the initiator by its token, until :func:`withdraw`."""
+    _offers[token] = exports
+
+
+def accept(token: bytes, exports: Exports) -> Exports | None:
+    """Return what the initiator with this token exports, and show it ``exports``; None if it is in another process."""
+    offered = _offers.get(token)
+    if offered is None or _answers.setdefault(token, exports) is not exports:
+        return None
+    return offered
+
+
+def answer(token: bytes) -> Exports | None:
+    """Return what the target that has found the token exports; None if none of this process has."""
+    return _answers.get(token)
+
+
+def withdraw(token: bytes) -> None:
+    """End an offer."""
+    _offers.pop(token, None)
+    _answers.pop(token, None)
+
+
+def connect(exports: Exports) -> InprocConnection:
+    """Return a connection to a peer of this process; ``LinkError`` when it is not here (any more)."""
+    if _peers.get(exports.incarnation) is not exports:
+        raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
     return InprocConnection(exports)
 
 

@@ -85,6 +85,7 @@ class PeerMemory:
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes read from the mapped guard table's header.
+        cookie_address: Where that header is in the peer's own address space, as it says.
         incarnation: What the peer says its incarnation is; to be compared with the control channel's.
     """
 
@@ -98,6 +99,7 @@ class PeerMemory:
         page: WriterPage,
     ) -> None:
         self.cookie = hello.cookie
+        self.cookie_address = hello.cookie_address
         self.incarnation = hello.incarnation
         self.guards = guards
         self.regions = regions

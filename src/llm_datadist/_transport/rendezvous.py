@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
-VERSION: Final = 3
+VERSION: Final = 4
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
@@ -40,6 +40,7 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     Attributes:
         token: The one-time token of the control channel; the answer repeats it.
         cookie: What the receiver must find in the mapped guard table's header.
+        cookie_address: Where that header is in the sender's own address space, for cma; not trusted. 0: not told.
     """
 
     version: int
@@ -48,6 +49,7 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     cookie: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
     regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
+    cookie_address: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -151,7 +153,9 @@ class MemoryOffer:
         self._page: WriterPage | None = page
         memory = page.segment
         assert memory is not None
-        self.hello = RendezvousHello(VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions)
+        self.hello = RendezvousHello(
+            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions, guards.segment.address
+        )
         self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
 
     def send(self, sock: socket.socket) -> None:

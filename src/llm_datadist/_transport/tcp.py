@@ -65,7 +65,7 @@ class TcpConnection(Connection):
         self,
         lanes: Lanes,
         group: LaneGroup,
-        regions: Iterable[RegionDescriptor],
+        regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
         reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,

@@ -93,7 +93,7 @@ class LocalPeer(Peer):
         inproc.register(self.exports)
 
     def connect(self) -> Connection:
-        return inproc.connect(self.exports.incarnation)
+        return inproc.connect(self.exports)
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
         self._bytes(region)[: data.size] = data

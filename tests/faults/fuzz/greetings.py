@@ -100,11 +100,12 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         pid=1,
         host="fuzz",
         cookie=bytes(16),
-        cookie_address=0,
-        exports=[],
         transport=None,
+        nonce=bytes(32),
+        credentials=b"",
         rendezvous="@x",
         lane_token=bytes(16),
+        proof=b"",
     )
 
     def answer() -> bytes:
@@ -113,7 +114,7 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         if choice < 0.3:
             first = frame(welcome)
         if choice < 0.1:
-            second = frame(Linked(7))
+            second = frame(Linked(7, b""))
         return first + second
 
     def serve() -> None:

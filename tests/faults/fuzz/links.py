@@ -88,7 +88,7 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
     def install() -> Link:
         own = engine.store.exports
         peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
-        with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), 0, []), None, "inproc")) as opening:
+        with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), own), None, "inproc")) as opening:
             lanes = engine.links._endpoint.lanes
             connection = opening.open(lanes, lanes.open(), writable=own.writable)
             engine.links.install(NewLink(peer, connection, opening.choice, LinkOrigin(False, 0, sequence), sock, b""))

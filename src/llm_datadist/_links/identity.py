@@ -1,0 +1,61 @@
+"""Proof that a peer is the process which this end has met before: a secret that only the two of them know.
+
+The first handshake of two incarnations agrees on a secret, of which each end sends one half. In every later handshake
+of these two, each end proves with it that it is no stranger who has learnt the other's incarnation. The secret keeps no
+one out who read or changed the first handshake: that takes authentication, for which greetings have room.
+
+Threads: any; single dict operations only. Nothing fails: without a secret there is no proof.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Final, NamedTuple
+
+#: Secrets kept; the oldest goes first. A peer whose secret is gone is a peer that was never met.
+_MAX_SECRETS: Final = 4096
+SHARE_BYTES: Final = 32
+
+
+class Transcript(NamedTuple):
+    """What both ends of one handshake have said by the time of the proofs: their incarnations and fresh nonces."""
+
+    initiator: bytes
+    target: bytes
+    initiator_nonce: bytes
+    target_nonce: bytes
+
+
+class PeerSecrets:
+    """The secrets of one process incarnation, by the incarnation of the peer."""
+
+    def __init__(self) -> None:
+        self._secrets: dict[bytes, bytes] = {}
+
+    def prove(self, peer: bytes, role: bytes, transcript: Transcript) -> bytes:
+        """Return this end's proof in its role for a peer; empty where the two have no secret."""
+        secret = self._secrets.get(peer)
+        return b"" if secret is None else _proof(secret, role, transcript)
+
+    def is_proven(self, peer: bytes, role: bytes, transcript: Transcript, proof: bytes) -> bool:
+        """Return True if only the peer, in its role, can have sent this proof."""
+        secret = self._secrets.get(peer)
+        return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
+
+    def agree(self, peer: bytes, initiator_share: bytes, target_share: bytes, transcript: Transcript) -> None:
+        """Keep a new secret of both shares."""
+        self._secrets.pop(peer, None)
+        self._secrets[peer] = hashlib.sha256(b"".join((initiator_share, target_share, *transcript))).digest()
+        while len(self._secrets) > _MAX_SECRETS:
+            self._secrets.pop(next(iter(self._secrets)), None)
+
+
+def new_share() -> bytes:
+    """Return one end's half of a new secret."""
+    return secrets.token_bytes(SHARE_BYTES)
+
+
+def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:
+    return hmac.digest(secret, b"".join((role, *transcript)), "sha256")
