@@ -22,7 +22,7 @@ from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release,
 from llm_datadist._log import logger
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.lanes import LaneGrant
-from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
+from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,6 +180,9 @@ class LaneTarget:
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
             raise ProtocolError(f"a lane request for cache {entry.cache_id} leaves its guard out")
+        # The entry's own generation, not the one that its slot shows by now, nor one that the peer foresees.
+        if handle.guards[0].generation != entry.guard.generation:
+            raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         return LaneGrant(entry.storage.tensors, guards, entry.storage.tag)

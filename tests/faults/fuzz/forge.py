@@ -99,11 +99,6 @@ def _key(rng: random.Random) -> Any:
     return [rng.randrange(4), rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 2**64 - 1)), rng.randrange(3)]
 
 
-def _exports(rng: random.Random) -> list[Any]:
-    described = {"region": rng.randrange(1, 4), "nbytes": 1 << rng.randrange(12, 40), "name": "pool", "writable": False}
-    return [described] * rng.randrange(3)
-
-
 def _hello(rng: random.Random) -> list[Any]:
     wanted = rng.choice((None, None, 1, rng.randrange(9)))
     token, incarnation = rng.randbytes(16), rng.randbytes(16)
@@ -117,10 +112,19 @@ def _hello(rng: random.Random) -> list[Any]:
         4242,
         "fuzz",
         rng.randbytes(16),
-        4096,
-        _exports(rng),
+        transport,
+        *_nonce_and_credentials(rng),
     ]
-    return ["hello", *greeting, transport, wanted, rng.random() < 0.2, token, *_communicator(rng)]
+    return ["hello", *greeting, wanted, rng.random() < 0.2, token, *_communicator(rng)]
+
+
+def _nonce_and_credentials(rng: random.Random) -> list[bytes]:
+    """Return a nonce and credentials."""
+    return [rng.randbytes(32), rng.choice((b"", b"", b"", rng.randbytes(9)))]
+
+
+def _proof(rng: random.Random) -> bytes:
+    return rng.choice((b"", rng.randbytes(32)))
 
 
 def _communicator(rng: random.Random) -> list[Any]:
@@ -133,14 +137,15 @@ def _communicator(rng: random.Random) -> list[Any]:
 
 def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
-    greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16), 4096, _exports(rng)]
-    return ["welcome", *greeting, rng.choice((None, "tcp", "x\ny")), rendezvous, rng.randbytes(16)]
+    greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16)]
+    transport = rng.choice((None, "tcp", "x\ny"))
+    return ["welcome", *greeting, transport, *_nonce_and_credentials(rng), rendezvous, rng.randbytes(16), _proof(rng)]
 
 
 def _transport_choice(rng: random.Random) -> list[Any]:
-    present = [rng.random() < 0.5] if rng.random() < 0.3 else []
+    present = rng.random() < 0.15
     transport = rng.choice(("inproc", "shm", "cma", "tcp", "x\ny"))
-    return ["transportchoice", transport, "because", rng.randrange(1, 1 << 40), *present]
+    return ["transportchoice", transport, "because", rng.randrange(1, 1 << 40), present, _proof(rng), _proof(rng)]
 
 
 def _resolve(rng: random.Random) -> list[Any]:
@@ -223,7 +228,7 @@ HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
     "welcome": (2, _welcome),
     "refused": (1, lambda rng: ["refused", rng.choice(_NUMBERS), "no\nway"]),
     "transportchoice": (4, _transport_choice),
-    "linked": (1, lambda rng: ["linked", _id(rng)]),
+    "linked": (1, lambda rng: ["linked", _id(rng), _proof(rng)]),
 }
 
 

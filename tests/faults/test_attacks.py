@@ -1,0 +1,135 @@
+"""Attacks that once worked: valid messages with false claims. docs/faults.md has the table."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.handshake import Dial
+from llm_datadist._links.messages import (
+    CONTROL_PREAMBLE,
+    PROTOCOL_VERSION,
+    Hello,
+    Refused,
+    TransportChoice,
+    Welcome,
+    frame,
+)
+from llm_datadist._transport.lanes import dial_lanes
+from llm_datadist.errors import LinkRefused
+from tests.support.linking import bytes_move_both_ways, info, link, links
+from tests.support.strangers import Stranger, listener, read_hello
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from llm_datadist._transfer.engine import Engine
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+    from tests.support.world import World
+
+
+def _engine(world: World) -> Engine:
+    engine = world.dd._engine
+    assert engine is not None
+    return engine
+
+
+def _incarnation(world: World) -> bytes:
+    return _engine(world).store.exports.incarnation
+
+
+def _welcome(hello: Hello, incarnation: bytes, **changes: Any) -> Welcome:
+    fields: dict[str, Any] = {
+        "version": PROTOCOL_VERSION,
+        "cluster_id": 1,
+        "incarnation": incarnation,
+        "remote_accessible": hello.remote_accessible,
+        "pid": 1,
+        "host": "evil",
+        "cookie": bytes(16),
+        "transport": None,
+        "nonce": bytes(32),
+        "credentials": b"",
+        "rendezvous": "@llm-datadist-x",
+        "lane_token": bytes(16),
+        "proof": secrets.token_bytes(32),
+    }
+    return Welcome(**(fields | changes))
+
+
+def _answering(incarnation: Callable[[Hello], bytes]) -> Callable[[socket.socket], None]:
+    def behave(sock: socket.socket) -> None:
+        hello = read_hello(sock)
+        sock.sendall(frame(_welcome(hello, incarnation(hello))))
+
+    return behave
+
+
+@pytest.mark.parametrize("transport", [None, "inproc", "tcp"])
+def test_attack_poc1_a_listener_that_echoes_our_incarnation_is_no_peer_of_this_process(
+    end: LocalEnd, transport: str | None
+) -> None:
+    end.start("DECODER", 2, extra={} if transport is None else {"llm.Transport": transport})
+    with listener(_answering(lambda hello: hello.incarnation)) as port:
+        code, codes = end.do(link, [info(1, port)])
+    assert (code, codes) == (LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])
+    assert end.do(links) == {}
+
+
+def test_attack_poc1_a_dialler_that_echoes_our_incarnation_is_no_peer_of_this_process(shm_pair: Pair) -> None:
+    shm_pair.start()
+    assert shm_pair.prompt.port is not None
+    with Stranger(shm_pair.prompt.port, incarnation=shm_pair.prompt.do(_incarnation)) as stranger:
+        stranger.say(CONTROL_PREAMBLE, stranger.hello())
+        assert "lives in this process, the peer does not" in stranger.hear(Refused).text
+        assert stranger.is_hung_up_on()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+@pytest.mark.parametrize("proof", [b"", bytes(32)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_link(
+    request: pytest.FixtureRequest, transport: str, proof: bytes
+) -> None:
+    pair: Pair = request.getfixturevalue(f"{transport}_pair")
+    pair.start()
+    assert pair.prompt.port is not None
+    with Stranger(pair.prompt.port, 2, pair.decoder.do(_incarnation)) as stranger:
+        stranger.say(CONTROL_PREAMBLE, stranger.hello())
+        welcome = stranger.hear(Welcome)
+        for lane in dial_lanes(("127.0.0.1", pair.prompt.port), welcome.lane_token, 2, Deadline(5_000)):
+            lane.close()
+        stranger.say(TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32)))
+        refused = stranger.hear(Refused)
+        assert (refused.code, "cannot prove" in refused.text) == (LLMStatusCode.LLM_LINK_BUSY, True)
+    assert pair.prompt.do(links) == {2: "ready"}
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_attack_poc5_a_communicator_of_a_stranger_does_not_join_the_link_of_a_peer(shm_pair: Pair) -> None:
+    shm_pair.start()
+    assert shm_pair.prompt.port is not None
+    with Stranger(shm_pair.prompt.port, 2, shm_pair.decoder.do(_incarnation)) as stranger:
+        stranger.say(CONTROL_PREAMBLE, stranger.hello())
+        stranger.hear(Welcome)
+        stranger.say(TransportChoice("shm", "evil", 1, present=True, proof=bytes(32), share=b""))
+        assert stranger.hear(Refused).code == LLMStatusCode.LLM_LINK_BUSY
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_link(end: LocalEnd) -> None:
+    end.start("DECODER", 2)
+    lost = secrets.token_bytes(16)
+    endpoint = _engine(end.world).links._endpoint
+    with (
+        listener(_answering(lambda hello: lost)) as port,
+        Dial(endpoint, ("127.0.0.1", port), Deadline(5_000), incarnation=lost) as dial,
+        pytest.raises(LinkRefused, match="cannot prove that it is the process of the lost link"),
+    ):
+        dial.greet(None)
