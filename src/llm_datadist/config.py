@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
@@ -47,6 +48,7 @@ POOL_PREFAULT: Final = "llm.PoolPrefault"
 COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
+MAX_LINKS: Final = "llm.MaxLinks"
 
 NO_EFFECT: Final = frozenset(
     {
@@ -81,6 +83,9 @@ _DEFAULT_PAGE_SHIFT: Final = 16
 _MIN_PAGE_SHIFT: Final = 10
 _PAGE_SHIFT_END: Final = 31
 _PAGES_END: Final = 2**32 - 1
+_LEAST_PEER_TIMEOUT: Final = 0.1  # below, both ends would do little else than send heartbeats
+_MAX_LINKS: Final = 1024
+_DESCRIPTORS_PER_LINK: Final = 16  # a link over tcp has ten at most
 _MIB2: Final = 2 * 2**20
 
 
@@ -275,6 +280,7 @@ class Options:
         pool_prefault: Touch every page of the pools at init.
         copy_threads: Threads that copy; None: as many as there are usable CPUs.
         peer_timeout: Seconds until a silent peer counts as dead.
+        max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
     """
 
@@ -297,6 +303,7 @@ class Options:
     copy_threads: int | None = None
     peer_timeout: float = 10.0
     checksum: bool = False
+    max_links: int = _MAX_LINKS
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
@@ -342,6 +349,7 @@ class Options:
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
+            max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()
         return parsed
@@ -370,9 +378,16 @@ def _socket_dir(reader: _Reader) -> str | None:
 
 
 def _peer_timeout(reader: _Reader) -> float:
-    seconds = reader.number(PEER_TIMEOUT, default=10.0)
-    check_rule(seconds > 0, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0")
+    seconds, least = reader.number(PEER_TIMEOUT, default=10.0), _LEAST_PEER_TIMEOUT
+    check_rule(seconds >= least, f"{PEER_TIMEOUT}: {seconds} s, it must be above 0: {least} s at least")
     return seconds
+
+
+def _default_max_links() -> int:
+    """Return a number of links that leaves this process most of the descriptors that it may open."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = descriptors == resource.RLIM_INFINITY
+    return _MAX_LINKS if unlimited else max(1, min(_MAX_LINKS, descriptors // _DESCRIPTORS_PER_LINK))
 
 
 def _modes(reader: _Reader) -> tuple[bool, bool]:

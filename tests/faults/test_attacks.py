@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMStatusCode
+from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PROTOCOL_VERSION,
     Hello,
+    Message,
+    Ping,
+    Pong,
     Refused,
+    Release,
+    Resolve,
+    Resolved,
     TransportChoice,
     Welcome,
     frame,
 )
-from llm_datadist._transport.lanes import dial_lanes
+from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
 from llm_datadist.errors import LinkRefused
 from tests.support.linking import bytes_move_both_ways, info, link, links
+from tests.support.moves import Spec, make, picture, wait_until
 from tests.support.strangers import Stranger, listener, read_hello
 
 if TYPE_CHECKING:
@@ -133,3 +144,70 @@ def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_l
         pytest.raises(LinkRefused, match="cannot prove that it is the process of the lost link"),
     ):
         dial.greet(None)
+
+
+class _Visitor(Stranger):
+    """A stranger that links over tcp with as many lanes as it gets."""
+
+    def __init__(self, port: int, cluster_id: int) -> None:
+        super().__init__(port, cluster_id)
+        self._lanes: list[socket.socket] = []
+
+    def join(self) -> str:
+        """Become linked; return the text of the refusal, or nothing."""
+        self.say(CONTROL_PREAMBLE, self.hello(transport="tcp"))
+        answer = self.hear(Message)
+        if isinstance(answer, Welcome):
+            address = self.sock.getpeername()[:2]
+            self._lanes = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
+            self.say(TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
+            answer = self.hear(Message)
+        return answer.text if isinstance(answer, Refused) else ""
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        for lane in self._lanes:
+            lane.close()
+
+
+def _descriptors(world: World) -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _pins_end_within(world: World) -> float:
+    pins = _engine(world).store.registry._pins.values()
+    return max(pin.expires for pin in pins) - time.monotonic()
+
+
+def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
+    tcp_pair.start(extra={"llm.MaxLinks": "8"})
+    prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
+    assert port is not None
+    before = prompt.do(_descriptors)
+    with ExitStack() as stack:
+        refusals = [stack.enter_context(_Visitor(port, 1000 + number)).join() for number in range(40)]
+        # One of the four that may come from one address is the decoder's.
+        assert len(prompt.do(links)) == 4
+        assert [text.partition(" already")[0] for text in refusals if text] == ["there are 4 links from 127.0.0.1"] * 37
+        assert prompt.do(_descriptors) - before <= 3 * (2 + MAX_LANES)
+        bytes_move_both_ways(prompt, tcp_pair.decoder)
+    wait_until(lambda: prompt.do(links) == {2: "ready"})
+
+
+def test_attack_poc8_a_release_over_lanes_consumes_nothing_that_was_not_sent(tcp_pair: Pair) -> None:
+    tcp_pair.start()
+    prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
+    assert port is not None
+    prompt.do(make, "kv", Spec(keys=(CacheKey(1, 7, 0),)), 1)
+    keys = prompt.do(picture).keys
+    with _Visitor(port, 1000) as visitor:
+        assert not visitor.join()
+        visitor.say(Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 2**62))
+        answer = visitor.hear(Resolved)
+        assert (answer.regions, answer.offsets) == (b"", b""), "no address leaves the owner"
+        assert prompt.do(_pins_end_within) <= 24 * 3600 + 2
+        visitor.say(Release(answer.pin, 0, 4), Ping(2))
+        visitor.hear(Pong)
+        assert len(keys) == 1
+        assert prompt.do(picture).keys == keys
+    assert prompt.do(picture).pins == 0

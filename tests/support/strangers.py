@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
@@ -103,7 +103,7 @@ class Stranger:
         self.say(TransportChoice("shm", "a stranger's reason", sequence, present=False, proof=b"", share=b"s" * 32))
         self.hear(Linked)
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

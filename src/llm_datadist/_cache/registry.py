@@ -202,7 +202,12 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Keep an entry's memory for a peer until it is released or expires."""
+    """Keep an entry's memory for a peer until it is released or expires.
+
+    Attributes:
+        served: Bit t set: this process has sent tensor t to the peer under the pin. None where the peer reads the
+            memory by itself.
+    """
 
     pin_id: int
     peer: object
@@ -210,6 +215,14 @@ class Pin:
     row: int
     binding: Binding | None
     expires: float
+    served: int | None = None
+
+
+def _tensors(entry: Entry, first: int, count: int) -> int:
+    """Return the bits of tensors [first, first + count) of a cache; none if it has no such tensors."""
+    if count < 1 or first < 0 or first + count > entry.geometry.num_tensors:
+        return 0
+    return ((1 << count) - 1) << first
 
 
 @dataclass(slots=True)
@@ -396,16 +409,21 @@ class Registry:
             self._settle(entry, Event.PIN, Effects())
             return pin
 
-    def reach(self, peer: object, cache_id: int, pin_id: int, *, use: bool = False) -> Entry:
+    def reach(
+        self, peer: object, cache_id: int, pin_id: int, *, use: bool = False, serve: tuple[int, int] | None = None
+    ) -> Entry:
         """Return the cache that a peer resolved before, by its pin or by id alone.
 
-        A pin finds a draining cache too. With ``use``, also begin a use of it, as :meth:`begin_use`.
+        A pin finds a draining cache too. With ``use``, also begin a use of it, as :meth:`begin_use`. ``serve`` are
+        (first, count) of the tensors that will be sent to the peer.
         """
         with self._lock:
             pin = self._pins.get(pin_id)
             if pin_id and (pin is None or pin.peer is not peer or pin.entry.cache_id != cache_id):
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
             entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
+            if serve is not None and pin is not None:
+                pin.served = (pin.served or 0) | _tensors(entry, *serve)
             if use:
                 entry.uses.enter()  # no event: one use more changes no state in which a cache can be reached
             return entry
@@ -413,8 +431,9 @@ class Registry:
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
         """End a pin of ``peer``; with ``consume``, count tensors [first, first + count) as pulled.
 
-        The binding that was resolved is consumed, never a later one of the same key (interface R5). An unknown pin
-        (expired, or of a lost peer) is counted and ignored.
+        Where this process sends the tensors, only those count that it has sent. The binding that was resolved is
+        consumed, never a later one of the same key (interface R5). An unknown pin (expired, or of a lost peer) is
+        counted and ignored.
         """
         effects = Effects()
         with self._lock:
@@ -423,7 +442,8 @@ class Registry:
                 self.unknown_releases += 1
                 return effects
             if consume and pin.binding is not None:
-                self._consume(pin.binding, first, count, effects)
+                pulled = _tensors(pin.entry, first, count)
+                self._consume(pin.binding, pulled if pin.served is None else pulled & pin.served, effects)
             self._unpin(pin, effects)
         return effects
 
@@ -434,7 +454,7 @@ class Registry:
             entry = self._entries.get(cache_id)
             binding = entry.binding_of_row(row) if entry is not None else None
             if binding is not None:
-                self._consume(binding, first, count, effects)
+                self._consume(binding, _tensors(binding.entry, first, count), effects)
         return effects
 
     def drop_peer(self, peer: object) -> Effects:
@@ -545,11 +565,11 @@ class Registry:
             effects.advance.append(binding.guard)
         self._settle(binding.entry, Event.UNBIND, effects)
 
-    def _consume(self, binding: Binding, first: int, count: int, effects: Effects) -> None:
+    def _consume(self, binding: Binding, tensors: int, effects: Effects) -> None:
         consumable = binding.bound and binding.entry.owned and binding.key[0] == Namespace.REQUEST
-        if not consumable or count < 1 or first < 0 or first + count > binding.entry.geometry.num_tensors:
+        if not consumable or not tensors:
             return
-        binding.remaining &= ~(((1 << count) - 1) << first)
+        binding.remaining &= ~tensors
         if binding.remaining == 0:
             self._unbind(binding, effects, invalidate=False)
 

@@ -63,8 +63,9 @@ GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
 _BACKLOG: Final = 128
 #: Strangers in the middle of a handshake; a further one takes the place of the oldest of those that have not sent a
-#: Hello, else of the oldest of all.
+#: Hello, else of the oldest of all; first of those from its own address, of which there may be fewer.
 _MAX_GREETINGS: Final = 128
+_MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
@@ -362,6 +363,7 @@ class Dial:
 class Host(Protocol):
     """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
 
+    def refuse_if_full(self, hello: Hello, source: str) -> None: ...
     async def admit(self, hello: Hello, *, proven: bool) -> None: ...
     def install(self, new: NewLink) -> None: ...
     def recognise(self, hello: Hello) -> int: ...
@@ -435,14 +437,15 @@ class _AsyncFrames:
 class _Visit:
     """One handshake in progress at the target. Owns the initiator's memory until that is taken.
 
-    ``here`` is what the initiator exports if it is in this process. ``choice``, ``transcript`` and ``proven`` are there
-    once the initiator has chosen.
+    ``here`` is what the initiator exports if it is in this process, ``source`` its address. ``choice``, ``transcript``
+    and ``proven`` are there once the initiator has chosen.
     """
 
     choice: TransportChoice
     transcript: Transcript
 
-    def __init__(self, frames: _AsyncFrames, hello: Hello, group: LaneGroup, here: Exports | None) -> None:
+    def __init__(self, frames: _AsyncFrames, hello: Hello, group: LaneGroup, here: Exports | None, source: str) -> None:
+        self.source = source
         self.frames = frames
         self.hello = hello
         self.group = group
@@ -488,7 +491,7 @@ class Listener:
         self._host = host
         self._admission = admission
         #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
-        self._greetings: dict[socket.socket, None] = {}
+        self._greetings: dict[socket.socket, str] = {}  # and the address of each
         self._silent: dict[socket.socket, None] = {}
         self._resume: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = sock.getsockname()[:2]
@@ -522,12 +525,15 @@ class Listener:
             self._control.loop.remove_reader(self._sock)
             self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
             return
-        if len(self._greetings) >= _MAX_GREETINGS:
+        neighbours = [each for each, source in self._greetings.items() if source == address[0]]
+        if len(neighbours) >= _MAX_GREETINGS_OF_ONE_ADDRESS:
+            self._hang_up(next((each for each in neighbours if each in self._silent), neighbours[0]))
+        elif len(self._greetings) >= _MAX_GREETINGS:
             self._hang_up(next(iter(self._silent or self._greetings)))
         sock.setblocking(False)
-        self._greetings[sock] = None
+        self._greetings[sock] = address[0]
         self._silent[sock] = None
-        self._control.spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+        self._control.spawn(self._greet(sock, address))
 
     def _hang_up(self, sock: socket.socket) -> None:
         """End a handshake: its coroutine sees the end of the stream, and closes the socket."""
@@ -535,20 +541,20 @@ class Listener:
         self._greetings.pop(sock, None)
         _shut_down(sock)
 
-    async def _greet(self, sock: socket.socket, stranger: str) -> None:
+    async def _greet(self, sock: socket.socket, address: tuple[str, int]) -> None:
         handed_over = False
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                handed_over = await self._shake_hands(sock)
+                handed_over = await self._shake_hands(sock, address[0])
         except (TimeoutError, OSError, LLMException) as error:
-            logger.info("a connection from %s came to nothing: %s", stranger, str(error) or "it took too long")
+            logger.info("a connection from %s:%d came to nothing: %s", *address[:2], str(error) or "it took too long")
         finally:
             self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
             if not handed_over:
                 sock.close()
 
-    async def _shake_hands(self, sock: socket.socket) -> bool:
+    async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
         """Do all steps; return True when the socket has another owner."""
         frames = _AsyncFrames(self._control.loop, sock)
         if await frames.preamble() == LANE_PREAMBLE:
@@ -558,9 +564,10 @@ class Listener:
         hello = await frames.receive(Hello)
         self._silent.pop(sock, None)
         group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
-        visit = _Visit(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports))
+        visit = _Visit(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports), source)
         try:
             self._check(visit)
+            self._host.refuse_if_full(hello, source)
             await self._host.admit(hello, proven=True)  # as it says; its proof comes with its choice
             await self._exchange_memory(visit)
             if not visit.proven:
@@ -671,6 +678,7 @@ class Listener:
                 sequence=0,  # the host gives it one
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
+                source=visit.source,
                 by_communicator=by_communicator,
                 greetings=[hello] if by_communicator else [],
             )

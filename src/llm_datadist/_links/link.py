@@ -136,6 +136,7 @@ class LinkOrigin:
     address: tuple[str, int] | None = None  # where this end dials it again, should it be lost
     #: The dialling end made it again by itself after a loss: ``link_clusters`` of either end may still claim it.
     reconnected: bool = False
+    source: str = ""  # the address that the peer dialled from; empty if this end did
     by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
     #: What members of communicators dialled with, until the peer has shown that it knows this link.
     greetings: list[Hello] = field(default_factory=list)

@@ -86,6 +86,7 @@ class LinkManager:
         *,
         socket_dir: str | None,
         peer_timeout: float,
+        max_links: int,
     ) -> None:
         self._control = control
         self._endpoint = endpoint
@@ -97,7 +98,7 @@ class LinkManager:
             UnlinkCancel: self._on_unlink_cancel,
             **hooks.handlers,
         }
-        self._table = LinkTable(endpoint.exports.incarnation)
+        self._table = LinkTable(endpoint.exports.incarnation, max_links)
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
@@ -323,6 +324,10 @@ class LinkManager:
             link.end("finalized", lost=False)
             raise
         self._bring_up(link, channel, new.leftover, old)
+
+    def refuse_if_full(self, hello: Hello, source: str) -> None:
+        """Refuse a further link from the address ``source`` if there are as many as there may be."""
+        self._table.refuse_if_full(hello.cluster_id, source)
 
     async def admit(self, hello: Hello, *, proven: bool) -> None:
         """Refuse another process of a linked cluster id, unless the linked one is gone.

@@ -25,8 +25,9 @@ _MAX_UNLINKED: Final = 4096
 class LinkTable:
     """Links by the peer's cluster id, committed dials, and the numbers that order both."""
 
-    def __init__(self, incarnation: bytes) -> None:
+    def __init__(self, incarnation: bytes, max_links: int = 1024) -> None:
         self._mine = incarnation
+        self._max_links = max_links
         self._changed = threading.Condition(threading.Lock())
         self._links: dict[int, Link] = {}
         #: The accepted ends of links to this process itself; the dialled ends are in the table like any other.
@@ -110,6 +111,21 @@ class LinkTable:
         old = self._links.get(peer.cluster_id)
         return None if old is None or old.ended or (proven and old.peer.incarnation == peer.incarnation) else old
 
+    def refuse_if_full(self, cluster_id: int, source: str) -> None:
+        """Raise LinkRefused if one more link that a peer at the address ``source`` makes would be one too many.
+
+        A link that replaces another one is never too many.
+        """
+        if cluster_id in self._links:
+            return
+        sources = [each.origin.source for each in self.snapshot() if not each.origin.dialled]
+        for number, most, where in (
+            (len(sources), self._max_links, "all"),
+            (sources.count(source), max(1, self._max_links // 2), source),
+        ):
+            if number >= most:
+                raise LinkRefused(f"there are {number} links from {where} already (llm.MaxLinks={self._max_links})")
+
     def admit(self, link: Link) -> Link | None:
         """Put in and number a link that the peer dialled; return one to end.
 
@@ -120,6 +136,7 @@ class LinkTable:
         peer = link.peer
         with self._changed:
             self._refuse_if_closed()
+            self.refuse_if_full(peer.cluster_id, link.origin.source)
             link.origin.sequence = self._next()
             if peer.incarnation == self._mine:
                 self._loopback.add(link)

@@ -132,6 +132,7 @@ class Engine:
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
+            max_links=options.max_links,
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:

@@ -27,13 +27,15 @@ from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, Para
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._cache.registry import Binding, Entry, Key
+    from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Message
     from llm_datadist._transport.lanes import LaneRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
+#: No pin lasts longer, whatever its initiator says.
+_MAX_PIN_SECONDS: Final = 24 * 3600.0
 #: Bounds one attempt to reconnect all lanes of a link; finalize may wait for it.
 _RECONNECT_LANES_MS: Final = 1000
 _MAX_GUARDS: Final = 8
@@ -94,11 +96,14 @@ class Target:
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         pin, entry, row, binding = self._found(link, message, key)
+        pin_id = 0 if pin is None else pin.pin_id
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
         regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
         if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
             regions = offsets = b""  # over lanes the handle names the cache, and no peer learns an address
+            if pin is not None:
+                pin.served = 0
         guards = [entry.guard] if key is None or binding is None else [entry.guard, binding.guard]
         return Resolved(
             id=message.id,
@@ -108,23 +113,23 @@ class Target:
             regions=regions,
             offsets=offsets,
             guards=[Guarded(guard.slot, guard.generation) for guard in guards],
-            pin=pin,
+            pin=pin_id,
         )
 
-    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[int, Entry, int, Binding | None]:
-        """Return (pin or 0, entry, row, binding) of what the peer may use."""
-        registry, pin = self._store.registry, 0
+    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[Pin | None, Entry, int, Binding | None]:
+        """Return (pin if one is needed, entry, row, binding) of what the peer may use."""
+        registry, pin = self._store.registry, None
         entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
         if self._policy.needs_pin(entry):
-            expires = time.monotonic() + message.budget_ms / 1e3 + _PIN_GRACE_SECONDS
-            pinned = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
-            pin, entry, row, binding = pinned.pin_id, pinned.entry, pinned.row, pinned.binding
+            expires = time.monotonic() + min(message.budget_ms / 1e3, _MAX_PIN_SECONDS) + _PIN_GRACE_SECONDS
+            pin = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
+            entry, row, binding = pin.entry, pin.row, pin.binding
         try:
             # After the pin: until then the key may have moved to another cache.
-            self._policy.require_use(entry, pin)
+            self._policy.require_use(entry, 0 if pin is None else pin.pin_id)
         except ParamError:
-            if pin:
-                self._store.apply(registry.release(link, pin))
+            if pin is not None:
+                self._store.apply(registry.release(link, pin.pin_id))
             raise
         return pin, entry, row, binding
 
@@ -175,7 +180,8 @@ class LaneTarget:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
         if write:
             self._policy.require_push(link, handle.cache_id)
-        entry = self._store.registry.reach(link, handle.cache_id, handle.pin)
+        serve = None if write else (request.plan.src_first, request.plan.count)
+        entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
         self._policy.require_use(entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
