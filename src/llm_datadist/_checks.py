@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import socket
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
@@ -159,6 +160,14 @@ class Attribute(Generic[T]):
 
     def __set__(self, instance: object, value: T) -> None:
         setattr(instance, self._field, self._check(self._name, value))
+
+
+def is_ipv6(text: str) -> bool:
+    """Return True if ``text`` is an IPv6 address, without brackets."""
+    try:
+        return bool(socket.inet_pton(socket.AF_INET6, text))
+    except (OSError, ValueError):
+        return False
 
 
 def is_digits(text: str) -> bool:

@@ -15,7 +15,16 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
-from llm_datadist._checks import check_dict, check_int, check_int32, check_rule, check_type, check_uint32, is_digits
+from llm_datadist._checks import (
+    check_dict,
+    check_int,
+    check_int32,
+    check_rule,
+    check_type,
+    check_uint32,
+    is_digits,
+    is_ipv6,
+)
 from llm_datadist._log import logger
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.types.cluster import trans_str_ip
@@ -90,18 +99,19 @@ _MIB2: Final = 2 * 2**20
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
-    """Split "ip:port" into its two parts.
+    """Split "ip:port" into its two parts; an IPv6 address stands in brackets, "[::1]:26051" (extension).
 
     Raises:
-        ParamError: not exactly two parts, no ip, a port that is no number or outside 0..65535 (0: pick a free one).
+        ParamError: not exactly two parts, no ip, no IPv6 address in brackets, a port that is no number or outside
+            0..65535 (0: pick a free one).
         TypeError: no str.
 
     Source: interface §2.
     """
-    parts = check_type("listen_ip_info", listen_ip_info, str).split(":")
-    if len(parts) != 2 or not parts[0]:
+    text = check_type("listen_ip_info", listen_ip_info, str)
+    ip, colon, port = text[1:].partition("]:") if text.startswith("[") else text.partition(":")
+    if not ip or not colon or ":" in port or (text.startswith("[") and not is_ipv6(ip)):
         raise ParamError(f"listen_ip_info: {listen_ip_info!r} is not of the form ip:port")
-    ip, port = parts
     if not is_digits(port) or int(port) > 65535:
         raise ParamError(f"listen_ip_info: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
     return ip, int(port)
@@ -592,7 +602,7 @@ class LLMConfig:
         none_resets=False,
         doc="Budget of each operation in milliseconds, an int or digits, above 0; 1000 when not set.",
     )
-    listen_ip_info = _text_setting(LISTEN, doc='"ip:port" to listen on; port 0 picks a free one.')
+    listen_ip_info = _text_setting(LISTEN, doc='"ip:port" or "[ipv6]:port" to listen on; port 0 picks a free one.')
     enable_cache_manager = _flag_setting(CACHE_MANAGER, doc="True: CacheManager mode; False: KvCacheManager mode.")
     enable_remote_cache_accessible = _flag_setting(
         REMOTE_ACCESSIBLE, doc="True: peers read and write caches one-sidedly (RCA)."

@@ -28,7 +28,7 @@ from llm_datadist._log import logger
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
-from llm_datadist.types.cluster import trans_int_ip
+from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -584,7 +584,7 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
     if len(remotes) != 1:
         raise ParamError(f"cluster {cluster.remote_cluster_id} has {len(remotes)} remote ips: exactly one is needed")
     ip, port = remotes[0]
-    return trans_int_ip(ip), port
+    return host_of(ip), port
 
 
 def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:

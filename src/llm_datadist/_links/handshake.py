@@ -38,6 +38,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import PeerMemory, agree, inproc
+from llm_datadist._transport.address import new_socket, show_address
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
@@ -172,12 +173,12 @@ def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
 class _BlockingFrames:
     """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
 
-    def __init__(self, deadline: Deadline, what: str) -> None:
+    def __init__(self, address: tuple[str, int], deadline: Deadline, what: str) -> None:
         self.parser = FrameParser()
         self._deadline = deadline
         self._what = what
         try:
-            self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self.socket = new_socket(address)
         except OSError as error:
             raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
 
@@ -237,13 +238,13 @@ class Dial:
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> None:
-        self._what = f"link to {address[0]}:{address[1]}"
+        self._what = f"link to {show_address(address)}"
         self._address = address
         self._incarnation = incarnation
         self._communicator = communicator
         self._endpoint = endpoint
         self._deadline = deadline
-        self._frames = _BlockingFrames(deadline, self._what)
+        self._frames = _BlockingFrames(address, deadline, self._what)
         self._undo = ExitStack()
         self._undo.callback(self._frames.socket.close)
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -379,7 +380,7 @@ class AdmissionPolicy:
 
 def listening_socket(address: tuple[str, int]) -> socket.socket:
     """Return a listening socket; port 0 picks a free one. Raises OSError."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = new_socket(address)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -397,7 +398,7 @@ def bind(address: tuple[str, int]) -> socket.socket:
         return listening_socket(address)
     except OSError as error:
         raise LinkError(
-            f"listenIpInfo={address[0]}:{address[1]}: cannot listen there: {error.strerror or error}",
+            f"listenIpInfo={show_address(address)}: cannot listen there: {error.strerror or error}",
             status_code=LLMStatusCode.LLM_FAILED,
         ) from error
 
@@ -521,7 +522,7 @@ class Listener:
             return
         except OSError as error:
             # Out of descriptors: the backlog stays readable, so without a pause the loop would do nothing else.
-            logger.warning("listener %s:%d cannot accept and pauses: %s", *self.address, error)
+            logger.warning("listener %s cannot accept and pauses: %s", show_address(self.address), error)
             self._control.loop.remove_reader(self._sock)
             self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
             return
@@ -547,7 +548,8 @@ class Listener:
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake_hands(sock, address[0])
         except (TimeoutError, OSError, LLMException) as error:
-            logger.info("a connection from %s:%d came to nothing: %s", *address[:2], str(error) or "it took too long")
+            reason = str(error) or "it took too long"
+            logger.info("a connection from %s came to nothing: %s", show_address(address[:2]), reason)
         finally:
             self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
@@ -618,7 +620,7 @@ class Listener:
         _check_place(hello, visit.here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
-                f"remote_cluster_id={hello.wanted}: the listener at {self.address[0]}:{self.address[1]} is cluster "
+                f"remote_cluster_id={hello.wanted}: the listener at {show_address(self.address)} is cluster "
                 f"{mine.cluster_id}"
             )
         if self._admission is not None:

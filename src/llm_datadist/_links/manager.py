@@ -33,6 +33,7 @@ from llm_datadist._links.retry import Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
 from llm_datadist._native import steps
+from llm_datadist._transport.address import show_address
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
@@ -253,7 +254,7 @@ class LinkManager:
                     raise
                 # Both ends dialled at once, and this one gives way: it tries again unless the other's link comes.
                 if not self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS):
-                    deadline.check(f"link to {address[0]}:{address[1]}: both ends dial", "link", wanted)
+                    deadline.check(f"link to {show_address(address)}: both ends dial", "link", wanted)
                 continue
             if present is None or self._conflicts.answers(present, deadline):
                 return present

@@ -17,6 +17,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import readable
 from llm_datadist._transport import inproc
+from llm_datadist._transport.address import show_address
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
 
@@ -269,7 +270,7 @@ class Reconnect(Attempt):
             os.close(pidfd)
 
     def __repr__(self) -> str:
-        return f"<Reconnect to {self.peer} at {self.address[0]}:{self.address[1]}: {self.attempts} attempts>"
+        return f"<Reconnect to {self.peer} at {show_address(self.address)}: {self.attempts} attempts>"
 
 
 class Reconnector(RetryQueue[Reconnect]):
@@ -298,7 +299,7 @@ class Reconnector(RetryQueue[Reconnect]):
         else:
             try:
                 if self.add(reconnect):
-                    logger.info("%s is being dialled again at %s:%d", link.peer, *link.origin.address)
+                    logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))
                     return reconnect
             except LinkRefused as error:
                 logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, error)
@@ -316,7 +317,7 @@ class Reconnector(RetryQueue[Reconnect]):
         return tuple(
             RedialStatistics(
                 remote_cluster_id=each.peer.cluster_id,
-                address=f"{each.address[0]}:{each.address[1]}",
+                address=show_address(each.address),
                 attempts=each.attempts,
                 reason=each.reason,
             )

@@ -34,6 +34,7 @@ from llm_datadist._transfer.meters import Meters
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
+from llm_datadist._transport.address import is_loopback, show_address
 from llm_datadist._transport.lanes import Lanes
 from llm_datadist.errors import LinkError, StateError
 from llm_datadist.metrics import Statistics
@@ -247,8 +248,8 @@ class Engine:
 
 
 def _warn_if_open(address: tuple[str, int] | None) -> None:
-    if address is not None and not address[0].startswith("127."):
+    if address is not None and not is_loopback(address[0]):
         logger.warning(
-            "listening on %s:%d without authentication: whoever reaches this port can read the caches published here",
-            *address,
+            "listening on %s without authentication: whoever reaches this port can read the caches published here",
+            show_address(address),
         )

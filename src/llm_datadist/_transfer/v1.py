@@ -12,7 +12,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked
 from llm_datadist.types import LLMRole
-from llm_datadist.types.cluster import trans_int_ip
+from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ def link_clusters(
         if codes[i] is _OK:
             codes[i] = LLMStatusCode.LLM_LINK_FAILED
             ip, port = cluster.remote_ip_info_list[0]
-            link = dialled.get((trans_int_ip(ip), port))
+            link = dialled.get((host_of(ip), port))
             if link is not None:
                 _undo(links, link, deadline)
     return LLMStatusCode.LLM_LINK_FAILED, codes

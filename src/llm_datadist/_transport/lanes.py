@@ -22,6 +22,7 @@ import numpy as np
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
+from llm_datadist._transport.address import show_address
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkRefused,
@@ -112,7 +113,7 @@ def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Dea
 
     Blocks in the caller's thread.
     """
-    what = f"data lanes to {address[0]}:{address[1]}"
+    what = f"data lanes to {show_address(address)}"
     with ExitStack() as opened:
         socks = [_connect(address, deadline, what, opened) for _ in range(count)]
         try:

@@ -1,10 +1,10 @@
-"""LLMClusterInfo, which names a peer to link to, and IPv4 addresses as the interface packs them (interface §2.1)."""
+"""LLMClusterInfo, which names a peer to link to, and addresses as the interface packs them (interface §2.1)."""
 
 from __future__ import annotations
 
 import socket
 
-from llm_datadist._checks import Attribute, check_int, check_type, check_uint16, check_uint32, check_uint64
+from llm_datadist._checks import Attribute, check_int, check_type, check_uint16, check_uint32, check_uint64, is_ipv6
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
@@ -32,8 +32,15 @@ def trans_int_ip(ip: int) -> str:
     return socket.inet_ntop(socket.AF_INET, check_uint32("ip", ip).to_bytes(4, "little"))
 
 
-def _endpoint(ip: object, port: object) -> tuple[int, int]:
+def host_of(ip: int | str) -> str:
+    """Return the address of an endpoint as text: IPv4 is packed in a cluster info, IPv6 is text already."""
+    return ip if isinstance(ip, str) else trans_int_ip(ip)
+
+
+def _endpoint(ip: object, port: object) -> tuple[int | str, int]:
     if isinstance(ip, str):
+        if is_ipv6(inner := ip.removeprefix("[").removesuffix("]")):
+            return inner, check_uint16("port", port)
         return trans_str_ip(ip), check_uint16("port", port)
     if not hasattr(ip, "__index__"):
         check_type("ip", ip, (str, int))
@@ -56,17 +63,23 @@ class LLMClusterInfo:
 
     remote_cluster_id = Attribute[int | None]("The peer's cluster id, uint64; None until it is set.", check_uint64)
     remote_role_type = Attribute[LLMRole | int]("The peer's role; has no effect, as documented.", _role)
-    local_ip_info_list = Attribute[list[tuple[int, int]]]("The local endpoints: (packed ip, port).")
-    remote_ip_info_list = Attribute[list[tuple[int, int]]]("The remote endpoints: (packed ip, port).")
+    local_ip_info_list = Attribute[list[tuple[int | str, int]]](
+        "The local endpoints: (packed IPv4 or IPv6 text, port)."
+    )
+    remote_ip_info_list = Attribute[list[tuple[int | str, int]]](
+        "The remote endpoints: (packed IPv4 or IPv6 text, port)."
+    )
 
     def __init__(self) -> None:
         self._remote_cluster_id: int | None = None
         self._remote_role_type: LLMRole | int = 0
-        self._local_ip_info_list: list[tuple[int, int]] = []
-        self._remote_ip_info_list: list[tuple[int, int]] = []
+        self._local_ip_info_list: list[tuple[int | str, int]] = []
+        self._remote_ip_info_list: list[tuple[int | str, int]] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
         """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
+
+        IPv6 text is taken too, with or without brackets (extension).
 
         Source: interface §2.1.
         """
@@ -80,6 +93,8 @@ class LLMClusterInfo:
         self._remote_ip_info_list.append(_endpoint(ip, port))
 
     def __repr__(self) -> str:
-        local = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._local_ip_info_list)
-        remote = ", ".join(f"{trans_int_ip(ip)}:{port}" for ip, port in self._remote_ip_info_list)
+        local, remote = (
+            ", ".join(f"[{ip}]:{port}" if isinstance(ip, str) else f"{trans_int_ip(ip)}:{port}" for ip, port in each)
+            for each in (self._local_ip_info_list, self._remote_ip_info_list)
+        )
         return f"<LLMClusterInfo {self._remote_cluster_id}: local [{local}], remote [{remote}]>"
