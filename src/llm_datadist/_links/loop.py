@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from llm_datadist._log import logger
+from llm_datadist._memory.unmap import never_wait_here
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ class ControlLoop:
             logger.error("unexpected error on the control thread: %r", error, exc_info=error)
 
     def _run(self) -> None:
+        with never_wait_here():
+            self._serve_until_stopped()
+
+    def _serve_until_stopped(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
         # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 
+from llm_datadist._memory.unmap import unmap
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -210,12 +211,9 @@ def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
     return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
 
 
-# CDLL releases the GIL during the call: unmapping many gigabytes of touched pages takes a second.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t]
 _libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.munmap.restype = ctypes.c_int
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -243,7 +241,7 @@ class AddressRange:
 class Mapping(AddressRange):
     """A shared mapping of a descriptor, unmapped with the last reference to it: of its segment or of an array.
 
-    It does not need the descriptor once it exists. The thread that drops the last reference unmaps.
+    It does not need the descriptor once it exists. The thread that drops the last reference unmaps, see :func:`unmap`.
     """
 
     __slots__ = ()
@@ -256,4 +254,4 @@ class Mapping(AddressRange):
             raise OSError(code, os.strerror(code))
         super().__init__(address, nbytes, writable=writable)
         # At exit the kernel unmaps; doing it earlier would pull memory from under other exit handlers.
-        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+        weakref.finalize(self, unmap, address, nbytes).atexit = False
