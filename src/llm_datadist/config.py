@@ -58,6 +58,7 @@ COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
 MAX_LINKS: Final = "llm.MaxLinks"
+WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
 
 NO_EFFECT: Final = frozenset(
     {
@@ -290,6 +291,7 @@ class Options:
         pool_prefault: Touch every page of the pools at init.
         copy_threads: Threads that copy; None: as many as there are usable CPUs.
         peer_timeout: Seconds until a silent peer counts as dead.
+        write_by_address: Peers may ask which cache lies at an address, and then write it without RCA.
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
     """
@@ -314,6 +316,7 @@ class Options:
     peer_timeout: float = 10.0
     checksum: bool = False
     max_links: int = _MAX_LINKS
+    write_by_address: bool = True
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
@@ -359,6 +362,7 @@ class Options:
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
+            write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()

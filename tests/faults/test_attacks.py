@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
@@ -17,7 +18,11 @@ from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PROTOCOL_VERSION,
+    Failed,
+    Guarded,
     Hello,
+    Locate,
+    Located,
     Message,
     Ping,
     Pong,
@@ -29,10 +34,12 @@ from llm_datadist._links.messages import (
     Welcome,
     frame,
 )
-from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
-from llm_datadist.errors import LinkRefused
+from llm_datadist._native import Plan, plan_row
+from llm_datadist._transfer.target import LaneReconnector, LaneTarget, encode_handle
+from llm_datadist._transport.lanes import MAX_LANES, LaneRequest, dial_lanes
+from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.linking import bytes_move_both_ways, info, link, links
-from tests.support.moves import Spec, make, picture, wait_until
+from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
 from tests.support.strangers import Stranger, listener, read_hello
 
 if TYPE_CHECKING:
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transport.lanes import LaneGrant
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World
@@ -211,3 +219,65 @@ def test_attack_poc8_a_release_over_lanes_consumes_nothing_that_was_not_sent(tcp
         assert len(keys) == 1
         assert prompt.do(picture).keys == keys
     assert prompt.do(picture).pins == 0
+
+
+def _locate(visitor: _Visitor, end: LocalEnd) -> Message:
+    cache = end.world.caches["kv"]
+    address = np.array([cache.tensor_addrs[0] + 4], "<u8").tobytes()
+    visitor.say(Locate(1, address, 8))
+    answer: Message = visitor.hear(Located | Failed)  # type: ignore[arg-type]
+    return answer
+
+
+def test_attack_t1_a_guessed_address_is_not_written_where_the_owner_does_not_allow_it(
+    end: LocalEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.WriteByAddress": "0"})
+    assert end.port is not None
+    end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    with _Visitor(end.port, 1000) as visitor:
+        assert not visitor.join()
+        answer = _locate(visitor, end)
+        assert isinstance(answer, Failed)
+        assert (answer.code, "llm.WriteByAddress is 0" in answer.text) == (
+            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            True,
+        )
+        visitor.say(Resolve(2, True, None, end.world.caches["kv"].cache_id, 0, 1000))
+        assert "remote cache access" in visitor.hear(Failed).text
+    assert "can be written" not in caplog.text
+
+
+def test_attack_t1_the_log_says_once_that_memory_can_be_written(
+    end: LocalEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    assert end.port is not None
+    end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    with _Visitor(end.port, 1000) as visitor:
+        assert not visitor.join()
+        for _ in range(2):
+            assert isinstance(_locate(visitor, end), Located)
+    said = [each.getMessage() for each in caplog.records if "can be written" in each.getMessage()]
+    assert len(said) == 1
+    assert f"cache {end.world.caches['kv'].cache_id} can be written by it" in said[0]
+    assert "llm.WriteByAddress=0" in said[0]
+    wait_until(lambda: end.do(links) == {})
+
+
+@pytest.mark.parametrize("ahead", [-1, 1, 3])
+def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(end: LocalEnd, ahead: int) -> None:
+    end.start("PROMPT", 1)
+    end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    engine, cache = _engine(end.world), end.world.caches["kv"]
+    guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
+    target = LaneTarget(engine.store, LaneReconnector())
+    plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
+
+    def ask(generation: int) -> LaneGrant:
+        handle = encode_handle(cache.cache_id, 0, [Guarded(guard.slot, generation)])
+        return target.on_read(object(), LaneRequest(handle, 48, plan))
+
+    assert ask(guard.generation).guards[0][1] == guard.generation
+    with pytest.raises(CacheNotFound, match="has changed since it was resolved"):
+        ask(guard.generation + ahead)

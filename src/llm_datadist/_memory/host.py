@@ -1,4 +1,4 @@
-"""The limit of host memory of this process: the host's memory, or less if a cgroup limits it. Any thread."""
+"""How much host memory this process may use in all, and how much it can still have. Any thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PROC: Final = Path("/proc")
+_USED_FILES: Final = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 _LIMIT_FILES: Final = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
@@ -24,12 +25,36 @@ def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
     return min(limits, key=lambda limit: limit[0])
 
 
+def available_memory(proc: Path = _PROC) -> tuple[int, str]:
+    """Return the bytes that this process can still have, with what bounds them.
+
+    The smallest of what the host has available, what every cgroup has left, and, where the kernel commits no more than
+    it has, what may still be committed. Pools are memfds, which the size of /dev/shm does not bound.
+    """
+    figures = _figures(proc)
+    bounds = [(figures.get("MemAvailable", 0) + figures.get("SwapFree", 0), "MemAvailable")]
+    if _read(proc / "sys/vm/overcommit_memory").strip() == "2":
+        bounds.append((figures.get("CommitLimit", 0) - figures.get("Committed_AS", 0), "CommitLimit"))
+    for path, limit in _cgroup_limits(proc):
+        used = _read(path.parent / _USED_FILES[path.name]).strip()
+        cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(path.parent / "memory.stat"), re.MULTILINE)
+        reclaimable = int(cache[1]) if cache else 0
+        bounds.append((limit - (int(used) if used.isdecimal() else 0) + reclaimable, f"cgroup limit {path}"))
+    free, source = min(bounds, key=lambda bound: bound[0])
+    return max(0, free), source
+
+
 def _host_bytes(proc: Path) -> int:
-    path = proc / "meminfo"
-    match = re.search(r"^MemTotal:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
-    if match is None:
-        raise OSError(f"{path} has no MemTotal line")
-    return int(match[1]) * 1024
+    try:
+        return _figures(proc)["MemTotal"]
+    except KeyError:
+        raise OSError(f"{proc / 'meminfo'} has no MemTotal line") from None
+
+
+def _figures(proc: Path) -> dict[str, int]:
+    """Return the figures of meminfo in bytes."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
+    return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
 
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:

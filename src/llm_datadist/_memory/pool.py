@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.allocator import PageAllocator, format_mib
-from llm_datadist._memory.host import host_memory_limit
+from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
@@ -203,6 +203,16 @@ def create_pool(
             requested=nbytes,
             free=most,
             largest_hole=most,
+        )
+    free, bound = available_memory()
+    if nbytes > free:
+        raise OutOfMemory(
+            f"pool {name}: memory_size is {nbytes} bytes, of which {free} can be had now ({bound}); pages that cannot "
+            "be had would end this process when they are used",
+            pool=name,
+            requested=nbytes,
+            free=free,
+            largest_hole=free,
         )
     segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
     return MemoryPool(name, segment, page_shift)

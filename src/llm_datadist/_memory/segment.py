@@ -23,6 +23,8 @@ from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+#: linux/memfd.h, since 6.3: kernels with vm.memfd_noexec=2 make no others, and those with 1 complain.
+_MFD_NOEXEC_SEAL: Final = 0x0008
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
 _ADDRESS_END: Final = 1 << 64
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -113,7 +115,7 @@ class SharedSegment(Segment):
         if not 0 < nbytes <= sys.maxsize:
             raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = _new_memfd(name)
             try:
                 mapping = _fill_memfd(fd, nbytes, peers_may_write=peers_may_write, prefault=prefault)
             except BaseException:
@@ -177,6 +179,16 @@ class ExternalSegment(Segment):
         if address <= 0 or nbytes <= 0 or address + nbytes > _ADDRESS_END:
             raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
         super().__init__("external", AddressRange(address, nbytes, writable=True))
+
+
+def _new_memfd(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 6.3
+            raise
+        return os.memfd_create(name, flags)
 
 
 def _fill_memfd(fd: int, nbytes: int, *, peers_may_write: bool, prefault: bool) -> Mapping:

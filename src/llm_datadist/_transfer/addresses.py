@@ -19,7 +19,8 @@ import numpy as np
 
 from llm_datadist._cache.registry import State
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
-from llm_datadist.errors import LLMException, ParamError, ProtocolError
+from llm_datadist._log import logger
+from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._links.messages import Message
 
 #: Ids kept per link; beyond, those of caches that are gone are dropped.
 _MANY_IDS: Final = 1024
@@ -100,13 +100,41 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-def on_locate(store: CacheStore, link: Link, message: Locate) -> None:
-    """Answer what lies at addresses of ours, and let the peer write there. Threads: control."""
-    try:
-        answer: Message = _located(store, link, message)
-    except LLMException as error:
-        answer = failed(message.id, error)
-    link.tell(answer)
+class LocateServer:
+    """Answers what lies at addresses of ours, and lets the peer write there, if ``allowed``. Threads: control."""
+
+    def __init__(self, store: CacheStore, *, allowed: bool) -> None:
+        self._store = store
+        self._allowed = allowed
+        self._warned = store.remote_accessible  # then peers may write anyway
+
+    def on_locate(self, link: Link, message: Locate) -> None:
+        """Answer one question."""
+        try:
+            if not self._allowed:
+                raise LLMException(
+                    "locate: llm.WriteByAddress is 0 at this end: memory is named by caches and keys only",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            located = _located(self._store, link, message)
+        except LLMException as error:
+            link.tell(failed(message.id, error))
+        else:
+            self._warn(link, located)
+            link.tell(located)
+
+    def _warn(self, link: Link, answer: Located) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        caches = sorted(set(np.frombuffer(answer.cache_ids, "<u8").tolist()))
+        logger.warning(
+            "%s has named memory of this process by its addresses: cache %s can be written by it although "
+            "llm.EnableRemoteCacheAccessible is 0, and so can every remote-accessible cache of which a peer knows or "
+            "guesses an address; llm.WriteByAddress=0 refuses that",
+            link.peer,
+            ", ".join(map(str, caches[:8])),
+        )
 
 
 def _located(store: CacheStore, link: Link, message: Locate) -> Located:

@@ -11,7 +11,6 @@ import errno
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
@@ -24,7 +23,7 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._transfer.addresses import Locator, on_locate
+from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import Grants
 from llm_datadist._transfer.initiator import Initiator
@@ -125,7 +124,7 @@ class Engine:
             messages.Release: self._target.on_release,
             messages.Consumed: self._target.on_consumed,
             messages.Verify: self._checksums.on_verify,
-            messages.Locate: partial(on_locate, self.store),
+            messages.Locate: LocateServer(self.store, allowed=options.write_by_address).on_locate,
         }
         return LinkManager(
             self._control,
