@@ -124,7 +124,7 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    ``first`` goes out before any other message, but not before :meth:`begin`.
+    Made before its link is admitted, because descriptors may be exhausted; :meth:`discard` takes that back.
     """
 
     def __init__(
@@ -133,7 +133,6 @@ class Channel:
         sock: socket.socket,
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
-        first: Message | None = None,
         on_answer: Callable[[Message], bool] = lambda message: False,
     ) -> None:
         sock.setblocking(False)
@@ -151,7 +150,11 @@ class Channel:
         self._poll.register(sock, select.POLLIN)
         # The loop watches this instead of the socket: a caller that reads takes the socket out, in its own thread.
         self._watch = select.epoll()
-        self._watch.register(sock, select.EPOLLIN)
+        try:
+            self._watch.register(sock, select.EPOLLIN)
+        except BaseException:
+            self._watch.close()
+            raise
         # Guards the fields below and every write to the socket.
         self._lock = threading.Lock()
         self._open = True
@@ -160,10 +163,20 @@ class Channel:
         self._reader: Waiter | None = None  # of the caller that holds the role
         self._watched = True
         self._released = False
-        self._backlog = bytearray() if first is None else bytearray(frame(first))
-        self._flushing = first is not None
+        self._backlog = bytearray()
+        self._flushing = False
         self._paused = False
         self.reason = ""
+
+    def discard(self) -> None:
+        """Give back what the channel has made, but not its socket; it has not begun."""
+        self._open = False
+        self._watch.close()
+
+    def lead(self, first: Message) -> None:
+        """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
+        self._backlog += frame(first)
+        self._flushing = True
 
     def begin(self, leftover: bytes = b"") -> None:
         """Start reading and writing; ``leftover`` has been received already."""

@@ -128,6 +128,11 @@ class NewLink:
     share: bytes = b""  # this end's half of a new secret, for the initiator
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
 
+    def close(self) -> None:
+        """Give up what it holds, of which nothing has become a link."""
+        self.connection.close()
+        self.sock.close()
+
 
 def _take(parser: FrameParser) -> Message | None:
     """Return the next message; None until it is complete. Raises ProtocolError."""

@@ -6,6 +6,7 @@ links whose peers are gone. A link is ended outside every lock, by any thread; t
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -48,7 +49,7 @@ from llm_datadist.errors import (
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
@@ -317,8 +318,13 @@ class LinkManager:
             raise
 
     def _install_dialled(self, new: NewLink) -> None:
-        link = Link(new.peer, new.connection, new.choice, new.origin)
-        channel = self._ready(link, new.sock)
+        """Make a dialled link usable. Owns connection and socket. Raises LinkRefused."""
+        try:
+            link, channel = self._make(new)
+        except LinkRefused:
+            new.close()
+            raise
+        link.ready(channel)
         try:
             old = self._table.install(link)
         except LinkRefused:
@@ -339,11 +345,16 @@ class LinkManager:
 
     def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""
-        link = Link(new.peer, new.connection, new.choice, new.origin)
-        old = self._table.admit(link)
+        link, channel = self._make(new)
+        try:
+            old = self._table.admit(link)
+        except LinkRefused:
+            channel.discard()
+            raise
         new.admitted()
         # Usable here before the initiator hears of it, and it hears of it before anything else.
-        channel = self._ready(link, new.sock, Linked(link.origin.sequence, new.share))
+        channel.lead(Linked(link.origin.sequence, new.share))
+        link.ready(channel)
         self._bring_up(link, channel, new.leftover, old)
 
     def recognise(self, hello: Hello) -> int:
@@ -357,22 +368,27 @@ class LinkManager:
         self.communicators.joined(hello)
         return link.origin.sequence
 
-    def _ready(self, link: Link, sock: socket.socket, first: Message | None = None) -> Channel:
-        """Make a link usable over a channel on this socket, which has not begun."""
-        channel = Channel(
-            self._control,
-            sock,
-            partial(self._dispatch, link),
-            partial(self._on_channel_lost, link),
-            first,
-            partial(self._answers, link),
-        )
-        link.ready(channel)
-        return channel
+    def _make(self, new: NewLink) -> tuple[Link, Channel]:
+        """Return a link that is not usable yet, and its channel, which has not begun. Raises LinkRefused."""
+        link = Link(new.peer, new.connection, new.choice, new.origin)
+        with _refusing(link):
+            channel = Channel(
+                self._control,
+                new.sock,
+                partial(self._dispatch, link),
+                partial(self._on_channel_lost, link),
+                partial(self._answers, link),
+            )
+        return link, channel
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
-        """Start a link that is in the table; end the one that it replaces."""
-        link.connection.begin(link)
+        """Start a link that is in the table; end the one that it replaces. Raises LinkRefused."""
+        try:
+            with _refusing(link):
+                link.connection.begin(link)
+        except LinkRefused as error:
+            self.end(link, str(error), lost=False)
+            raise
         self._table.touch()
         channel.begin(leftover)
         self._reconnector.cancel(link.peer.cluster_id, hang_up=False)
@@ -487,6 +503,15 @@ class LinkManager:
             self.communicators.lost(link.peer.cluster_id)
         elif reconnect is not None:
             self._reconnector.discard(reconnect)  # another thread ended the link first
+
+
+@contextmanager
+def _refusing(link: Link) -> Iterator[None]:
+    """Raise LinkRefused where this process has reached a limit: of descriptors, threads or memory."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise LinkRefused(f"link to {link.peer}: {error}") from error
 
 
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
