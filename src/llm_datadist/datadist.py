@@ -114,6 +114,7 @@ class LLMDataDist:
             ParamError: An option breaks its rule; the text names it.
             OutOfMemory: A pool does not fit the host or its cgroup (interface R11).
             LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
+            LLMException: No descriptor or thread is left (``LLM_FAILED``).
 
         Source: interface §3.1.
         """

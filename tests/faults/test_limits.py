@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
+import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llm_datadist import LLMDataDist, LLMException, LLMRole
+from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import wait_until
+from tests.support.world import baseline, make_config, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,3 +90,70 @@ def test_attack_poc4_a_link_without_descriptors_fails_with_a_code_and_leaves_not
     assert 0 < failures < MOST
     assert pair.decoder.do(link, peers) == SUCCESS
     bytes_move_both_ways(pair.decoder, pair.prompt)
+
+
+@contextmanager
+def little_memory(free: int) -> Iterator[None]:
+    """Leave the process so many bytes of address space; threads need some, too."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@contextmanager
+def no_threads(free: int) -> Iterator[None]:
+    """Let ``free`` more Python threads start."""
+    real, left = threading.Thread.start, [None] * free
+
+    def start(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
+
+
+def init_with(world: World, limit: Any, free: int) -> str:
+    """Return what init under a limit came to: a status, or "done" and finalized; nothing may be left."""
+    before = baseline()
+    world.dd = LLMDataDist(LLMRole.PROMPT, 1)
+    options = make_config(listen_ip_info="127.0.0.1:0")
+    try:
+        with limit(free):
+            world.dd.init(options)
+    except LLMException as error:
+        outcome = error.status_code.name
+    else:
+        outcome = "done"
+        world.dd.check_integrity()
+        world.dd.finalize()
+    del world.dd
+    assert settled(before) == before
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "code"),
+    [
+        (few_descriptors, range(0, 24, 1), "LLM_FAILED"),
+        (no_threads, range(4), "LLM_FAILED"),
+        (little_memory, range(0, 512 << 20, 24 << 20), "LLM_OUT_OF_MEMORY"),
+    ],
+)
+def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(limit: Any, steps: range, code: str) -> None:
+    end = ChildEnd("limited")
+    try:
+        outcomes = [end.do(init_with, limit, free) for free in steps]
+    finally:
+        end.close()
+    assert outcomes[0] != "done"
+    assert outcomes[-1] == "done"
+    assert set(outcomes) - {"done", "LLM_FAILED", "LLM_OUT_OF_MEMORY"} == set()
+    assert code in outcomes

@@ -35,7 +35,7 @@ from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
 from llm_datadist._transport.address import is_loopback, show_address
 from llm_datadist._transport.lanes import Lanes
-from llm_datadist.errors import LinkError, StateError
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, OutOfMemory, StateError
 from llm_datadist.metrics import Statistics
 
 if TYPE_CHECKING:
@@ -58,7 +58,14 @@ class Engine:
         self.options = options
         self.meters = Meters()
         self.alive = True
-        self._build(device or HostDevice())
+        try:
+            self._build(device or HostDevice())
+        except LLMException:
+            raise
+        except MemoryError as error:
+            raise OutOfMemory(f"init: {error or 'no memory is left'}") from error
+        except (OSError, RuntimeError) as error:  # of descriptors or threads, as a rule
+            raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
     def _build(self, device: Device) -> None:
         """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
