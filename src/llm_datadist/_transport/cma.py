@@ -33,6 +33,14 @@ class CmaConnection(SameHostConnection):
         self._private = Window(0, ADDRESS_SPACE, writable)
         super().__init__(peer)
 
+    def _shows_cookie(self) -> bool:
+        """Return False if the peer's pid has another address space by now, as after exec: its pidfd does not tell."""
+        peer = self._peer
+        try:
+            return peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
+        except OSError:
+            return False
+
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
@@ -54,8 +62,11 @@ class CmaConnection(SameHostConnection):
             raise transfer.timeout(done)
 
     def _check_alive(self, what: str) -> None:
-        if not self._peer.alive():
-            raise PeerLost(f"{what}: the peer process {self._peer.pid} has ended", phase="copy")
+        peer = self._peer
+        if not peer.alive():
+            raise PeerLost(f"{what}: the peer process {peer.pid} has ended", phase="copy")
+        if not self._shows_cookie():
+            raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
 
 
 def _failure(what: str, error: OSError) -> LLMException:

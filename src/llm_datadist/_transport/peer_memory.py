@@ -8,6 +8,7 @@ import socket
 import struct
 import warnings
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("=iII")
+_PROC: Final = Path("/proc")
+_OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
+_USUAL_OVERFLOW_UID: Final = 65534
 
 
 class PeerProcess:
@@ -55,7 +59,27 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise LinkRefused(f"same-host peer (pid {pid}) runs as uid {uid}, this process as uid {os.geteuid()}")
+    if uid == _overflow_uid() and not _shares_users(pid):
+        # Every user that our user namespace does not know has this number.
+        raise LinkRefused(
+            f"same-host peer (pid {pid}) runs as uid {uid} of another user namespace, or as any other user"
+        )
     return pid, uid
+
+
+def _overflow_uid() -> int:
+    try:
+        return int(_OVERFLOW_UID.read_text())
+    except (OSError, ValueError):
+        return _USUAL_OVERFLOW_UID
+
+
+def _shares_users(pid: int) -> bool:
+    """Return True if a process is in our user namespace."""
+    try:
+        return (_PROC / str(pid) / "ns/user").readlink() == (_PROC / "self/ns/user").readlink()
+    except OSError:
+        return False
 
 
 def _open_pidfd(sock: socket.socket, pid: int) -> int:
