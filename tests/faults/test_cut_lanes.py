@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, PeerLost, TransferFailed
 from tests.faults.relayed import BIG, HARM, Relayed
 from tests.faults.streams import Fault
 from tests.support.linking import SUCCESS, begin_there, links, result_there
-from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show
 
 if TYPE_CHECKING:
     from tests.faults.relay import Direction
@@ -65,25 +65,29 @@ def test_lanes_that_are_harmed_fail_a_transfer_or_are_made_again_and_the_link_st
 
 
 @pytest.mark.parametrize("relayed", ["tcp"], indirect=True)
-def test_lanes_that_lose_what_they_have_acknowledged_cost_calls_their_time_until_they_are_replaced(
-    relayed: Relayed,
-) -> None:
-    """As a network does that forgets connections. A call ends in time all the same."""
-    source = relayed.prompt.do(make, "rows", BIG, 1)
-    relayed.decoder.do(make, "rows", Spec(tensors=4, rows=2, stride=1 << 20), 2)
+@pytest.mark.parametrize("puller", ["decoder", "prompt"])
+def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: Relayed, puller: str) -> None:
+    """Lanes lose what they have acknowledged, and the link answers. Only the decoder can dial new ones."""
+    here, there = (relayed.decoder, relayed.prompt) if puller == "decoder" else (relayed.prompt, relayed.decoder)
+    source = there.do(make, "source", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    target = here.do(make, "target", Spec(blocks=True), 2)
     assert relayed.link() == SUCCESS
-    assert pull(relayed, source) is None
-    assert relayed.relay.now("lane", "down", Fault("drop")) >= 1
-    error = pull(relayed, source)
+    key = BlocksCacheKey(there.cluster_id, BLOCKS.model_id)
+
+    def pull_block(block: int) -> BaseException | None:
+        here.do(begin_there, "pull", call, "pull_blocks", key, Use("target"), [block], [block])
+        relayed.others_are_served()
+        error: BaseException | None = here.do(result_there, "pull")
+        return error
+
+    assert [pull_block(0) for _ in range(4)] == [None] * 4
+    for direction in ("up", "down"):
+        assert relayed.relay.now("lane", direction, Fault("drop")) >= 1
+    error = pull_block(1)
     assert isinstance(error, DeadlineExceeded), error
     assert error.phase == "copy"
-    assert relayed.decoder.do(links) == {1: "ready"}
-    for _ in range(5):
-        error = pull(relayed, source)
-        if error is None:
-            break
-        assert isinstance(error, DeadlineExceeded), error
-    assert error is None, error
+    assert [pull_block(block) for block in range(2, 8)] == [None] * 6
+    same_bytes(here.do(show, "target"), moved(target, source, [(each, each) for each in (0, *range(2, 8))]))
     assert relayed.decoder.do(links) == {1: "ready"}
 
 

@@ -214,6 +214,7 @@ class Link:
         self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
+        self.last_question = 0  # number of the ping() that decides about silent lanes
         connection.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()

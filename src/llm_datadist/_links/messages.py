@@ -309,9 +309,13 @@ class Verified(Message, frozen=True):
     digests: bytes
 
 
+class LanesLost(Message, frozen=True):
+    """Target of the dial -> initiator of it: the data lanes are silent, and dropped here. Dial others."""
+
+
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | UnlinkRequest | UnlinkAck | UnlinkCancel
-_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
+_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified | LanesLost
 _ANY = _HANDSHAKE | _LINK | _TRANSFER
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -89,11 +89,11 @@ class Engine:
             undo.callback(self._control.stop)
             self.grants = Grants(self.cluster_id, self.store, self._call_at)
             undo.callback(self.grants.close)
-            self._target = Target(self.store)
             self._checksums = ChecksumServer(self.store, self._copy_pool)
             undo.callback(self._checksums.close)
-            lane_reconnector = LaneReconnector()
+            self._lane_reconnector = lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
+            self._target = Target(self.store)
             lane_threads = max(1, min(_MAX_LANE_THREADS, _native.usable_cpus() // 2))
             self._lanes = Lanes(lane_threads, LaneTarget(self.store, lane_reconnector))
             self.store.quiesce = self._lanes.quiesce
@@ -130,6 +130,7 @@ class Engine:
             messages.Resolved: self._target.on_late_answer,
             messages.Release: self._target.on_release,
             messages.Consumed: self._target.on_consumed,
+            messages.LanesLost: self._lane_reconnector.on_lanes_lost,
             messages.Verify: self._checksums.on_verify,
             messages.Locate: LocateServer(self.store, allowed=options.write_by_address).on_locate,
         }

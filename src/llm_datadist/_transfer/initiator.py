@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.liveness import peer_responds
-from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved
+from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
-from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
+from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
     from llm_datadist._native import CopyPool
+    from llm_datadist._transport.connection import Connection
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.
@@ -37,6 +38,8 @@ MakePlan = Callable[[CachePair], Plan]
 #: The first answer may be a kept one, the second is what the target says now. The other attempts are for data lanes,
 #: which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
+#: Time for the answer to a ping that was sent when a transfer had timed out, before.
+_ANSWER_MS: Final = 200
 #: Answers kept per link.
 _MAX_KEPT: Final = 65536
 
@@ -197,12 +200,18 @@ class Initiator:
         """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
         connection = remote.tensors.connection
         move = connection.write if op.push else connection.read
+        if connection.suspects_lanes:
+            _judge_lanes(link, connection, op.deadline)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
             move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
             if steps.watch is not None:
                 steps.watch("copied", link, op.push)
+        except DeadlineExceeded:
+            if connection.suspects_lanes:
+                link.last_question = link.ping()
+            raise
         except MemoryChanged:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
             return False
@@ -225,6 +234,15 @@ class Initiator:
         if op.destination_pin is not None:
             op.destination_pin.record(link.peer, op.name, remote.cache_id)
         return whole
+
+
+def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None:
+    """Drop the lanes that a transfer has found silent, if the peer answers over the control connection."""
+    question = link.last_question
+    within = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
+    lives = within.poll(lambda: link.last_pong >= question or link.ended) and not link.ended
+    if connection.drop_suspects(peer_lives=lives) and not link.origin.dialled:
+        link.tell(LanesLost())
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
-    from llm_datadist._links.messages import Message
+    from llm_datadist._links.messages import LanesLost, Message
     from llm_datadist._transport.lanes import LaneRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
@@ -205,6 +205,12 @@ class LaneReconnector:
         if link.origin.dialled and not link.ended:
             with suppress(RuntimeError):  # closed
                 self._worker.submit(self._reconnect_lanes, link)
+
+    def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
+        """Dial other lanes than those of now, which the peer finds silent. Threads: control."""
+        if link.origin.dialled:
+            link.connection.drop_lanes()
+            self.lost(link)
 
     def close(self) -> None:
         """Join the thread; a dial in progress ends within its bound. Idempotent."""

@@ -197,6 +197,18 @@ class Connection(ABC):
     def reconnect_lanes(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have no lanes)
         """Dial lost lanes again, where this end dials them; raise when it cannot."""
 
+    @property
+    def suspects_lanes(self) -> bool:
+        """True while lanes are suspected: :meth:`drop_suspects` decides."""
+        return False
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        """Drop lanes that moved nothing although the peer lives; return how many."""
+        return 0
+
+    def drop_lanes(self) -> None:  # noqa: B027 (most transports have no lanes)
+        """Drop every lane, because the peer asks for new ones."""
+
     def peer_ended(self) -> bool:
         """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
@@ -451,6 +463,10 @@ class DataPath:
     def reconnect_lanes(self, deadline: Deadline) -> None:
         for each in self.connections:
             each.reconnect_lanes(deadline)
+
+    def drop_lanes(self) -> None:
+        for each in self.connections:
+            each.drop_lanes()
 
     def peer_ended(self) -> bool:
         return any(each.peer_ended() for each in self.connections)

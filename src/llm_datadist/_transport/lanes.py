@@ -54,6 +54,8 @@ _ACCEPTED: Final = b"\x01"
 # gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
 _UNSENT_BYTES: Final = 512 << 10
 
+_KEEPALIVE_SECONDS: Final = 5
+
 _LENGTH: Final = struct.Struct("<I")
 _RUN_BYTES: Final = 16
 
@@ -164,6 +166,12 @@ def _tune(sock: socket.socket) -> None:
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        # A network forgets connections that carry nothing. No TCP_USER_TIMEOUT: that also ends the lane of a peer which
+        # lives and does not read for a while.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
@@ -294,6 +302,11 @@ class LaneGroup:
         """Take a lane out that has ended."""
         with self._changed:
             self._loads.pop(lane, None)
+
+    def lanes(self) -> list[int]:
+        """Return the lanes that there are, the oldest first."""
+        with self._changed:
+            return list(self._loads)
 
     def close(self) -> tuple[list[int], list[socket.socket]]:
         """Take every lane out, for good; return them, and the sockets that waited."""

@@ -7,7 +7,6 @@ dials lost lanes again.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -52,8 +51,8 @@ _MAX_PART_BYTES: Final = 16 << 20
 # Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
 _PARTS_PER_LANE: Final = 2
 
-# Transfers that time out on a lane without moving a byte over it, before the lane is dropped.
-_SILENT_TRANSFERS: Final = 2
+# A lane that carried its last byte that much later than a silent one is as idle.
+_AS_IDLE_NS: Final = 1_000_000
 
 
 class TcpConnection(Connection):
@@ -75,9 +74,11 @@ class TcpConnection(Connection):
         self._wanted = len(group)
         self._reconnect = reconnect
         self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
-        self._transfers = itertools.count()
-        # Lane -> numbers of the transfers that timed out on it, since it last moved a byte.
-        self._silent: dict[int, set[int]] = {}
+        # Lane -> when it last moved a byte (monotonic, ns); absent: never. Single dict operations only.
+        self._moved: dict[int, int] = {}
+        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
+        # over the control connection that it lives, or not.
+        self._suspects: set[int] = set()
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
@@ -100,6 +101,30 @@ class TcpConnection(Connection):
                 raise
         finally:
             self._reconnecting.release()
+
+    @property
+    def suspects_lanes(self) -> bool:
+        """True after a transfer timed out on a lane that had moved nothing for it."""
+        return bool(self._suspects)
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        """Drop the suspected lanes if the peer lives: then it is the network that has forgotten them.
+
+        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
+        """
+        suspects, self._suspects = self._suspects, set()
+        lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
+        self._lanes.drop(self._group, lost)
+        return len(lost)
+
+    def drop_lanes(self) -> None:
+        """Drop all lanes: the peer says that they are silent."""
+        self._lanes.drop(self._group, self._group.lanes())
+
+    def _suspect(self, lane: int) -> None:
+        """Suspect a lane and all that have been idle for as long."""
+        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
+        self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
     def abort(self) -> None:
         super().abort()
@@ -148,7 +173,6 @@ class _LaneTransfer:
         self._group = connection._group
         self._transfer = transfer
         self._deadline = transfer.deadline
-        self._number = next(connection._transfers)
         self._started: deque[_Part] = deque()
         self._done = 0  # bytes that moved
 
@@ -208,20 +232,15 @@ class _LaneTransfer:
         """Count a part that has ended, and judge its lane by it."""
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes)
-        silent = self._connection._silent
+        connection = self._connection
         if outcome.nbytes:
-            silent.pop(part.lane, None)
+            connection._moved[part.lane] = time.monotonic_ns()
+            connection._suspects.discard(part.lane)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
-            silent.pop(part.lane, None)
+            connection._moved.pop(part.lane, None)
             self._group.discard(part.lane)  # the event says so too, later
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
-            # A network may have lost a connection that both ends still believe in. Drop a lane on which two transfers
-            # timed out without moving a byte: what waits for it is tried again on another one.
-            transfers = silent.setdefault(part.lane, set())
-            transfers.add(self._number)
-            if len(transfers) >= _SILENT_TRANSFERS:
-                silent.pop(part.lane, None)
-                self._connection._lanes.drop(self._group, [part.lane])
+            connection._suspect(part.lane)  # a network may have lost what both ends still believe in
 
     def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
         if self._connection._aborted:
