@@ -216,6 +216,7 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "pong": (2, lambda rng: ["pong", _id(rng)]),
     "unlinkrequest": (2, lambda rng: ["unlinkrequest", _id(rng)]),
     "unlinkack": (2, lambda rng: ["unlinkack", _id(rng)]),
+    "laneslost": (2, lambda rng: ["laneslost"]),
     "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
     "locate": (6, _locate),
     "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
