@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
 
     Bytes = list[NDArray[np.uint8]]
-    #: Exception class, arguments, keyword arguments, parts of its text.
-    Case = tuple[type[Exception], tuple[Any, ...], dict[str, Any], tuple[str, ...]]
 
 __all__ = [
     "BLOCKS",
@@ -35,7 +33,6 @@ __all__ = [
     "nothing_happens",
     "picture",
     "refused",
-    "refused_all",
     "same_bytes",
     "show",
     "wait_until",
@@ -193,19 +190,11 @@ def refused(
         assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
         assert "\n" not in str(caught.value)
 
-    nothing_happens(ends, names, attempt)
-
-
-def refused_all(ends: Sequence[End], names: Iterable[str], method: str, cases: Iterable[Case]) -> None:
-    """:func:`refused` for ``method`` of the first end's cache manager with each case's arguments."""
-    names = tuple(names)
-    for case in cases:
-        kind, args, kwargs, parts = case
-        try:
-            refused(ends, names, kind, parts, call, method, *args, **kwargs)
-        except BaseException as error:
-            error.add_note(f"{method} with {case}")
-            raise
+    try:
+        nothing_happens(ends, names, attempt)
+    except BaseException as error:
+        error.add_note(f"{function.__name__} with {args} {kwargs}")
+        raise
 
 
 def _call_with(world: World, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -213,14 +202,21 @@ def _call_with(world: World, function: Callable[..., object], args: tuple[Any, .
 
 
 def moved(
-    dst: Bytes, src: Bytes, pairs: Iterable[tuple[int, int]], tensors: Iterable[tuple[int, int]] | None = None
+    dst: Bytes,
+    src: Bytes,
+    pairs: Iterable[tuple[int, int]],
+    tensors: Iterable[tuple[int, int]] | None = None,
+    nbytes: int | None = None,
 ) -> Bytes:
-    """The oracle: (dst block, src block) pairs take effect one after the other, for every (dst, src) tensor pair."""
+    """The oracle: (dst block, src block) pairs take effect one after the other, for every (dst, src) tensor pair.
+
+    ``nbytes`` of each block move; None: as many as both ends have.
+    """
     result = [tensor.copy() for tensor in dst]
     pairs = list(pairs)
     for to, from_ in [(t, t) for t in range(len(dst))] if tensors is None else tensors:
         for to_row, from_row in pairs:
-            length = min(result[to].shape[1], src[from_].shape[1])
+            length = min(result[to].shape[1], src[from_].shape[1]) if nbytes is None else nbytes
             result[to][to_row, :length] = src[from_][from_row, :length]
     return result
 
