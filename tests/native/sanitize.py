@@ -41,7 +41,7 @@ TESTS: Final = (
     "tests/api/test_moves.py",
     "tests/api/test_move_rules.py",
     "tests/api/test_copies.py",
-    "tests/api/test_swap_bytes.py",
+    "tests/api/test_swaps.py",
     "tests/api/test_checksums.py",
     "tests/api/test_private_memory.py",
     "tests/api/test_lanes_api.py",
