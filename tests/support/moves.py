@@ -46,7 +46,8 @@ BLOCKS = BlocksCacheKey(PROMPT, 0)
 class Spec:
     """A cache to make: ``rows`` blocks or batch rows of ``stride`` bytes in each of ``tensors`` tensors.
 
-    ``memory``: "pool"; "inside" registers memory that lies in a pool; "private" registers memory of the process's own.
+    ``memory``: "pool"; "inside" registers memory that lies in a pool; "private" registers memory of the process's own,
+    "half" the first half of the tensors in a pool and the others the process's own.
     """
 
     tensors: int = 4
@@ -74,19 +75,21 @@ class Use:
 def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes."""
     cm, desc = world.cm, spec.desc
+    world.memory.pop(name, None)
     if spec.memory == "pool":
         if spec.blocks:
             cache = cm.allocate_blocks_cache(desc, spec.blocks_key)
         else:
             cache = cm.allocate_cache(desc, list(spec.keys))
     else:
-        if spec.memory == "inside":
-            world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(desc)
+        in_pool = {"inside": spec.tensors, "half": spec.tensors // 2, "private": 0}[spec.memory]
+        addrs = []
+        if in_pool:
+            world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(replace(spec, tensors=in_pool).desc)
             addrs = list(under.tensor_addrs)
-        else:
-            arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors)]
-            world.memory[name] = arrays
-            addrs = [array.ctypes.data for array in arrays]
+        arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors - in_pool)]
+        world.memory[name] = arrays
+        addrs += [array.ctypes.data for array in arrays]
         if spec.blocks:
             cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible)
         else:
@@ -113,7 +116,7 @@ def call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
 def forget(world: World, name: str) -> None:
     """Give a cache back, whatever it is."""
     cache = world.caches[name]
-    if name in world.memory or f"memory of {name}" in world.caches:
+    if name in world.memory:
         world.cm.unregister_cache(cache.cache_id)
     elif cache.is_blocks_cache:
         world.cm.deallocate_blocks_cache(cache)
