@@ -14,7 +14,7 @@ from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,8 +56,7 @@ def _shut_out(world: World) -> None:
     assert libc.capset(header, struct.pack("<6I", *words)) == 0
 
 
-@pytest.mark.parametrize("spec", [PAGED, PRIVATE])
-def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd], spec: Spec) -> None:
+def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = strangers
     for role, cluster_id, end in (("PROMPT", 1, prompt), ("DECODER", 2, decoder)):
         end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
@@ -66,11 +65,13 @@ def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[Ch
         there = end.do(_explain, peer)
         assert (there.transport, there.private_transport) == ("shm", "tcp")
         assert "not by cma: the kernel does not let us into pid" in there.reason
-    src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
-    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
-    same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
-    decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
-    same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+    for spec in (PAGED, PRIVATE):
+        src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
+        same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
+        decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
+        same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+        prompt.do(forget, "kv")
     for end in strangers:
         # Where memory is mapped no lane engine is needed; where the link has lanes, it is there.
         assert end.do(_lane_threads) > 0

@@ -1,5 +1,5 @@
 """Pulls and pushes: what the peer's cache must be, the order of the checks, and one's own cluster (interface §6.10 to
-§6.13, R14, R17, R26, R28). Arguments by themselves: test_bad_input_pulls.py and test_bad_input_pushes.py."""
+§6.13, R14, R17, R26, R28). Arguments by themselves: test_bad_input_*.py."""
 
 from __future__ import annotations
 

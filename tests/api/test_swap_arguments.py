@@ -1,7 +1,7 @@
 """What swap_blocks refuses, both ways, on a device that needs staging and hears nothing of it (interface R1, R16,
 §6.9).
 
-Without a device that counts, and each argument by itself: test_swaps.py.
+Without a device that counts, and each argument by itself: test_swap_blocks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), and the engine
 under it: workers, staging buffers and their memory, devices that fail (interface R10).
 
-What it refuses: test_swap_arguments.py and test_bad_input_copies.py.
+What it refuses: test_swap_arguments.py and test_bad_input_*.py.
 """
 
 from __future__ import annotations
