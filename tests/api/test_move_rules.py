@@ -13,6 +13,8 @@ from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, re
 from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World
@@ -22,108 +24,76 @@ pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatu
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 OURS = ("rows", "blocks")
-Calls = list[tuple[str, type[Exception], str, tuple[Any, ...]]]
+#: Class, words, method, arguments.
+Calls = list[tuple[type[Exception], str, str, tuple[Any, ...]]]
 STATUS: dict[type[Exception], LLMStatusCode] = {CacheNotFound: GONE, NotLinked: UNLINKED}
-#: The prompt's caches; their ids count from 1.
-THEIRS: Final = {
-    "rows": Spec(rows=4),
-    "blocks": Spec(blocks=True, blocks_key=BLOCKS),
-    "short rows": Spec(rows=4, stride=47),
-    "six rows": Spec(6),
-    "five rows": Spec(5),
-    "small blocks": Spec(blocks=True, stride=47, blocks_key=BlocksCacheKey(1, 1)),
-    "large blocks": Spec(blocks=True, stride=96, blocks_key=BlocksCacheKey(1, 2)),
-    "six blocks": Spec(6, blocks=True, blocks_key=BlocksCacheKey(1, 3)),
-    "request 0 of another model": Spec(keys=(CacheKey(1, 0, model_id=1),)),
-    "five blocks": Spec(5, blocks=True, blocks_key=BlocksCacheKey(1, 4)),
-}
-FIRST: Final[dict[str, Any]] = {"src_layer_range": range(1), "dst_layer_range": range(1)}
-THIRD_THERE: Final[dict[str, Any]] = {"src_layer_range": range(2, 4), "dst_layer_range": range(2)}
 
 
-def theirs(name: str, row: int = 0) -> CacheKeyByIdAndIndex:
-    return CacheKeyByIdAndIndex(1, list(THEIRS).index(name) + 1, row)
-
-
-#: Calls that only the answer of the peer shows to be wrong: method, key, blocks or nothing, ranges; class and words.
-MISFITS: Final[list[tuple[str, Any, tuple[Any, ...], dict[str, Any], type[Exception], tuple[str, ...]]]] = [
-    ("pull_cache", CacheKeyByIdAndIndex(1, 99), (), {}, CacheNotFound, ("99",)),
-    ("pull_cache", theirs("rows", 4), (), {}, CacheNotFound, ("4 rows", "row 4")),
-    ("pull_cache", theirs("short rows"), (), {}, CacheMismatch, ("47", "48")),
-    ("pull_cache", theirs("six rows"), (), {}, CacheMismatch, ("num_tensors", "6", "4")),
-    ("pull_cache", theirs("six rows"), (), THIRD_THERE, ParamError, ("range(2, 4)", "3 layers")),
-    ("pull_cache", theirs("six rows"), (), {"dst_layer_range": range(1)}, ParamError, ("range(0, 1)",)),
-    ("pull_cache", theirs("five rows"), (), FIRST, ParamError, ("5 tensors",)),
-    ("pull_cache", theirs("blocks"), (), {}, CacheMismatch, ("blocks cache",)),
-    ("pull_blocks", BlocksCacheKey(1, 9), ([0], [0]), {}, CacheNotFound, ("model_id=9",)),
-    ("pull_blocks", BLOCKS, ([8], [0]), {}, ParamError, ("src_blocks[0] is 8", "[0, 8)")),
-    ("pull_blocks", BlocksCacheKey(1, 1), ([0], [0]), {}, CacheMismatch, ("47 bytes", "48")),
-    ("pull_blocks", BlocksCacheKey(1, 2), ([0], [0]), {}, CacheMismatch, ("96 bytes", "48")),
-    ("pull_blocks", BlocksCacheKey(1, 3), ([0], [0]), {}, CacheMismatch, ("num_tensors", "6", "4")),
-    ("pull_blocks", BlocksCacheKey(1, 4), ([0], [0]), FIRST, ParamError, ("5 tensors",)),
-    ("pull_blocks", theirs("blocks"), ([], [0]), {}, CacheMismatch, ("blocks", "BlocksCacheKey")),
-    ("pull_blocks", theirs("rows"), ([], [0, 1]), {}, ParamError, ("dst_blocks", "1 pieces")),
-    ("push_cache", theirs("rows", 4), (), {}, ParamError, ("batch_index", "4 rows")),
-    ("push_cache", CacheKeyByIdAndIndex(1, -1), (), {}, CacheNotFound, ("req_id=0",)),
-    ("push_cache", theirs("short rows"), (), {}, CacheMismatch, ("47", "48")),
-    ("push_cache", theirs("five rows"), (), FIRST, ParamError, ("5 tensors",)),
-    ("push_cache", theirs("blocks"), (), {}, CacheMismatch, ("blocks cache",)),
-    ("push_blocks", CacheKeyByIdAndIndex(1, 99), ([0], [0]), {}, CacheNotFound, ("99",)),
-    ("push_blocks", BLOCKS, ([0], [8]), {}, ParamError, ("dst_blocks[0] is 8", "[0, 8)")),
-    ("push_blocks", BlocksCacheKey(1, 1), ([0], [0]), {}, CacheMismatch, ("48 bytes", "destination 47")),
-    ("push_blocks", BlocksCacheKey(1, 3), ([0], [0]), {"src_layer_range": range(1)}, ParamError, ("range(0, 1)",)),
-    ("push_blocks", theirs("rows"), ([0], [0]), {}, CacheMismatch, ("destination is not a blocks cache",)),
-]
-
-
-def test_r17_a_cache_of_the_peer_that_does_not_fit_is_refused_and_the_link_stays_usable(pair: Pair) -> None:
+def test_after_the_refusal_of_a_cache_that_does_not_fit_the_link_stays_usable(tcp_pair: Pair) -> None:
+    pair = tcp_pair
     pair.start(rca=True)
-    for seed, (name, spec) in enumerate(THEIRS.items()):
-        pair.prompt.do(make, name, spec, seed)
-    pair.decoder.do(make, "rows", Spec(), 20)
-    dst = pair.decoder.do(make, "blocks", Spec(blocks=True), 21)
-    for method, key, lists, ranges, kind, parts in MISFITS:
-        own, status = Use(method[5:].replace("cache", "rows")), STATUS.get(kind, LLMStatusCode.LLM_PARAM_INVALID)
-        ends, args = (pair.decoder, pair.prompt), (call, method, key, own, *lists)
-        refused(ends, THEIRS, kind, parts, *args, status=status, **ranges)
-    src = pair.prompt.do(show, "blocks")
+    narrow = BlocksCacheKey(1, 1)
+    pair.prompt.do(make, "rows", Spec(), 1)
+    pair.prompt.do(make, "narrow", Spec(blocks=True, stride=47, blocks_key=narrow), 2)
+    src = pair.prompt.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 3)
+    # A request 0 of another model is not what a push without an id means.
+    pair.prompt.do(make, "request", Spec(keys=(CacheKey(1, 0, model_id=1),)), 4)
+    pair.decoder.do(make, "rows", Spec(), 5)
+    dst = pair.decoder.do(make, "blocks", Spec(blocks=True), 6)
+    misfits: Calls = [
+        (CacheNotFound, "8 rows", "pull_cache", (CacheKeyByIdAndIndex(1, 1, 8), Use("rows"))),
+        (CacheNotFound, "model_id=9", "pull_blocks", (BlocksCacheKey(1, 9), Use("blocks"), [0], [0])),
+        (CacheMismatch, "47 bytes", "pull_blocks", (narrow, Use("blocks"), [0], [0])),
+        (ParamError, "src_blocks[0] is 8", "pull_blocks", (BLOCKS, Use("blocks"), [8], [0])),
+        (CacheNotFound, "req_id=0", "push_cache", (CacheKeyByIdAndIndex(1, -1), Use("rows"))),
+        (CacheMismatch, "blocks cache", "push_cache", (CacheKeyByIdAndIndex(1, 2), Use("rows"))),
+        (CacheMismatch, "destination 47", "push_blocks", (narrow, Use("blocks"), [0], [0])),
+        (ParamError, "dst_blocks[0] is 8", "push_blocks", (BLOCKS, Use("blocks"), [0], [8])),
+    ]
+    refuse_all(pair, ("rows", "blocks", "narrow", "request"), misfits)
     pair.decoder.do(call, "pull_blocks", BLOCKS, Use("blocks"), [0], [5])
     same_bytes(pair.decoder.do(show, "blocks"), moved(dst, src, [(5, 0)]))
+
+
+def refuse_all(pair: Pair, names: Sequence[str], calls: Calls) -> None:
+    for kind, part, method, args in calls:
+        status = STATUS.get(kind, LLMStatusCode.LLM_PARAM_INVALID)
+        refused((pair.decoder, pair.prompt), names, kind, (part,), call, method, *args, status=status)
 
 
 OWN, OTHER = BlocksCacheKey(2, 0), CacheKeyByIdAndIndex(1, 1, 9)
 #: Calls that are also wrong in what is checked later, before and after the ends are linked.
 BEFORE_THE_LINK: Final[Calls] = [
-    ("pull_cache", TypeError, "batch_index", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), "6")),
-    ("pull_cache", ParamError, "our own", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), 6)),
-    ("pull_cache", CacheNotFound, "no cache with id 3", (OTHER, Use("no rows"), 6)),
-    ("pull_cache", ParamError, "batch_index=6", (OTHER, Use("rows"), 6)),
-    ("pull_cache", NotLinked, "cluster 1", (OTHER, Use("rows"), 5)),
-    ("push_cache", TypeError, "src_batch_index", (OTHER, Use("no rows"), "6")),
-    ("push_cache", CacheNotFound, "no cache with id 3", (OTHER, Use("no rows"), 6)),
-    ("push_cache", ParamError, "src_batch_index=6", (OTHER, Use("rows"), 6)),
-    ("push_cache", NotLinked, "cluster 1", (OTHER, Use("rows"), 5)),
-    ("pull_blocks", TypeError, "dst_blocks", (OWN, Use("no blocks"), [0], ["9"])),
-    ("pull_blocks", ParamError, "our own", (OWN, Use("no blocks"), [0], [9])),
-    ("pull_blocks", CacheNotFound, "no cache with id 4", (BLOCKS, Use("no blocks"), [0], [9])),
-    ("pull_blocks", ParamError, "dst_blocks[0]=9", (BLOCKS, Use("blocks"), [0], [9])),
-    ("pull_blocks", NotLinked, "cluster 1", (BLOCKS, Use("blocks"), [99], [0])),
-    ("push_blocks", TypeError, "src_blocks", (BLOCKS, Use("no blocks"), ["9"], [0])),
-    ("push_blocks", CacheNotFound, "no cache with id 4", (BLOCKS, Use("no blocks"), [9], [0])),
-    ("push_blocks", ParamError, "src_blocks[0]=9", (BLOCKS, Use("blocks"), [9], [0])),
-    ("push_blocks", NotLinked, "cluster 1", (BLOCKS, Use("blocks"), [0], [99])),
+    (TypeError, "batch_index", "pull_cache", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), "6")),
+    (ParamError, "our own", "pull_cache", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), 6)),
+    (CacheNotFound, "no cache with id 3", "pull_cache", (OTHER, Use("no rows"), 6)),
+    (ParamError, "batch_index=6", "pull_cache", (OTHER, Use("rows"), 6)),
+    (NotLinked, "cluster 1", "pull_cache", (OTHER, Use("rows"), 5)),
+    (TypeError, "src_batch_index", "push_cache", (OTHER, Use("no rows"), "6")),
+    (CacheNotFound, "no cache with id 3", "push_cache", (OTHER, Use("no rows"), 6)),
+    (ParamError, "src_batch_index=6", "push_cache", (OTHER, Use("rows"), 6)),
+    (NotLinked, "cluster 1", "push_cache", (OTHER, Use("rows"), 5)),
+    (TypeError, "dst_blocks", "pull_blocks", (OWN, Use("no blocks"), [0], ["9"])),
+    (ParamError, "our own", "pull_blocks", (OWN, Use("no blocks"), [0], [9])),
+    (CacheNotFound, "no cache with id 4", "pull_blocks", (BLOCKS, Use("no blocks"), [0], [9])),
+    (ParamError, "dst_blocks[0]=9", "pull_blocks", (BLOCKS, Use("blocks"), [0], [9])),
+    (NotLinked, "cluster 1", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
+    (TypeError, "src_blocks", "push_blocks", (BLOCKS, Use("no blocks"), ["9"], [0])),
+    (CacheNotFound, "no cache with id 4", "push_blocks", (BLOCKS, Use("no blocks"), [9], [0])),
+    (ParamError, "src_blocks[0]=9", "push_blocks", (BLOCKS, Use("blocks"), [9], [0])),
+    (NotLinked, "cluster 1", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
 ]
 WITHOUT_A_CACHE_THERE: Final[Calls] = [
-    ("pull_cache", CacheNotFound, "no cache with id 1", (OTHER, Use("rows"))),
-    ("push_cache", CacheNotFound, "no cache with id 1", (OTHER, Use("rows"))),
-    ("pull_blocks", CacheNotFound, "model_id=0", (BLOCKS, Use("blocks"), [99], [0])),
-    ("push_blocks", CacheNotFound, "model_id=0", (BLOCKS, Use("blocks"), [0], [99])),
+    (CacheNotFound, "no cache with id 1", "pull_cache", (OTHER, Use("rows"))),
+    (CacheNotFound, "no cache with id 1", "push_cache", (OTHER, Use("rows"))),
+    (CacheNotFound, "model_id=0", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
+    (CacheNotFound, "model_id=0", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
 ]
 WITH_A_CACHE_THERE: Final[Calls] = [
-    ("pull_cache", CacheNotFound, "row 9", (OTHER, Use("rows"))),
-    ("push_cache", ParamError, "batch_index", (OTHER, Use("rows"))),
-    ("pull_blocks", CacheMismatch, "block sizes", (BLOCKS, Use("blocks"), [99], [0])),
-    ("push_blocks", CacheMismatch, "block sizes", (BLOCKS, Use("blocks"), [0], [99])),
+    (CacheNotFound, "row 9", "pull_cache", (OTHER, Use("rows"))),
+    (ParamError, "batch_index", "push_cache", (OTHER, Use("rows"))),
+    (CacheMismatch, "block sizes", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
+    (CacheMismatch, "block sizes", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
 ]
 
 
@@ -135,17 +105,12 @@ def test_checks_come_in_order_types_own_cluster_local_cache_local_geometry_link_
     pair.decoder.do(forget, "no rows")
     pair.decoder.do(forget, "no blocks")
 
-    def refuse_all(calls: Calls) -> None:
-        for method, kind, part, args in calls:
-            status = STATUS.get(kind, LLMStatusCode.LLM_PARAM_INVALID)
-            refused((pair.decoder, pair.prompt), OURS, kind, (part,), call, method, *args, status=status)
-
-    refuse_all(BEFORE_THE_LINK)
+    refuse_all(pair, OURS, BEFORE_THE_LINK)
     pair.link()
-    refuse_all(WITHOUT_A_CACHE_THERE)
+    refuse_all(pair, OURS, WITHOUT_A_CACHE_THERE)
     pair.prompt.do(make, "rows", Spec(stride=16), 5)
     pair.prompt.do(make, "blocks", Spec(stride=16, blocks=True, blocks_key=BLOCKS), 6)
-    refuse_all(WITH_A_CACHE_THERE)
+    refuse_all(pair, OURS, WITH_A_CACHE_THERE)
 
 
 def _publish_too_many_tensors(world: World) -> None:

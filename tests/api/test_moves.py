@@ -30,7 +30,7 @@ from tests.support.moves import (
 from tests.support.world import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     from tests.conftest import Pair
     from tests.support.moves import Bytes
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pul
 
 REQUEST, PREFIX, MODEL = CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11), CacheKey(1, 12, model_id=5)
 KEYS = (REQUEST, PREFIX, MODEL)
-ROWS, PAGED = Spec(rows=4, keys=KEYS), Spec(rows=8, blocks=True, blocks_key=BLOCKS)
-OWN_ROWS, OWN_BLOCKS = Spec(rows=6), Spec(rows=6, blocks=True)
+ROWS, OWN_ROWS = Spec(rows=4, keys=KEYS), Spec(rows=6)
+PAGED, OWN_BLOCKS = Spec(rows=8, blocks=True, blocks_key=BLOCKS), Spec(rows=6, blocks=True)
 LONG_ROWS = Spec(rows=3, stride=5 * 48 - 7, keys=KEYS)  # five blocks, the last one short
 NAMED = Spec(keys=(CacheKey(1, 7), CacheKey(1, 0)))
 
@@ -55,15 +55,15 @@ class Move:
 
     ``key`` names ``there``; a number is a row of it by cache id. ``pairs`` are (destination, source) rows or blocks,
     ``tensors`` the same of tensors (None: each to its like), ``nbytes`` what moves of each row (None: all that fits).
-    ``cut`` is the row of the source whose pieces are the source blocks.
+    ``cut`` is the row of the source whose pieces are the source blocks. ``args`` are the block lists unless given.
     """
 
     method: str
-    there: Spec
-    here: Spec
     key: Key | int
-    args: tuple[Any, ...]
     pairs: Pairs
+    args: tuple[Any, ...] | None = None
+    there: Spec = PAGED
+    here: Spec = OWN_BLOCKS
     ranges: dict[str, Any] = field(default_factory=dict)
     tensors: Pairs | None = None
     nbytes: int | None = None
@@ -86,6 +86,11 @@ class Move:
             return [True]
         return [False] if isinstance(self.key, CacheKey) else [False, True]
 
+    def arguments(self) -> tuple[Any, ...]:
+        if self.args is not None:
+            return self.args
+        return [] if self.cut is not None else [src for _, src in self.pairs], [dst for dst, _ in self.pairs]
+
     def twin(self, dst: Bytes, src: Bytes) -> Bytes:
         """Return what the destination must hold afterwards."""
         if self.cut is None:
@@ -97,180 +102,100 @@ class Move:
         return dst
 
 
-def pull_row(
-    key: CacheKey | int,
-    to: int,
-    row: int,
-    *size: int,
-    there: Spec = ROWS,
-    here: Spec = OWN_ROWS,
-    tensors: Pairs | None = None,
-    by_prompt: bool = False,
-    **ranges: Any,
-) -> Move:
-    nbytes = size[0] if size else None
-    return Move("pull_cache", there, here, key, (to, *size), [(to, row)], ranges, tensors, nbytes, by_prompt=by_prompt)
+def pull_row(key: CacheKey | int, pair: tuple[int, int], *args: int, there: Spec = ROWS, **more: Any) -> Move:
+    return Move("pull_cache", key, [pair], (pair[0], *args), there, **({"here": OWN_ROWS} | more))
 
 
-def push_row(
-    key: int,
-    row: int,
-    *,
-    there: Spec = ROWS,
-    here: Spec = OWN_ROWS,
-    tensors: Pairs | None = None,
-    by_prompt: bool = False,
-    **ranges: Any,
-) -> Move:
-    return Move("push_cache", there, here, key, (row,), [(key, row)], ranges, tensors, by_prompt=by_prompt)
+def push_row(pair: tuple[int, int], there: Spec = ROWS, **more: Any) -> Move:
+    return Move("push_cache", pair[0], [pair], (pair[1],), there, **({"here": OWN_ROWS} | more))
 
 
-def blocks(
-    method: str,
-    pairs: Pairs,
-    *,
-    key: BlocksCacheKey | int = BLOCKS,
-    there: Spec = PAGED,
-    here: Spec = OWN_BLOCKS,
-    tensors: Pairs | None = None,
-    kind: Callable[[Iterable[int]], Any] = list,
-    by_prompt: bool = False,
-    **ranges: Any,
-) -> Move:
-    args = kind([src for _, src in pairs]), kind([dst for dst, _ in pairs])
-    return Move(method, there, here, key, args, pairs, ranges, tensors, by_prompt=by_prompt)
+def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str, Any]:
+    return {"src_layer_range": src, "dst_layer_range": dst, "tensor_num_per_layer": per_layer}
 
 
-def pull_pieces(
-    key: CacheKey | int,
-    row: int,
-    targets: list[int],
-    *,
-    there: Spec = LONG_ROWS,
-    tensors: Pairs | None = None,
-    **ranges: Any,
-) -> Move:
-    pairs = [(target, piece) for piece, target in enumerate(targets)]
-    return Move("pull_blocks", there, OWN_BLOCKS, key, ([], targets), pairs, ranges, tensors, cut=row)
-
-
-def numpy_and_bool(numbers: Iterable[int]) -> list[Any]:
-    return [bool(number) if number < 2 else np.uint16(number) for number in numbers]
-
-
-FIRST_LAYER: Final[dict[str, Any]] = {"src_layer_range": range(1), "dst_layer_range": range(1)}
-MIDDLE: Final[dict[str, Any]] = {
-    "src_layer_range": range(4, 6),
-    "dst_layer_range": range(1, 3),
-    "tensor_num_per_layer": 1,
-}
-EMPTY: Final[dict[str, Any]] = {"src_layer_range": range(0), "dst_layer_range": range(5, 5)}
+ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
 SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
 #: Duplicate destinations: the last pair wins.
 CLASHING: Final[Pairs] = [(3, 1), (1, 2), (3, 5), (1, 0), (0, 0)]
+PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
+MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+OURS = BlocksCacheKey(2, 3)
 
 #: Over all transports, with and without remote cache access where the call allows both.
 EVERYWHERE: Final = {
-    "pull a row by request id": pull_row(REQUEST, 4, 0),
-    "pull a row by cache id": pull_row(3, 1, 3),
-    "pull part of a row": pull_row(1, 1, 1, 17),
-    "i1 the linked end pulls a row": pull_row(CacheKey(2, 7), 5, 0, there=Spec(keys=(CacheKey(2, 7),)), by_prompt=True),
-    "r14 pull layers of a row": pull_row(2, 3, 2, there=Spec(6), here=Spec(3), tensors=[(1, 4), (2, 5)], **MIDDLE),
-    "pull blocks": blocks("pull_blocks", SCATTERED),
-    "r26 pull blocks into one another's places": blocks("pull_blocks", CLASHING),
-    "r14 pull layers of blocks": blocks(
-        "pull_blocks",
-        SCATTERED,
-        there=Spec(8, blocks=True, blocks_key=BLOCKS),
-        here=Spec(2, blocks=True),
-        tensors=[(0, 6), (1, 7)],
-        src_layer_range=range(3, 4),
+    "pull a row by request id": pull_row(REQUEST, (4, 0)),
+    "pull a row by cache id": pull_row(3, (1, 3)),
+    "pull part of a row": pull_row(1, (1, 1), 17, nbytes=17),
+    "i1 the linked end pulls a row": pull_row(
+        CacheKey(2, 7), (5, 0), there=Spec(keys=(CacheKey(2, 7),)), by_prompt=True
     ),
-    "i8 a row goes into blocks": pull_pieces(PREFIX, 1, [4, 5, 0, 2, 1]),
-    "i8 a row goes into blocks by cache id": pull_pieces(2, 2, [4, 5, 0, 2, 1]),
-    "push a row": push_row(3, 5),
-    "i11 the linked end pushes a row": push_row(2, 4, by_prompt=True),
-    "r14 push layers of a row": push_row(3, 2, there=Spec(3), here=Spec(6), tensors=[(1, 4), (2, 5)], **MIDDLE),
-    "push blocks": blocks("push_blocks", SCATTERED),
-    "r26 push blocks into one another's places": blocks("push_blocks", CLASHING),
-    "r14 push layers of blocks": blocks(
-        "push_blocks",
+    "r14 pull layers of a row": pull_row(
+        2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
+    ),
+    "pull blocks": Move("pull_blocks", BLOCKS, SCATTERED),
+    "r26 pull blocks over one another": Move("pull_blocks", BLOCKS, CLASHING),
+    "r14 pull layers of blocks": Move(
+        "pull_blocks",
+        BLOCKS,
         SCATTERED,
-        there=Spec(8, blocks=True, blocks_key=BLOCKS),
-        here=Spec(2, blocks=True),
+        there=MANY_LAYERS,
+        here=ONE_LAYER,
+        ranges=layers(range(3, 4), None),
+        tensors=[(0, 6), (1, 7)],
+    ),
+    "i8 a row goes into blocks": Move("pull_blocks", PREFIX, PIECES, there=LONG_ROWS, cut=1),
+    "i8 a row goes into blocks by cache id": Move("pull_blocks", 2, PIECES, there=LONG_ROWS, cut=2),
+    "push a row": push_row((3, 5)),
+    "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
+    "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
+    "push blocks": Move("push_blocks", BLOCKS, SCATTERED),
+    "r26 push blocks over one another": Move("push_blocks", BLOCKS, CLASHING),
+    "r14 push layers of blocks": Move(
+        "push_blocks",
+        BLOCKS,
+        SCATTERED,
+        there=MANY_LAYERS,
+        here=ONE_LAYER,
+        ranges=layers(None, range(3, 4)),
         tensors=[(6, 0), (7, 1)],
-        dst_layer_range=range(3, 4),
     ),
 }
 #: Over one transport.
 ONCE: Final = {
-    "pull a row by default": Move("pull_cache", ROWS, OWN_ROWS, REQUEST, (), [(0, 0)]),
-    "pull a row by prefix id": pull_row(PREFIX, 4, 1),
-    "pull a row of another model": pull_row(MODEL, 4, 2),
-    "pull the first row by cache id": pull_row(0, 4, 0),
-    "pull one byte": pull_row(REQUEST, 0, 0, 1),
-    "pull a whole row by its size": pull_row(REQUEST, 0, 0, 48),
-    "i7 a longer row there is truncated": pull_row(
-        MODEL, 1, 2, there=Spec(rows=3, stride=80, keys=KEYS), here=Spec(4, 2, 32)
+    "pull a row by default": Move("pull_cache", REQUEST, [(0, 0)], (), ROWS, OWN_ROWS),
+    "pull a row by prefix id": pull_row(PREFIX, (4, 1)),
+    "pull a row of another model": pull_row(MODEL, (4, 2)),
+    "i7 a longer row there is truncated": pull_row(1, (1, 1), there=Spec(stride=80), here=Spec(4, 2, 32)),
+    "size lets a shorter row in": pull_row(1, (2, 1), 32, there=Spec(stride=32), here=Spec(4, 3, 80), nbytes=32),
+    "r14 a range there only": pull_row(
+        1, (3, 1), there=Spec(6), here=Spec(2), ranges=layers(range(1, 2), None), tensors=[(0, 2), (1, 3)]
     ),
-    "size lets a shorter row in": pull_row(
-        REQUEST, 2, 0, 32, there=Spec(rows=3, stride=32, keys=KEYS), here=Spec(4, 3, 80)
+    "r14 an empty range is none": pull_row(1, (3, 1), ranges=layers(range(0), range(5, 5))),
+    "r14 pull fewer tensors than a layer": pull_row(
+        1, (3, 1), there=Spec(5), here=Spec(5), ranges=layers(None, None, 7)
     ),
-    "r14 pull a smaller cache whole": pull_row(
-        1, 3, 1, there=Spec(2), here=Spec(6), tensors=[(2, 0), (3, 1)], dst_layer_range=range(1, 2)
+    "pull blocks by tuples": Move("pull_blocks", BLOCKS, SCATTERED, ((1, 2, 5), (4, 5, 0))),
+    "pull blocks by arrays": Move("pull_blocks", BLOCKS, SCATTERED, (np.array([1, 2, 5]), np.array([4, 5, 0]))),
+    "pull blocks by integers of all kinds": Move(
+        "pull_blocks", BLOCKS, [(3, 1), (0, 5)], ([True, np.int32(5)], (np.uint64(3), False))
     ),
-    "r14 pull into a smaller cache": pull_row(
-        1, 3, 1, there=Spec(6), here=Spec(2), tensors=[(0, 2), (1, 3)], src_layer_range=range(1, 2)
+    "pull blocks of another model": Move(
+        "pull_blocks", BlocksCacheKey(1, 9), [(3, 3)], there=Spec(blocks=True, blocks_key=BlocksCacheKey(77, 9))
     ),
-    "r14 pull the first layer": pull_row(1, 3, 1, tensors=[(0, 0), (1, 1)], **FIRST_LAYER),
-    "r14 an empty range is none": pull_row(1, 3, 1, **EMPTY),
-    "r14 pull an odd number of tensors": pull_row(1, 3, 1, there=Spec(5), here=Spec(5)),
-    "r14 pull fewer tensors than a layer": pull_row(1, 3, 1, there=Spec(5), here=Spec(5), tensor_num_per_layer=7),
-    "pull blocks by tuples": blocks("pull_blocks", SCATTERED, kind=tuple),
-    "pull blocks by arrays": blocks("pull_blocks", SCATTERED, kind=np.array),
-    "pull blocks by bools and NumPy integers": blocks("pull_blocks", [(3, 1), (0, 5)], kind=numpy_and_bool),
-    "pull blocks of another model": blocks(
-        "pull_blocks", [(3, 3)], key=BlocksCacheKey(1, 9), there=Spec(blocks=True, blocks_key=BlocksCacheKey(77, 9))
-    ),
-    "r26 pull one block into several": blocks("pull_blocks", [(0, 0), (1, 0), (2, 0)]),
-    "r26 pull blocks backwards": blocks("pull_blocks", [(n, 5 - n) for n in range(6)]),
-    "i8 a row begins in blocks": pull_pieces(REQUEST, 0, [0, 1, 2]),
-    "i8 a row shorter than a block": pull_pieces(REQUEST, 0, [2], there=Spec(rows=3, stride=5, keys=KEYS)),
-    "r14 layers of a row go into blocks": pull_pieces(
-        REQUEST,
-        0,
-        [3],
-        there=Spec(6, rows=3, keys=KEYS),
-        tensors=[(n, n + 2) for n in range(4)],
-        src_layer_range=range(1, 3),
-    ),
-    "push a row by default": Move("push_cache", ROWS, OWN_ROWS, 0, (), [(0, 0)]),
-    "i7 a longer row there keeps its tail": push_row(2, 1, there=Spec(rows=3, stride=80), here=Spec(rows=2, stride=32)),
+    "i8 a row shorter than a block": Move("pull_blocks", 0, [(2, 0)], there=Spec(rows=3, stride=5), cut=0),
+    "push a row by default": Move("push_cache", 0, [(0, 0)], (), ROWS, OWN_ROWS),
+    "i7 a longer row there keeps its tail": push_row((2, 1), Spec(rows=3, stride=80), here=Spec(rows=2, stride=32)),
     "push to cache id 0: request 0 of model 0": Move(
-        "push_cache", NAMED, OWN_ROWS, CacheKeyByIdAndIndex(1, 0), (5,), [(1, 5)]
+        "push_cache", CacheKeyByIdAndIndex(1, 0), [(1, 5)], (5,), NAMED, OWN_ROWS
     ),
     "push to cache id -1: request 0 of model 0": Move(
-        "push_cache", NAMED, OWN_ROWS, CacheKeyByIdAndIndex(1, -1), (5,), [(1, 5)]
+        "push_cache", CacheKeyByIdAndIndex(1, -1), [(1, 5)], (5,), NAMED, OWN_ROWS
     ),
-    "r14 push a smaller cache whole": push_row(
-        3, 2, there=Spec(6), here=Spec(2), tensors=[(2, 0), (3, 1)], dst_layer_range=range(1, 2)
-    ),
-    "r14 push an odd number of tensors": push_row(3, 2, there=Spec(5), here=Spec(5)),
-    "r14 push fewer tensors than a layer": push_row(3, 2, there=Spec(1), here=Spec(1)),
-    "push blocks by cache id": blocks("push_blocks", SCATTERED, key=0, kind=np.array),
-    "i1 the linked end pushes blocks": blocks(
-        "push_blocks",
-        SCATTERED,
-        key=BlocksCacheKey(2, 3),
-        there=Spec(blocks=True, blocks_key=BlocksCacheKey(2, 3)),
-        by_prompt=True,
-    ),
-    "r14 push fewer tensors than a layer of blocks": blocks(
-        "push_blocks",
-        SCATTERED,
-        there=Spec(1, blocks=True, blocks_key=BLOCKS),
-        here=Spec(1, blocks=True),
-        tensor_num_per_layer=9,
+    "r14 push fewer tensors than a layer": push_row((3, 2), Spec(1), here=Spec(1)),
+    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, 5, 0))),
+    "i1 the linked end pushes blocks": Move(
+        "push_blocks", OURS, SCATTERED, there=Spec(blocks=True, blocks_key=OURS), by_prompt=True
     ),
 }
 
@@ -321,7 +246,7 @@ def _refill(world: World, seed: int) -> Bytes:
 
 
 def _move(world: World, move: Move, key: Key) -> None:
-    call(world, move.method, key, Use("kv"), *move.args, **move.ranges)
+    call(world, move.method, key, Use("kv"), *move.arguments(), **move.ranges)
 
 
 def _give_back(world: World, spec: Spec) -> None:
@@ -370,7 +295,7 @@ def _random_blocks(pair: Pair, method: str, tensors: int, rows: tuple[int, int],
     random = np.random.default_rng(seed)
     pairs = [(int(d), int(s)) for d, s in random.integers(0, (dst_rows, src_rows), (int(random.integers(1, 200)), 2))]
     theirs = Spec(tensors, there, stride, blocks=True, blocks_key=BLOCKS)
-    run(pair, blocks(method, pairs, there=theirs, here=Spec(tensors, here, stride, blocks=True)))
+    run(pair, Move(method, BLOCKS, pairs, there=theirs, here=Spec(tensors, here, stride, blocks=True)))
 
 
 @pytest.mark.parametrize(
