@@ -41,27 +41,25 @@ def registered(datadist: LLMDataDist, fill: int, model_id: int = 0) -> tuple[Cac
     return datadist.cache_manager.register_blocks_cache(desc, [tensor.ctypes.data for tensor in memory], key), memory
 
 
-@pytest.mark.parametrize("rank_table", [EMPTY, "{}", "", "not even JSON"])
 @pytest.mark.parametrize("rca", [True, False])
-def test_link_is_ok_when_it_returns_and_bytes_are_real(rank_table: str, rca: bool) -> None:
+def test_link_is_ok_when_it_returns_and_bytes_are_real(rca: bool) -> None:
     datadist = LLMDataDist(LLMRole.DECODER, 1)
     datadist.init(make_config(enable_remote_cache_accessible=rca))
     with loopback_links() as peers:
-        comm_id = datadist.link("link", {1: 0, 2: 1}, rank_table)
-        assert (comm_id, datadist.query_register_mem_status(comm_id)) == (1, OK)
-        there, source = registered(peers[2], 7)
-        here, target = registered(datadist, 0)
-        datadist.cache_manager.pull_blocks(BlocksCacheKey(2, 0), here, [0, 1], [1, 3])
-        wanted = np.zeros_like(target)
-        wanted[:, [1, 3]] = 7
-        np.testing.assert_array_equal(target, wanted)
-        assert (source == 7).all()
-        peers[2].cache_manager.pull_blocks(BlocksCacheKey(1, 0), there, [0], [2])
-        assert (source[:, 2] == 0).all()
-        datadist.unlink(comm_id)
-        assert datadist.statistics().links == ()
-        assert datadist.link("link", {1: 0, 2: 1}, rank_table) == 2
-        assert datadist.query_register_mem_status(2) is OK
+        for number, rank_table in enumerate((EMPTY, "{}", "", "not even JSON"), start=1):
+            comm_id = datadist.link("link", {1: 0, 2: 1}, rank_table)
+            assert (comm_id, datadist.query_register_mem_status(comm_id)) == (number, OK)
+            there, source = registered(peers[2], 7)
+            here, target = registered(datadist, 0)
+            datadist.cache_manager.pull_blocks(BlocksCacheKey(2, 0), here, [0, 1], [1, 3])
+            wanted = np.zeros_like(target)
+            wanted[:, [1, 3]] = 7
+            np.testing.assert_array_equal(target, wanted)
+            assert (source == 7).all()
+            peers[2].cache_manager.pull_blocks(BlocksCacheKey(1, 0), there, [0], [2])
+            assert (source[:, 2] == 0).all()
+            datadist.unlink(comm_id)
+            assert datadist.statistics().links == ()
     datadist.finalize()
 
 
