@@ -168,18 +168,6 @@ def test_numpy_addresses_are_integers_too(world: World) -> None:
     assert all(type(address) is int for address in cache.tensor_addrs)
 
 
-def test_keys_of_registered_caches_first_one_stays_for_rows_newest_wins_for_blocks(world: World) -> None:
-    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1)])
-    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 2), CacheKey(1, 1), CacheKey(1, 2)])
-    world.cm.register_blocks_cache(desc(), FAKE, BlocksCacheKey(1, 0))
-    world.cm.register_blocks_cache(desc(), FAKE, BlocksCacheKey(1, 0))
-    assert {(each.key, each.cache_id, each.row) for each in world.dd.statistics().keys} == {
-        ("(0, 1, 0)", 1, 0),
-        ("(0, 2, 0)", 2, 0),
-        ("(2, 0, 0)", 4, 0),
-    }
-
-
 def test_registered_keys_do_not_disturb_allocated_ones(world: World) -> None:
     world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
     world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1), CacheKey(1, 2**64 - 1)])
@@ -351,14 +339,6 @@ def test_r11_i6_page_shift_is_16_unless_given_and_capacity_whole_pages(end: Loca
     )
     assert [pool(end.world, name).page_bytes for name in ("device", "host")] == [65536, 1024]
     assert [pool(end.world, name).capacity_bytes for name in ("device", "host")] == [3 * 65536, 195 * 1024]
-
-
-def test_r11_unknown_fields_give_one_warning_naming_them(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
-    end.start("PROMPT", 1, mem_pool_cfg='{"memory_size": 65536, "colour": 1, "page_size": 2}')
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "llm.MemPoolConfig" in warnings[0]
-    assert "colour, page_size" in warnings[0]
 
 
 def test_r11_a_pool_larger_than_the_host_is_out_of_memory_naming_both_figures(end: LocalEnd) -> None:
