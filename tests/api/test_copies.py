@@ -117,8 +117,8 @@ def test_r08_placement_batch_size_and_with_a_size_row_shape_may_differ(world: Wo
         check_row(world, (1, 0), (4, 32), 1, 0, 4, 28)
 
 
-def test_rows_of_one_cache_of_many_megabytes_and_of_registered_memory(world: World) -> None:
-    own = world.caches.pop("dst")
+def test_rows_of_one_cache_and_of_many_megabytes(world: World) -> None:
+    own = world.caches["dst"]
     world.caches["dst"] = world.caches["src"]
     for rows in itertools.product(range(2), range(2)):
         check_row(world, rows, (0, ROW), *rows)
@@ -126,15 +126,21 @@ def test_rows_of_one_cache_of_many_megabytes_and_of_registered_memory(world: Wor
     allocate(world, "src", num_tensors=3, shape=(2, 2**18))
     allocate(world, "dst", num_tensors=3, shape=(2, 2**18), placement=H)
     check_row(world, (0, 1), (1, 2**20), 0, 1, 1)
-    mine = [world.cm.register_cache(desc(), user_memory(world, name, desc())) for name in ("one", "two")]
-    allocated = [world.caches[name] for name in ("src", "dst")]
-    world.caches["src"], world.caches["dst"] = mine
-    for seed, cache in enumerate(mine):
-        fill(cache, seed)
-    check_row(world, (0, 3), (0, ROW), 0, 3)
-    for cache in mine:
-        world.cm.unregister_cache(cache.cache_id)
-    world.caches["src"], world.caches["dst"] = allocated
+
+
+def test_rows_and_blocks_of_registered_memory_of_either_placement(world: World) -> None:
+    allocated = dict(world.caches)
+    for placement in Placement:
+        geometry = desc(shape=(10, 16), placement=placement)
+        for name in ("src", "dst", "kv"):
+            register = world.cm.register_blocks_cache if name == "kv" else world.cm.register_cache
+            world.caches[name] = register(geometry, user_memory(world, name, geometry))
+            fill(world.caches[name], ord(name[0]))
+        check_row(world, (0, 3), (0, ROW), 0, 3)
+        check_blocks(world, {2: [0, 1]})
+        for name in ("src", "dst", "kv"):
+            world.cm.unregister_cache(world.caches[name].cache_id)
+    world.caches.update(allocated)
 
 
 def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> None:
@@ -272,17 +278,6 @@ def test_r26_chains_and_many_copies_at_once_of_large_blocks(world: World) -> Non
     allocate(world, "kv", blocks=True, num_tensors=3, shape=(32, 2**14))
     check_blocks(world, {n: [n + 1] for n in range(15)})
     check_blocks(world, {n: [n + 16] for n in range(16)})
-
-
-def test_blocks_of_registered_memory_of_either_placement(world: World) -> None:
-    allocated = world.caches["kv"]
-    for placement in Placement:
-        geometry = desc(shape=(10, 16), placement=placement)
-        world.caches["kv"] = world.cm.register_blocks_cache(geometry, user_memory(world, "mine", geometry))
-        fill(world.caches["kv"], 5)
-        check_blocks(world, {2: [0, 1]})
-        world.cm.unregister_cache(world.caches["kv"].cache_id)
-    world.caches["kv"] = allocated
 
 
 def test_a_handle_of_a_cpu_cache_or_of_another_kind_of_cache_with_that_id_is_refused(world: World) -> None:
