@@ -11,7 +11,7 @@ from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotInitialized
 from tests.api.conftest import ACCESSIBLE
 from tests.support.linking import info
-from tests.support.refusals import NONE, RULE, TYPE, Kind, integer, raises, state
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, state
 from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 
 def test_r01_constructor() -> None:
-    good = {"role": LLMRole.MIX, "cluster_id": 1}
-    roles = [({"role": "PROMPT"}, TYPE), ({"role": 1}, TYPE), ({"role": LLMRole}, TYPE), ({"role": None}, NONE)]
-    ids = [(row.changes, row.kind) for row in integer(0, 2**64 - 1).rows("cluster_id")]
-    for changes, kind in [*roles, *ids]:
-        with pytest.raises(Exception) as caught:  # noqa: PT011 (looked at here)
-            LLMDataDist(**good | changes)
-        assert kind is not None
-        raises(caught.value, kind, changes)
+    for row in [*Spec(("PROMPT", 1, LLMRole)).rows("role"), *UINT64.rows("cluster_id")]:
+        arguments: dict[str, Any] = {"role": LLMRole.MIX, "cluster_id": 1} | row.changes
+        assert row.kind is not None
+        with pytest.raises(row.kind.error) as caught:
+            LLMDataDist(**arguments)
+        raises(caught.value, row.kind, row.texts)
     assert LLMDataDist.llm_engine_instance is None
 
 
@@ -109,7 +107,7 @@ def test_r01_init_names_the_option_and_can_be_repeated() -> None:
     dd = LLMDataDist(LLMRole.DECODER, 1)
     for options, kind, texts in BAD_INIT:
         try:
-            with pytest.raises(Exception) as caught:  # noqa: PT011 (looked at here)
+            with pytest.raises(kind.error) as caught:
                 dd.init(options)
             raises(caught.value, kind, texts)
         except BaseException as error:
