@@ -30,8 +30,10 @@ def test_r01_constructor() -> None:
 
 # --- init (interface §3.1): the rules of the options, each broken alone -----------------------------------------------
 
-OPTIONS: Final = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}
+DEVICE: Final = {"ge.exec.deviceId": "0"}
+OPTIONS: Final = DEVICE | {"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}
 HIXL: Final = OPTIONS | {"llm.TransferBackend": "hixl"}
+HIXL_BY_RES: Final = {"llm.TransferBackend": "hixl", "llm.LocalCommRes": ""}
 DIRECT: Final = {"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}
 POOLS: Final = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 GIB: Final = 2**30
@@ -98,6 +100,8 @@ BAD_INIT: Final[list[tuple[Any, Kind, tuple[str, ...]]]] = [
     ({key: HIXL[key] for key in HIXL if key != "llm.EnableCacheManager"}, RULE, ("EnableCacheManager", "'hixl'")),
     (HIXL | {"llm.EnableRemoteCacheAccessible": "0"}, RULE, ("EnableRemoteCacheAccessible", "'0'")),
     ({key: HIXL[key] for key in HIXL if key != "llm.listenIpInfo"}, RULE, ("listenIpInfo", "missing")),
+    (DEVICE | HIXL_BY_RES, RULE, ("listenIpInfo", "missing")),
+    (OPTIONS | HIXL_BY_RES | {"llm.EnableRemoteCacheAccessible": "0"}, RULE, ("EnableRemoteCacheAccessible", "'0'")),
 ]
 
 

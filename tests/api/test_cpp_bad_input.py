@@ -123,7 +123,8 @@ def remote(*addresses: IpInfo) -> list[ClusterInfo]:
 
 
 CLUSTERS: Final = Spec(
-    (1, ClusterInfo(9), ["9"]),
+    (1, ClusterInfo(9)),
+    (["9"], TYPE, "{}[0]"),
     ([None], NONE, "{}[0]"),
     ([ClusterInfo("9")], TYPE, "{}[0].remote_cluster_id"),  # type: ignore[arg-type]
     ([ClusterInfo(None)], NONE, "{}[0].remote_cluster_id"),  # type: ignore[arg-type]

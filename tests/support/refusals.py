@@ -65,8 +65,8 @@ class Spec:
         self.wrong, self._inner, self._none_ok = wrong, inner, none_ok
 
     def rows(self, name: str) -> list[Row]:
-        none = [] if self._none_ok else [Row({name: None}, NONE, (name,))]
-        wrong = [Row({name: value}, TYPE, (name,)) for value in self.wrong]
+        none = [] if self._none_ok else [Row({name: None}, NONE, (name, "None"))]
+        wrong = [Row({name: value}, TYPE, (name, type(value).__name__)) for value in self.wrong]
         return [*none, *wrong, *(Row({name: value}, kind, (text.format(name),)) for value, kind, text in self._inner)]
 
 
@@ -97,8 +97,8 @@ def no_op(**changes: Any) -> Row:
 
 def integer(low: int, high: int, *broken: int, none_ok: bool = False) -> Spec:
     """The kind of an integer: no other type, none that is out of its width by one, none that breaks a rule."""
-    outside = ((value, RULE, "{}") for value in (low - 1, high + 1, *broken))
-    return Spec(("1", 1.0, [1]), *outside, none_ok=none_ok)
+    outside = [(value, RULE, f"{value}") for value in (low - 1, high + 1)]
+    return Spec(("1", 1.0, [1]), *outside, *((value, RULE, "{}") for value in broken), none_ok=none_ok)
 
 
 UINT32: Final = integer(0, 2**32 - 1)
