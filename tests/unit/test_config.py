@@ -70,7 +70,9 @@ def test_every_property_has_its_default_and_is_documented_and_only_the_memory_ut
 
 TEXTS = ["listen_ip_info", "mem_pool_cfg", "host_mem_pool_cfg", "local_comm_res", "transfer_backend"]
 TEXTS += ["global_resource_config", "buf_pool_cfg", "deploy_res_path", "cluster_info"]
+NO_TEXTS: list[Any] = [1, {"memory_size": 1}, []]
 FLAGS = ["enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role"]
+NO_FLAGS: list[Any] = [0, 1, "1", "true"]
 NEVER_NONE = ["sync_kv_timeout", "link_total_time", "link_retry_count", "rdma_traffic_class", "rdma_service_level"]
 NEVER_NONE += ["mem_pool_cfg", "host_mem_pool_cfg"]  # interface R11
 EMITTED = {"llm.MemoryUtilization": "0.95"}
@@ -123,8 +125,8 @@ def test_assigned_property_is_read_back_and_emitted() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "kind", "parts"),
     [
-        *((name, value, TypeError, ("str", repr(value))) for name in TEXTS for value in (1, {"memory_size": 1}, [])),
-        *((name, value, TypeError, ("bool", repr(value))) for name in FLAGS for value in (0, 1, "1", "true")),
+        *((name, wrong, TypeError, ("str", repr(wrong))) for name in TEXTS for wrong in NO_TEXTS),
+        *((name, wrong, TypeError, ("bool", repr(wrong))) for name in FLAGS for wrong in NO_FLAGS),
         *((name, None, NoneArgument, ()) for name in NEVER_NONE),
         ("device_id", "0", TypeError, ("int, list, tuple", "'0'")),
         ("device_id", 1.0, TypeError, ("1.0",)),
