@@ -33,6 +33,7 @@ from tests.support.refusals import (
     Spec,
     Table,
     attempt,
+    bad,
     integer,
     refuse,
 )
@@ -177,6 +178,7 @@ LISTS: Final = Spec(
     ([[None]], NONE, "{}[0]"),
 )
 TWO: Final = {"src_blocks": [1, 2], "dst_blocks": [2, 3]}
+OUTSIDE: Final = (bad(RULE, "src_blocks", src_blocks=[0, 8]), bad(RULE, "dst_blocks", dst_blocks=[0, 8]))
 BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST}
 CALLS: Final = (
     Table(
