@@ -73,6 +73,20 @@ def blocks_of(model: int = 0, cluster: int = 1) -> BlocksCacheKey:
 # --- kinds of arguments that only these calls have --------------------------------------------------------------------
 
 CACHE: Final = Spec((1, "rows", DESC, [Use("rows")], [Use("paged")]))
+ROWS: Final = Spec(
+    CACHE.wrong,
+    (Use("paged"), RULE, "blocks cache"),
+    (UNKNOWN_BLOCKS, RULE, "blocks cache"),
+    (Use("freed rows"), GONE, "no cache with id"),
+    (UNKNOWN_ROWS, GONE, "99"),
+)
+PAGED: Final = Spec(
+    CACHE.wrong,
+    (Use("rows"), RULE, "not a blocks cache"),
+    (UNKNOWN_ROWS, RULE, "not a blocks cache"),
+    (Use("freed blocks"), GONE, "no cache with id"),
+    (UNKNOWN_BLOCKS, GONE, "99"),
+)
 CACHE_DESC: Final = Spec(
     ("desc", [3, 32], 1),
     (CacheDesc(0, [3, 32], INT8), RULE, "num_tensors"),
@@ -123,7 +137,20 @@ NO_ROOM: Final = (
     bad(RULE, "host_mem_pool_cfg", cache_desc=CacheDesc(2, [3, 32], INT8, Placement.HOST)),
 )
 REGISTER: Final = {"cache_desc": CACHE_DESC, "addrs": ADDRESSES, "remote_accessible": ACCESS}
-GOOD_INFO: Final = MemInfo(Memtype.MEM_TYPE_DEVICE, 1 << 20, 64)
+DEVICE: Final = Memtype.MEM_TYPE_DEVICE
+GOOD_INFO: Final = MemInfo(DEVICE, 1 << 20, 64)
+MEM_INFOS: Final = Spec(
+    (),
+    ([GOOD_INFO, None], NONE, "{}[1]"),
+    ([], RULE, "empty"),
+    (1 << 20, RULE, "{}[0]"),  # the page: LLMException, not TypeError
+    ((GOOD_INFO,), RULE, "{}[0]"),
+    ([GOOD_INFO, "x"], RULE, "{}[1]"),
+    (MemInfo(Memtype.MEM_TYPE_HOST, 1 << 20, 64), RULE, "only device"),
+    ([GOOD_INFO, MemInfo(DEVICE, 0, 64)], RULE, "{}[1]"),
+    (MemInfo(DEVICE, 1 << 20, 0), RULE, "{}[0]"),
+    (MemInfo(DEVICE, 1 << 20, -1), RULE, "{}[0]"),
+)
 MAKING: Final = (
     Table(
         "cm.allocate_cache",
@@ -146,21 +173,7 @@ MAKING: Final = (
     Table(
         "cm.register_blocks_cache", {"cache_desc": DESC, "addrs": ADDRS}, REGISTER | {"blocks_cache_key": BLOCKS_KEY}
     ),
-    Table(
-        "cm.remap_registered_memory",
-        {"mem_infos": GOOD_INFO},
-        {},
-        bad(NONE, mem_infos=None),
-        bad(NONE, "mem_infos[1]", mem_infos=[GOOD_INFO, None]),
-        bad(RULE, "empty", mem_infos=[]),
-        bad(RULE, "mem_infos[0]", mem_infos=1 << 20),  # the page: LLMException, not TypeError
-        bad(RULE, "mem_infos[0]", mem_infos=(GOOD_INFO,)),
-        bad(RULE, "mem_infos[1]", mem_infos=[GOOD_INFO, "x"]),
-        bad(RULE, "only device", mem_infos=MemInfo(Memtype.MEM_TYPE_HOST, 1 << 20, 64)),
-        bad(RULE, "mem_infos[1]", mem_infos=[GOOD_INFO, MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 64)]),
-        bad(RULE, "mem_infos[0]", mem_infos=MemInfo(Memtype.MEM_TYPE_DEVICE, 1 << 20, 0)),
-        bad(RULE, "mem_infos[0]", mem_infos=MemInfo(Memtype.MEM_TYPE_DEVICE, 1 << 20, -1)),
-    ),
+    Table("cm.remap_registered_memory", {"mem_infos": GOOD_INFO}, {"mem_infos": MEM_INFOS}),
 )
 GIVING_BACK: Final = (
     Table(
@@ -195,11 +208,7 @@ GIVING_BACK: Final = (
         {"cache_id": 8},
         {"cache_id": INT64},
         bad(TYPE, cache_id=Use("host")),
-        no_op(cache_id=99),
-        no_op(cache_id=0),
-        no_op(cache_id=-1),
-        no_op(cache_id=-(2**63)),
-        no_op(cache_id=1),  # an allocated cache
+        *(no_op(cache_id=number) for number in (99, 0, -1, -(2**63), 1)),  # 1 is an allocated cache
     ),
 )
 
@@ -210,17 +219,14 @@ COPYING: Final = (
         "cm.copy_cache",
         {"dst": Use("more rows"), "src": Use("rows")},
         {
-            "dst": CACHE,
-            "src": CACHE,
+            "dst": ROWS,
+            "src": ROWS,
             "dst_batch_index": UINT32,
             "src_batch_index": UINT32,
             "offset": UINT64,
             "size": INT64,
             "req_id": integer(0, MAX, none_ok=True),
         },
-        bad(RULE, "blocks cache", dst=Use("paged")),
-        bad(RULE, "blocks cache", src=Use("paged")),
-        bad(RULE, "blocks cache", dst=UNKNOWN_BLOCKS),
         # sizes and rows
         bad(RULE, size=0),
         bad(RULE, size=-2),
@@ -239,21 +245,12 @@ COPYING: Final = (
         bad(RULE, "5 tensors", src=Use("five tensors")),
         bad(RULE, "DT_INT8", src=Use("signed")),
         bad(RULE, "DT_INT8", dst=Use("signed"), size=8),
-        # caches that are not there
-        bad(GONE, "no cache with id", dst=Use("freed rows")),
-        bad(GONE, "no cache with id", src=Use("freed rows")),
-        bad(GONE, "99", dst=UNKNOWN_ROWS),
-        bad(GONE, "99", src=UNKNOWN_ROWS),
         bad(GONE, "req_id=7", src=UNKNOWN_ROWS, req_id=7),
     ),
     Table(
         "cm.copy_blocks",
         {"cache": Use("paged"), "copy_block_info": {0: [1, 2]}},
-        {"cache": CACHE, "copy_block_info": COPY_PAIRS},
-        bad(RULE, "not a blocks cache", cache=Use("rows")),
-        bad(RULE, "not a blocks cache", cache=UNKNOWN_ROWS),
-        bad(GONE, "no cache with id", cache=Use("freed blocks")),
-        bad(GONE, "99", cache=UNKNOWN_BLOCKS),
+        {"cache": PAGED, "copy_block_info": COPY_PAIRS},
         bad(RULE, "6", copy_block_info={6: [1]}),
         bad(RULE, "6", copy_block_info={0: [1], 1: [2, 6]}),
         no_op(copy_block_info={}),
@@ -299,17 +296,13 @@ ROW_IN_BLOCKS: Final = {"src_blocks": [], "dst_blocks": [0]}
 PULL_CACHE: Final = Table(
     "cm.pull_cache",
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
-    {"cache_key": ROW_KEY, "cache": CACHE, "batch_index": UINT32, "size": INT64, **LAYERS},
+    {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": UINT32, "size": INT64, **LAYERS},
     *UNEQUAL_LAYERS,
     # here
-    bad(RULE, "blocks cache", cache=Use("paged")),
-    bad(RULE, "blocks cache", cache=UNKNOWN_BLOCKS),
     bad(RULE, size=0),
     bad(RULE, size=-2),
     bad(RULE, size=33),
     bad(RULE, batch_index=3),
-    bad(GONE, "no cache with id", cache=Use("freed rows")),
-    bad(GONE, "99", cache=UNKNOWN_ROWS),
     # the link
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
     bad(UNLINKED, "77", cache_key=row_of("rows", cluster=77)),
@@ -362,7 +355,7 @@ PULL_BLOCKS: Final = Table(
     {"src_cache_key": blocks_of(), "dst_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
     {
         "src_cache_key": Spec((1, "key", (1, 0), [blocks_of()])),
-        "dst_cache": CACHE,
+        "dst_cache": PAGED,
         "src_blocks": BLOCK_LIST,
         "dst_blocks": BLOCK_LIST,
         **LAYERS,
@@ -373,10 +366,6 @@ PULL_BLOCKS: Final = Table(
     bad(RULE, "dst_blocks is empty", src_blocks=[], dst_blocks=[]),
     bad(RULE, "dst_blocks[1]=6", dst_blocks=[0, 6]),
     # here
-    bad(RULE, "not a blocks cache", dst_cache=Use("rows")),
-    bad(RULE, "not a blocks cache", dst_cache=UNKNOWN_ROWS),
-    bad(GONE, "no cache with id", dst_cache=Use("freed blocks")),
-    bad(GONE, "99", dst_cache=UNKNOWN_BLOCKS),
     # the link
     bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
     bad(UNLINKED, "77", src_cache_key=blocks_of(cluster=77)),
@@ -414,7 +403,7 @@ PUSH_CACHE: Final = Table(
     {"dst_cache_key": row_of("rows"), "src_cache": Use("rows"), "tensor_num_per_layer": 2},
     {
         "dst_cache_key": Spec((*ROW_KEY.wrong, CacheKey(1, 10))),
-        "src_cache": CACHE,
+        "src_cache": ROWS,
         "src_batch_index": UINT32,
         "size": integer(-1, -1, 32),  # only the whole row
         **LAYERS,
@@ -422,10 +411,7 @@ PUSH_CACHE: Final = Table(
     *UNEQUAL_LAYERS,
     *EMPTY_LAYERS,
     # here
-    bad(RULE, "blocks cache", src_cache=Use("paged")),
     bad(RULE, src_batch_index=3),
-    bad(GONE, "no cache with id", src_cache=Use("freed rows")),
-    bad(GONE, "99", src_cache=UNKNOWN_ROWS),
     # the link
     bad(UNLINKED, "77", dst_cache_key=row_of("rows", cluster=77)),
     bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
@@ -445,7 +431,7 @@ PUSH_BLOCKS: Final = Table(
     {"dst_cache_key": blocks_of(), "src_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
     {
         "dst_cache_key": Spec((1, "key", CacheKey(1, 10), [blocks_of()])),
-        "src_cache": CACHE,
+        "src_cache": PAGED,
         "src_blocks": BLOCK_LIST,
         "dst_blocks": BLOCK_LIST,
         **LAYERS,
@@ -455,9 +441,6 @@ PUSH_BLOCKS: Final = Table(
     *WRONG_LISTS,
     bad(RULE, "src_blocks[1]=6", src_blocks=[0, 6]),
     # here
-    bad(RULE, "not a blocks cache", src_cache=Use("rows")),
-    bad(GONE, "no cache with id", src_cache=Use("freed blocks")),
-    bad(GONE, "99", src_cache=UNKNOWN_BLOCKS),
     # the link
     bad(UNLINKED, "77", dst_cache_key=blocks_of(cluster=77)),
     bad(RULE, "src_blocks[1]=6", dst_cache_key=blocks_of(cluster=77), src_blocks=[0, 6]),

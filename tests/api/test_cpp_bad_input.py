@@ -168,7 +168,14 @@ ROW_INDEX: Final = integer(0, 2**32 - 1, 8)
 PULL: Final = {"src_cache_index": INDEX, "dst_cache": CACHE, "ext_param": EXT}
 PUSH: Final = {"src_cache": CACHE, "dst_cache_index": INDEX, "ext_param": EXT}
 COPY: Final = {"src_cache": CACHE, "dst_cache": CACHE}
-SIZE: Final = integer(-(2**63), 2**63 - 1, 0, -2, 65)
+SIZE: Final = Spec(
+    ("1", 1.0, [1]),
+    (0, RULE, "{}=0: must be -1 or above 0"),
+    (-2, RULE, "{}=-2: must be -1 or above 0"),
+    (65, RULE, "{}"),
+    (2**63, RULE, "int64"),
+    (-(2**63) - 1, RULE, "int64"),
+)
 PUSHED_SIZE: Final = integer(-1, -1, 64, 2**63)
 LISTS: Final = Spec(
     (1, "12"),

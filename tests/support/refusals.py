@@ -217,7 +217,9 @@ def _run(ends: Sequence[End], table: Table, rows: list[Row], no_ops: bool) -> No
         if no_ops:
             del now["successes"], was["successes"]  # each is one
         changed = [part for part in was if now[part] != was[part]]
-        assert not changed, f"{changed} of {end.cluster_id} after {table.call} with {[row.changes for row in rows]}"
+        assert not changed, (
+            f"{changed} of {end.cluster_id} after {table.call} with {rows[0].changes} to {rows[-1].changes}"
+        )
 
 
 def raises(error: BaseException | None, kind: Kind, texts: Iterable[str]) -> None:
