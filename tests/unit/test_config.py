@@ -60,10 +60,9 @@ DEFAULTS: dict[str, object] = {
 }
 
 
-def test_every_property_has_its_default_and_is_documented_and_only_the_memory_utilization_is_emitted() -> None:
+def test_every_property_has_its_default_and_only_the_memory_utilization_is_emitted() -> None:
     config = LLMConfig()
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
-    assert all(vars(LLMConfig)[name].__doc__ for name in DEFAULTS)
     assert config.generate_options() == EMITTED
     assert LlmConfig is LLMConfig
 

@@ -83,61 +83,52 @@ def _key_config(key: object = ROW) -> Any:
     return TransferWithCacheKeyConfig(**GOOD_KEY | {"cache_key": key})
 
 
-@pytest.mark.parametrize(
-    ("made", "good", "field", "value", "kind", "parts"),
-    [
-        *(
-            (TransferConfig, GOOD_ADDRESSES, *row)
-            for row in (
-                ("dst_cluster_id", -1, ParamError, ("-1", "uint64")),
-                ("dst_cluster_id", 2**64, ParamError, (str(2**64),)),
-                ("dst_cluster_id", "1", TypeError, ("'1'",)),
-                ("dst_cluster_id", None, NoneArgument, ()),
-                ("dst_addrs", None, NoneArgument, ("list, tuple",)),
-                ("dst_addrs", 5, TypeError, ("list, tuple", "5")),
-                ("dst_addrs", [1, -1], ParamError, ("[1]", "-1")),
-                ("dst_addrs", [1, "2"], TypeError, ("[1]", "'2'")),
-                ("dst_addrs", [1.0], TypeError, ("[0]", "1.0")),
-                ("src_layer_range", [0], TypeError, ("range", "list")),
-                ("src_layer_range", range(0, 4, 2), ParamError, ("step 2",)),
-                ("src_layer_range", range(-1, 2), ParamError, ("range(-1, 2)",)),
-                ("src_layer_range", range(2, 2), ParamError, ("range(2, 2)", "empty")),
-                ("src_batch_index", -1, ParamError, ("-1", "uint32")),
-                ("src_batch_index", 2**32, ParamError, (str(2**32),)),
-                ("src_batch_index", None, NoneArgument, ()),
-            )
-        ),
-        *(
-            (TransferWithCacheKeyConfig, GOOD_KEY, *row)
-            for row in (
-                ("cache_key", 1, TypeError, ("BlocksCacheKey",)),
-                ("cache_key", CacheKey(1, 2), TypeError, ("BlocksCacheKey", "CacheKeyByIdAndIndex")),
-                ("cache_key", None, NoneArgument, ()),
-                ("src_layer_range", None, NoneArgument, ("range",)),
-                ("dst_layer_range", None, NoneArgument, ("range",)),
-                ("src_layer_range", (0, 1), TypeError, ("tuple",)),
-                ("dst_layer_range", range(0, 4, 2), ParamError, ("step 2",)),
-                ("src_layer_range", range(3, 1), ParamError, ("range(3, 1)", "empty")),
-                ("src_batch_index", -1, ParamError, ("-1", "uint32")),
-                ("src_batch_index", 1.0, TypeError, ("1.0",)),
-            )
-        ),
-    ],
-)
-def test_r1_configs_refuse_in_constructor_and_setter(
-    refused: Callable[..., None],
-    made: type,
-    good: dict[str, Any],
-    field: str,
-    value: object,
-    kind: type[Exception],
-    parts: tuple[str, ...],
-) -> None:
-    config = made(**good)
-    before = repr(config)
-    refused(kind, partial(made, **good | {field: value}), field, *parts)
-    refused(kind, partial(setattr, config, field, value), field, *parts)
-    assert repr(config) == before
+#: Field, value, error, and what it names beside the field.
+Wrong = tuple[str, Any, type[Exception], tuple[str, ...]]
+WRONG_ADDRESSES: list[Wrong] = [
+    ("dst_cluster_id", -1, ParamError, ("-1", "uint64")),
+    ("dst_cluster_id", 2**64, ParamError, (str(2**64),)),
+    ("dst_cluster_id", "1", TypeError, ("'1'",)),
+    ("dst_cluster_id", None, NoneArgument, ()),
+    ("dst_addrs", None, NoneArgument, ("list, tuple",)),
+    ("dst_addrs", 5, TypeError, ("list, tuple", "5")),
+    ("dst_addrs", [1, -1], ParamError, ("[1]", "-1")),
+    ("dst_addrs", [1, "2"], TypeError, ("[1]", "'2'")),
+    ("dst_addrs", [1.0], TypeError, ("[0]", "1.0")),
+    ("src_layer_range", [0], TypeError, ("range", "list")),
+    ("src_layer_range", range(0, 4, 2), ParamError, ("step 2",)),
+    ("src_layer_range", range(-1, 2), ParamError, ("range(-1, 2)",)),
+    ("src_layer_range", range(2, 2), ParamError, ("range(2, 2)", "empty")),
+    ("src_batch_index", -1, ParamError, ("-1", "uint32")),
+    ("src_batch_index", 2**32, ParamError, (str(2**32),)),
+    ("src_batch_index", None, NoneArgument, ()),
+]
+WRONG_KEYS: list[Wrong] = [
+    ("cache_key", 1, TypeError, ("BlocksCacheKey",)),
+    ("cache_key", CacheKey(1, 2), TypeError, ("BlocksCacheKey", "CacheKeyByIdAndIndex")),
+    ("cache_key", None, NoneArgument, ()),
+    ("src_layer_range", None, NoneArgument, ("range",)),
+    ("dst_layer_range", None, NoneArgument, ("range",)),
+    ("src_layer_range", (0, 1), TypeError, ("tuple",)),
+    ("dst_layer_range", range(0, 4, 2), ParamError, ("step 2",)),
+    ("src_layer_range", range(3, 1), ParamError, ("range(3, 1)", "empty")),
+    ("src_batch_index", -1, ParamError, ("-1", "uint32")),
+    ("src_batch_index", 1.0, TypeError, ("1.0",)),
+]
+
+
+def test_r1_configs_refuse_in_constructor_and_setter(refused: Callable[..., None]) -> None:
+    configs: list[tuple[Any, dict[str, Any], list[Wrong]]] = [
+        (TransferConfig, GOOD_ADDRESSES, WRONG_ADDRESSES),
+        (TransferWithCacheKeyConfig, GOOD_KEY, WRONG_KEYS),
+    ]
+    for made, good, wrong in configs:
+        for field, value, kind, parts in wrong:
+            config = made(**good)
+            before = repr(config)
+            refused(kind, partial(made, **good | {field: value}), field, *parts)
+            refused(kind, partial(setattr, config, field, value), field, *parts)
+            assert repr(config) == before, (field, value)
 
 
 def test_key_config_gives_back_what_it_was_made_of_and_follows_a_changed_key() -> None:
