@@ -118,7 +118,28 @@ ADDRESSES: Final = Spec(
     ([*ADDRS, 3 << 20], RULE, "3 addresses"),
 )
 ACCESS: Final = Spec((1, 0, "yes", [True]), none_ok=True)
-ROW_KEY: Final = Spec((1, "key", (1, 10), blocks_of(), [row_of("rows")]))
+ROW_KEY: Final = Spec(
+    (1, "key", (1, 10), blocks_of(), [row_of("rows")]),
+    (row_of("rows", cluster=77), UNLINKED, "77"),
+    (row_of("rows", cluster=0), UNLINKED, "0"),
+    (CacheKeyByIdAndIndex(1, 99), GONE, "99"),
+    (CacheKeyByIdAndIndex(1, 0), GONE, "0"),  # in a push it stands for request 0 of model 0
+    (row_of("paged"), RULE, "blocks cache"),
+    (row_of("narrow rows"), RULE, "16"),
+    (row_of("two tensors"), RULE, "num_tensors"),
+    (row_of("five tensors"), RULE, "5"),
+    (row_of("hidden rows"), RULE, "remote_accessible"),
+)
+MODEL: Final = Spec(
+    (1, "key", (1, 0), [blocks_of()]),
+    (blocks_of(cluster=77), UNLINKED, "77"),
+    (blocks_of(9), GONE, "model_id=9"),
+    (blocks_of(1), RULE, "64"),
+    (blocks_of(2), RULE, "num_tensors"),
+    (blocks_of(3), RULE, "remote_accessible"),
+)
+ROW: Final = integer(0, 2**32 - 1, 3)
+SIZE: Final = integer(-(2**63), 2**63 - 1, 0, -2, 33)
 CLUSTERS: Final = Spec(
     (info(5, 9), 1, "clusters", {1: info(5, 9)}),
     ([None], NONE, "{}[0]"),
@@ -222,17 +243,13 @@ COPYING: Final = (
             "dst": ROWS,
             "src": ROWS,
             "dst_batch_index": UINT32,
-            "src_batch_index": UINT32,
+            "src_batch_index": ROW,
             "offset": UINT64,
-            "size": INT64,
+            "size": SIZE,
             "req_id": integer(0, MAX, none_ok=True),
         },
         # sizes and rows
-        bad(RULE, size=0),
-        bad(RULE, size=-2),
         bad(RULE, dst_batch_index=5),
-        bad(RULE, src_batch_index=3),
-        bad(RULE, "33", size=33),
         bad(RULE, "32", offset=32),
         bad(RULE, "33", offset=33, size=1),
         bad(RULE, "20", offset=20, size=13),
@@ -296,35 +313,23 @@ ROW_IN_BLOCKS: Final = {"src_blocks": [], "dst_blocks": [0]}
 PULL_CACHE: Final = Table(
     "cm.pull_cache",
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
-    {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": UINT32, "size": INT64, **LAYERS},
+    {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
     *UNEQUAL_LAYERS,
     # here
-    bad(RULE, size=0),
-    bad(RULE, size=-2),
-    bad(RULE, size=33),
-    bad(RULE, batch_index=3),
     # the link
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
-    bad(UNLINKED, "77", cache_key=row_of("rows", cluster=77)),
-    bad(UNLINKED, "0", cache_key=row_of("rows", cluster=0)),
     # what is wrong here is said before what is wrong with the link
     bad(RULE, "size", cache_key=row_of("rows", cluster=77), size=33),
     bad(RULE, "batch_index", cache_key=row_of("rows", cluster=77), batch_index=3),
     bad(GONE, "no cache with id", cache_key=row_of("rows", cluster=77), cache=Use("freed rows")),
     # there
-    bad(GONE, "99", cache_key=CacheKeyByIdAndIndex(1, 99)),
     bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
     bad(GONE, "3 rows", cache_key=row_of("rows", 3)),
     bad(GONE, "3 rows", cache_key=row_of("rows", 2**32 - 1)),
-    bad(RULE, "blocks cache", cache_key=row_of("paged")),
-    bad(RULE, "16", cache_key=row_of("narrow rows")),
     bad(RULE, "16", cache_key=row_of("narrow rows"), size=17),
-    bad(RULE, "num_tensors", cache_key=row_of("two tensors")),
     bad(RULE, "num_tensors", cache=Use("two tensors")),
-    bad(RULE, "5", cache_key=row_of("five tensors")),
     bad(RULE, "5 tensors", cache=Use("five tensors"), **ONE_LAYER),
     bad(RULE, "5 tensors", cache_key=row_of("five tensors"), **ONE_LAYER),
-    bad(RULE, "remote_accessible", cache_key=row_of("hidden rows")),
 )
 #: Without remote cache access rows are named by their keys as well.
 PULL_CACHE_BY_KEY: Final = Table(
@@ -354,7 +359,7 @@ PULL_BLOCKS: Final = Table(
     "cm.pull_blocks",
     {"src_cache_key": blocks_of(), "dst_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
     {
-        "src_cache_key": Spec((1, "key", (1, 0), [blocks_of()])),
+        "src_cache_key": MODEL,
         "dst_cache": PAGED,
         "src_blocks": BLOCK_LIST,
         "dst_blocks": BLOCK_LIST,
@@ -368,14 +373,8 @@ PULL_BLOCKS: Final = Table(
     # here
     # the link
     bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
-    bad(UNLINKED, "77", src_cache_key=blocks_of(cluster=77)),
     bad(RULE, "dst_blocks[1]=6", src_cache_key=blocks_of(cluster=77), dst_blocks=[0, 6]),
     bad(GONE, "no cache with id", src_cache_key=blocks_of(cluster=77), dst_cache=Use("freed blocks")),
-    # there
-    bad(GONE, "model_id=9", src_cache_key=blocks_of(9)),
-    bad(RULE, "64", src_cache_key=blocks_of(1)),
-    bad(RULE, "num_tensors", src_cache_key=blocks_of(2)),
-    bad(RULE, "remote_accessible", src_cache_key=blocks_of(3)),
     # a row that is cut into blocks
     bad(RULE, "only a BlocksCacheKey", src_cache_key=row_of("rows")),
     bad(RULE, "only a BlocksCacheKey", src_cache_key=CacheKey(1, 10)),
@@ -402,35 +401,25 @@ PUSH_CACHE: Final = Table(
     "cm.push_cache",
     {"dst_cache_key": row_of("rows"), "src_cache": Use("rows"), "tensor_num_per_layer": 2},
     {
-        "dst_cache_key": Spec((*ROW_KEY.wrong, CacheKey(1, 10))),
+        "dst_cache_key": ROW_KEY,
         "src_cache": ROWS,
-        "src_batch_index": UINT32,
+        "src_batch_index": ROW,
         "size": integer(-1, -1, 32),  # only the whole row
         **LAYERS,
     },
     *UNEQUAL_LAYERS,
     *EMPTY_LAYERS,
-    # here
-    bad(RULE, src_batch_index=3),
-    # the link
-    bad(UNLINKED, "77", dst_cache_key=row_of("rows", cluster=77)),
     bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
-    # there
-    bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
-    bad(GONE, "0", dst_cache_key=CacheKeyByIdAndIndex(1, 0)),  # stands for request 0 of model 0
+    bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(RULE, "3 rows", dst_cache_key=row_of("rows", 3)),
-    bad(RULE, "blocks cache", dst_cache_key=row_of("paged")),
-    bad(RULE, "16", dst_cache_key=row_of("narrow rows")),
-    bad(RULE, "num_tensors", dst_cache_key=row_of("two tensors")),
     bad(RULE, "num_tensors", src_cache=Use("two tensors")),
     bad(RULE, "5 tensors", src_cache=Use("five tensors"), **ONE_LAYER),
-    bad(RULE, "remote_accessible", dst_cache_key=row_of("hidden rows")),
 )
 PUSH_BLOCKS: Final = Table(
     "cm.push_blocks",
     {"dst_cache_key": blocks_of(), "src_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
     {
-        "dst_cache_key": Spec((1, "key", CacheKey(1, 10), [blocks_of()])),
+        "dst_cache_key": MODEL,
         "src_cache": PAGED,
         "src_blocks": BLOCK_LIST,
         "dst_blocks": BLOCK_LIST,
@@ -440,18 +429,11 @@ PUSH_BLOCKS: Final = Table(
     *EMPTY_LAYERS,
     *WRONG_LISTS,
     bad(RULE, "src_blocks[1]=6", src_blocks=[0, 6]),
-    # here
-    # the link
-    bad(UNLINKED, "77", dst_cache_key=blocks_of(cluster=77)),
     bad(RULE, "src_blocks[1]=6", dst_cache_key=blocks_of(cluster=77), src_blocks=[0, 6]),
-    # there
-    bad(GONE, "model_id=9", dst_cache_key=blocks_of(9)),
+    bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
     bad(RULE, "batch_index=1", dst_cache_key=row_of("paged", 1)),
     bad(RULE, "blocks", dst_cache_key=row_of("rows")),
-    bad(RULE, "64", dst_cache_key=blocks_of(1)),
-    bad(RULE, "num_tensors", dst_cache_key=blocks_of(2)),
-    bad(RULE, "remote_accessible", dst_cache_key=blocks_of(3)),
 )
 PUSHES: Final = (PUSH_CACHE, PUSH_BLOCKS)
 #: Whatever the arguments are: remote access is asked for first (interface R16).

@@ -66,7 +66,7 @@ V2_CACHE = Cache(1, desc(), [1, 2, 3, 4])
 # --- kinds of arguments that only v1 has ------------------------------------------------------------------------------
 
 KV_CACHE: Final = Spec((1, desc(), V2_CACHE))
-KV_ROWS: Final = Spec(KV_CACHE.wrong, (PAGED, RULE, "{}: a blocks cache"), (CPU, RULE, "HOST"))
+KV_ROWS: Final = Spec(KV_CACHE.wrong, (PAGED, RULE, "{}: a blocks cache"), (CPU, RULE, "{}: placement is HOST"))
 CACHE_KEY: Final = Spec((7, "key", BLOCKS, BY_ID))
 ANY_ROW: Final = Spec((10, "key", BLOCKS))
 DESCRIPTOR: Final = Spec(
