@@ -315,7 +315,6 @@ PULL_CACHE: Final = Table(
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
     {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
     *UNEQUAL_LAYERS,
-    # here
     # the link
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
     # what is wrong here is said before what is wrong with the link
@@ -370,7 +369,6 @@ PULL_BLOCKS: Final = Table(
     *WRONG_LISTS,
     bad(RULE, "dst_blocks is empty", src_blocks=[], dst_blocks=[]),
     bad(RULE, "dst_blocks[1]=6", dst_blocks=[0, 6]),
-    # here
     # the link
     bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
     bad(RULE, "dst_blocks[1]=6", src_cache_key=blocks_of(cluster=77), dst_blocks=[0, 6]),
