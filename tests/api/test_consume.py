@@ -1,38 +1,42 @@
-"""What consumes a key and what does not (interface R5), over both transports, seen in statistics() at the producer."""
+"""What consumes a key and what does not (interface R5), seen in statistics() at the producer. The rules of keys are
+those of `tests/unit/test_registry_machine.py`; here it is what each call says to the producer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, LLMException
-from tests.support.ends import LocalEnd
 from tests.support.gates import stopped
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Pair
     from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.world import World
+
+    #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
+    Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers("llm.Transport")
 
-KEY, OTHER, PREFIX = CacheKey(1, 10), CacheKey(1, 20), CacheKey(1, 2**64 - 1, prefix_id=30)
-SOURCE = Spec(rows=4, keys=(KEY, OTHER, PREFIX))
-TARGET = Spec(rows=6)
-BY_ROW = CacheKeyByIdAndIndex(1, 1, 0)
 STRIDE, TENSORS = 48, 4
+WHOLE, HALF = STRIDE * TENSORS, STRIDE * TENSORS // 2
+KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
+PREFIX = CacheKey(1, 2**64 - 1, prefix_id=30)  # of row 7; row 8 has no key
+SOURCE = Spec(rows=9, keys=(*KEYS, PREFIX))
+REGISTERED = Spec(rows=4, keys=(CacheKey(1, 90), CacheKey(1, 91)), memory="inside")
+UNFIT = {"tensors": Spec(6, rows=4, keys=(CacheKey(1, 80),)), "stride": Spec(stride=40, keys=(CacheKey(1, 81),))}
+FIRST: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
+SECOND: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1, 2)}
+KV: Final = Use("kv")
 
 
-def both(pair: Pair, source: Spec = SOURCE, target: Spec = TARGET, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(**settings)
-    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
+def by_row(row: int, cache_id: int = 1) -> CacheKeyByIdAndIndex:
+    return CacheKeyByIdAndIndex(1, cache_id, row)
 
 
 def left(end: End) -> dict[str, int]:
@@ -41,279 +45,148 @@ def left(end: End) -> dict[str, int]:
     return {key.key: key.unconsumed_bytes for key in end.do(picture).keys}
 
 
-def used_bytes(end: End) -> int:
-    return sum(pool.used_bytes for pool in end.do(picture).pools)
-
-
-def pull(world: World, key: Any, row: int = 0, src: range | None = None, dst: range | None = None) -> None:
-    call(world, "pull_cache", key, Use("kv"), row, src_layer_range=src, dst_layer_range=dst)
+def shown(row: int) -> str:
+    """Return how statistics() shows the key of a row of "kv"."""
+    return "(1, 30, 0)" if row == 7 else f"(0, {10 + row}, 0)"
 
 
 def gone(pair: Pair, key: Any) -> None:
     with pytest.raises(CacheNotFound) as caught:
-        pair.decoder.do(pull, key)
+        pair.decoder.do(call, "pull_cache", key, KV)
     assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert caught.value.peer == 1
 
 
-ALL = {"(0, 10, 0)": STRIDE * TENSORS, "(0, 20, 0)": STRIDE * TENSORS, "(1, 30, 0)": STRIDE * TENSORS}
+def leave(pair: Pair, steps: list[Step]) -> None:
+    """Make the calls in turn; after each, exactly what it says is left at the producer."""
+    waiting = left(pair.prompt)
+    for step in steps:
+        method, args, kwargs, changes = step
+        pair.decoder.do(_called, method, args, kwargs)
+        waiting |= {shown(row): nbytes for row, nbytes in changes.items()}
+        waiting = {key: nbytes for key, nbytes in waiting.items() if nbytes}
+        wait_until(lambda expected=waiting: left(pair.prompt) == expected)  # type: ignore[misc]
 
 
-def without(*names: str) -> dict[str, int]:
-    return {name: left for name, left in ALL.items() if name not in names}
+def _called(world: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call(world, method, *args, **kwargs)
 
 
-# --- what consumes ------------------------------------------------------------------------------------------------
+PULLS: list[Step] = [
+    # Complete means successful, whatever the size and the number of blocks.
+    ("pull_cache", (KEYS[0], KV, 0), {}, {0: 0}),
+    ("pull_cache", (KEYS[1], KV, 1, 1), {}, {1: 0}),
+    ("pull_blocks", (KEYS[2], Use("blocks"), [], [5]), {}, {2: 0}),
+    # By id and row it is the row's key, if it has one; the row is there for as long as the cache is.
+    ("pull_cache", (by_row(3), KV, 3), {}, {3: 0}),
+    ("pull_cache", (by_row(3), KV, 1), {}, {}),
+    ("pull_cache", (by_row(8), KV, 2), {}, {}),
+    # Prefix keys, blocks keys and keys of registered caches are never consumed.
+    *[("pull_cache", (key, KV, 4), {}, {}) for key in (PREFIX, PREFIX, by_row(7))],
+    *[("pull_cache", (key, KV, 5), {}, {}) for key in (CacheKey(1, 90), CacheKey(1, 90), by_row(1, 3), by_row(1, 3))],
+    *[("pull_blocks", (BLOCKS, Use("paged"), list(range(8)), list(range(8))), {}, {})] * 2,
+    # Layers are united, for each key alone, whether pulled by key, by row or into blocks.
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {4: HALF}),
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {}),
+    ("pull_cache", (KEYS[5], KV, 7), SECOND, {5: HALF}),
+    ("pull_cache", (by_row(4), KV, 6), SECOND, {4: 0}),
+    ("pull_blocks", (KEYS[5], Use("blocks"), [], [0, 1]), FIRST, {5: 0}),
+    ("pull_cache", (KEYS[6], KV, 8), SECOND, {6: HALF}),
+    ("pull_cache", (KEYS[6], KV, 8), {}, {6: 0}),
+]
+PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
+REFUSED: Final = [{"size": 49}, {"src_layer_range": range(1)}, {"tensor_num_per_layer": 0}, {"batch_index": 99}]
 
 
-def test_i4_a_complete_pull_by_key_consumes_it_exactly_once(pair: Pair) -> None:
-    both(pair)
-    assert left(pair.prompt) == ALL
-    pair.decoder.do(pull, KEY)
-    gone(pair, KEY)
-    assert left(pair.prompt) == without("(0, 10, 0)")
-    pair.decoder.do(pull, OTHER)
-    gone(pair, OTHER)
-    assert left(pair.prompt) == without("(0, 10, 0)", "(0, 20, 0)")
+def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
+    pair.start()
+    prompt, decoder = pair.prompt, pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)  # cache 3, in the memory of cache 2
+    prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
+    decoder.do(make, "paged", Spec(blocks=True), 5)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    for seed, (name, spec) in enumerate(UNFIT.items()):
+        prompt.do(make, name, spec, seed)
+    before = left(prompt)
+    assert {shown(row): WHOLE for row in range(8)}.items() <= before.items()
+    assert len(before) == 8 + 2 + 1 + 2
+    for key, fault in [*((KEYS[0], fault) for fault in REFUSED), (CacheKey(1, 80), {}), (CacheKey(1, 81), {})]:
+        with pytest.raises(LLMException):
+            decoder.do(_called, "pull_cache", (key, KV), fault)
+        assert left(prompt) == before
+    leave(pair, PULLS)
+    for consumed in KEYS:
+        gone(pair, consumed)
+    expected = moved(moved(dst, src, PULLED), registered, [(5, 1)])
+    for tensor, half in zip(expected[2:], src[2:], strict=True):
+        tensor[7] = half[5]
+    same_bytes(decoder.do(show, "kv"), expected)
+    prompt.do(forget, "registered")
+    for key in (CacheKey(1, 90), by_row(1, 3)):
+        gone(pair, key)
+    assert "(0, 90, 0)" not in left(prompt)
 
 
-def test_r05_a_complete_pull_by_id_and_row_consumes_the_rows_key(pair: Pair) -> None:
-    src, dst = both(pair)
-    pair.decoder.do(pull, CacheKeyByIdAndIndex(1, 1, 1), 5)
-    gone(pair, OTHER)
-    assert left(pair.prompt) == without("(0, 20, 0)")
-    # By id the row can be pulled for as long as the cache is there.
-    pair.decoder.do(pull, CacheKeyByIdAndIndex(1, 1, 1), 4)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 1), (4, 1)]))
+PUSHES: list[Step] = [
+    # With remote cache access a pull consumes nothing: there it is the producer who removes, or a push.
+    ("pull_cache", (by_row(0), KV), {}, {}),
+    ("pull_blocks", (by_row(0), Use("blocks"), [], [0]), {}, {}),
+    ("pull_blocks", (KEYS[0], Use("blocks"), [], [0]), {}, {}),
+    ("push_cache", (by_row(1), KV), {}, {1: 0}),
+    ("push_cache", (by_row(8), KV), {}, {}),
+    ("push_cache", (by_row(7), KV), {}, {}),
+    ("push_cache", (by_row(2), KV, 0, range(1, 2), range(1, 2)), {}, {2: HALF}),
+    ("push_cache", (by_row(2), KV, 0, range(1), range(1)), {}, {2: 0}),
+    ("push_cache", (by_row(1, 3), KV, 1), {}, {}),  # the registered cache
+    ("push_cache", (by_row(3, 3), KV, 2), {}, {}),
+]
 
 
-def test_r05_a_row_without_a_key_consumes_nothing(pair: Pair) -> None:
-    both(pair)
-    pair.decoder.do(pull, CacheKeyByIdAndIndex(1, 1, 3))
-    assert left(pair.prompt) == ALL
+def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_pulls_nothing(pair: Pair) -> None:
+    pair.start(rca=True)
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(make, "kv", SOURCE, 1)
+    src = decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    leave(pair, PUSHES)
+    same_bytes(prompt.do(show, "registered"), moved(registered, decoder.do(show, "kv"), [(1, 1), (3, 2)]))
+    same_bytes([tensor[1:] for tensor in decoder.do(show, "kv")], [tensor[1:] for tensor in src])
+    prompt.do(call, "remove_cache_key", KEYS[0])
+    assert shown(0) not in left(prompt)
+    # The last keys of a cache that was given back: a push frees it.
+    prompt.do(forget, "registered")
+    prompt.do(call, "remove_cache_key", PREFIX)
+    prompt.do(forget, "kv")
+    used = used_bytes(prompt)
+    assert prompt.do(picture).caches.deferred == 1
+    for row in (3, 4, 5, 6):
+        assert used_bytes(prompt) == used
+        decoder.do(call, "push_cache", by_row(row), KV)
+    wait_until(lambda: used_bytes(prompt) < used)
+    assert left(prompt) == {}
 
 
-@pytest.mark.parametrize("key", [KEY, BY_ROW])
-def test_r05_complete_means_successful_whatever_the_size(pair: Pair, key: Any) -> None:
-    both(pair)
-    pair.decoder.do(call, "pull_cache", key, Use("kv"), 0, 1)
-    assert left(pair.prompt) == without("(0, 10, 0)")
+def used_bytes(end: End) -> int:
+    return sum(pool.used_bytes for pool in end.do(picture).pools)
 
 
-@pytest.mark.parametrize("key", [KEY, BY_ROW])
-def test_r05_cache_to_blocks_consumes_whatever_the_number_of_blocks(pair: Pair, key: Any) -> None:
-    both(pair, SOURCE, Spec(stride=16, blocks=True))
-    pair.decoder.do(call, "pull_blocks", key, Use("kv"), [], [5])
-    assert left(pair.prompt) == without("(0, 10, 0)")
-
-
-# --- layer ranges: the union, per key ------------------------------------------------------------------------------
-
-
-def test_i9_layered_pulls_release_the_key_only_at_full_coverage(pair: Pair) -> None:
-    src, dst = both(pair)
-    pair.decoder.do(pull, KEY, 0, range(1), range(1))
-    assert left(pair.prompt) == ALL | {"(0, 10, 0)": STRIDE * 2}
-    pair.decoder.do(pull, KEY, 0, range(1), range(1))  # the same again
-    assert left(pair.prompt) == ALL | {"(0, 10, 0)": STRIDE * 2}
-    pair.decoder.do(pull, KEY, 0, range(1, 2), range(1, 2))
-    gone(pair, KEY)
-    assert left(pair.prompt) == without("(0, 10, 0)")
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 0)]))
-
-
-def test_r05_partial_pulls_of_two_keys_of_one_batch_count_for_each_key_alone(pair: Pair) -> None:
-    both(pair)
-    pair.decoder.do(pull, KEY, 0, range(1), range(1))
-    pair.decoder.do(pull, OTHER, 0, range(1, 2), range(1, 2))
-    assert left(pair.prompt) == ALL | {"(0, 10, 0)": STRIDE * 2, "(0, 20, 0)": STRIDE * 2}
-    pair.decoder.do(pull, KEY, 0, range(1, 2), range(1, 2))
-    assert left(pair.prompt) == without("(0, 10, 0)") | {"(0, 20, 0)": STRIDE * 2}
-    pair.decoder.do(pull, OTHER, 0, range(1), range(1))
-    assert left(pair.prompt) == without("(0, 10, 0)", "(0, 20, 0)")
-
-
-def test_r05_pulls_by_key_by_row_and_into_blocks_are_one_union(pair: Pair) -> None:
-    both(pair, Spec(6, rows=4, keys=(KEY,)), Spec(6))
-    pair.decoder.do(make, "blocks", Spec(6, stride=16, blocks=True), 3)
-    pair.decoder.do(pull, KEY, 0, range(2, 3), range(1))
-    pair.decoder.do(pull, BY_ROW, 0, range(1), range(1))
-    assert left(pair.prompt) == {"(0, 10, 0)": STRIDE * 2}
-    one = range(1, 2)
-    pair.decoder.do(_into_blocks, KEY, one)
-    assert left(pair.prompt) == {}
-
-
-def _into_blocks(world: World, key: Any, layers: range) -> None:
-    call(world, "pull_blocks", key, Use("blocks"), [], [0, 1], src_layer_range=layers, dst_layer_range=layers)
-
-
-def test_r05_a_pull_of_everything_completes_what_a_partial_one_began(pair: Pair) -> None:
-    both(pair)
-    pair.decoder.do(pull, KEY, 0, range(1), range(1))
-    pair.decoder.do(pull, KEY)
-    assert left(pair.prompt) == without("(0, 10, 0)")
-
-
-# --- what does not consume ----------------------------------------------------------------------------------------
-
-
-def test_r05_prefix_keys_are_never_consumed(pair: Pair) -> None:
-    src, dst = both(pair)
-    for row in (0, 1):
-        pair.decoder.do(pull, PREFIX, row)
-    pair.decoder.do(pull, CacheKeyByIdAndIndex(1, 1, 2), 2)  # nor by their row
-    assert left(pair.prompt) == ALL
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 2), (1, 2), (2, 2)]))
-
-
-def test_r05_blocks_keys_are_never_consumed(pair: Pair) -> None:
-    both(pair, Spec(blocks=True, blocks_key=BLOCKS), Spec(blocks=True))
-    for _ in range(2):
-        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), list(range(8)), list(range(8)))
-    assert left(pair.prompt) == {"(2, 0, 0)": STRIDE * TENSORS}
-
-
-@pytest.mark.parametrize("key", [KEY, BY_ROW])
-def test_i10_keys_of_registered_caches_are_never_consumed(pair: Pair, key: Any) -> None:
-    both(pair, Spec(rows=4, keys=(KEY, OTHER, PREFIX), memory="inside"))
-    key = KEY if key is KEY else CacheKeyByIdAndIndex(1, 2, 0)  # the memory under it is cache 1
-    for _ in range(2):
-        pair.decoder.do(pull, key)
-    assert left(pair.prompt) == ALL
-    pair.prompt.do(forget, "kv")
-    gone(pair, key)
-    assert left(pair.prompt) == {}
-
-
-def test_r05_in_rca_mode_a_pull_consumes_nothing(pair: Pair) -> None:
-    both(pair, rca=True)
-    pair.decoder.do(make, "blocks", Spec(stride=16, blocks=True), 3)
-    pair.decoder.do(pull, BY_ROW)
-    pair.decoder.do(call, "pull_blocks", BY_ROW, Use("blocks"), [], [0])
-    pair.decoder.do(call, "pull_blocks", KEY, Use("blocks"), [], [0])
-    assert left(pair.prompt) == ALL
-    pair.prompt.do(call, "remove_cache_key", KEY)  # there it is the producer who removes
-    assert left(pair.prompt) == without("(0, 10, 0)")
-
-
-@pytest.mark.parametrize(
-    "fault", [{"size": 49}, {"src_layer_range": range(1)}, {"tensor_num_per_layer": 0}, {"batch_index": 99}]
-)
-def test_r05_a_refused_pull_consumes_nothing(pair: Pair, fault: dict[str, Any]) -> None:
-    both(pair)
-    with pytest.raises(LLMException):
-        pair.decoder.do(_faulty, KEY, fault)
-    assert left(pair.prompt) == ALL
-    pair.decoder.do(pull, KEY)
-
-
-@pytest.mark.parametrize("source", [Spec(6, rows=4, keys=(KEY,)), Spec(stride=40, rows=4, keys=(KEY,))])
-def test_r05_a_pull_that_does_not_fit_consumes_nothing(pair: Pair, source: Spec) -> None:
-    both(pair, source)
-    before = left(pair.prompt)
-    with pytest.raises(LLMException):
-        pair.decoder.do(pull, KEY)
-    assert left(pair.prompt) == before != {}
-
-
-def _faulty(world: World, key: Any, fault: dict[str, Any]) -> None:
-    call(world, "pull_cache", key, Use("kv"), **fault)
-
-
-# --- pushes -------------------------------------------------------------------------------------------------------
-
-
-def push(world: World, key: Any, row: int = 0, src: range | None = None, dst: range | None = None) -> None:
-    call(world, "push_cache", key, Use("kv"), row, src, dst)
-
-
-def test_r05_a_complete_push_consumes_the_rows_key(pair: Pair) -> None:
-    both(pair, rca=True)
-    pair.decoder.do(push, CacheKeyByIdAndIndex(1, 1, 1))
-    wait_until(lambda: left(pair.prompt) == without("(0, 20, 0)"))
-    pair.decoder.do(push, CacheKeyByIdAndIndex(1, 1, 3))  # a row without a key
-    pair.decoder.do(push, CacheKeyByIdAndIndex(1, 1, 2))  # a row with a prefix key
-    pair.decoder.do(push, BY_ROW)
-    wait_until(lambda: left(pair.prompt) == {"(1, 30, 0)": STRIDE * TENSORS})
-
-
-def test_r05_layered_pushes_are_unioned(pair: Pair) -> None:
-    both(pair, rca=True)
-    pair.decoder.do(push, BY_ROW, 0, range(1, 2), range(1, 2))
-    wait_until(lambda: left(pair.prompt) == ALL | {"(0, 10, 0)": STRIDE * 2})
-    pair.decoder.do(push, BY_ROW, 0, range(1), range(1))
-    wait_until(lambda: left(pair.prompt) == without("(0, 10, 0)"))
-
-
-def test_r05_a_push_frees_a_cache_that_waited_for_it(pair: Pair) -> None:
-    both(pair, Spec(rows=4, keys=(KEY,)), rca=True)
-    pair.prompt.do(forget, "kv")
-    assert pair.prompt.do(picture).caches.deferred == 1
-    pair.decoder.do(push, BY_ROW)
-    wait_until(lambda: used_bytes(pair.prompt) == 0)
-    assert left(pair.prompt) == {}
-
-
-def test_r05_a_push_into_a_registered_cache_leaves_its_key(pair: Pair) -> None:
-    src, dst = both(pair, Spec(rows=4, keys=(KEY,), memory="inside"), rca=True)
-    pair.decoder.do(push, CacheKeyByIdAndIndex(1, 2, 0))
-    pair.decoder.do(push, CacheKeyByIdAndIndex(1, 2, 1))
-    same_bytes(pair.prompt.do(show, "kv"), moved(src, dst, [(0, 0), (1, 0)]))
-    assert left(pair.prompt) == {"(0, 10, 0)": STRIDE * TENSORS}
-
-
-# --- one binding, never a later one (interface R5) --------------------------------------------------------------------
-
-
-def _rebind(world: World) -> Bytes:
-    world.cm.remove_cache_key(KEY)
-    return make(world, "later", Spec(rows=2, keys=(KEY,)), 9)
-
-
-def test_r05_a_release_that_comes_late_leaves_a_later_binding_of_the_key_alone(pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(pair)
-    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
-    with stopped(pair.decoder, "release", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
-        later = pair.prompt.do(_rebind)
-        pulling.finish()
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
-    assert left(pair.prompt) == ALL
-    pair.decoder.do(pull, KEY, 4)
-    same_bytes(pair.decoder.do(show, "kv"), moved(moved(dst, src, [(3, 0)]), later, [(4, 0)]))
-    assert left(pair.prompt) == without("(0, 10, 0)")
-
-
-def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_the_first_release_consumes(
+def test_r05_of_two_pulls_at_once_the_first_release_consumes_and_the_other_leaves_a_later_binding_alone(
     local_pair: Pair, tmp_path: Path
 ) -> None:
-    src, dst = both(local_pair)
-    with stopped(local_pair.decoder, "release", tmp_path, "pull_cache", KEY, Use("kv"), 1) as pulling:
-        assert local_pair.prompt.do(picture).pins == 1
-        local_pair.decoder.do(pull, KEY, 2)
-        gone(local_pair, KEY)
-        later = local_pair.prompt.do(make, "later", Spec(rows=1, keys=(KEY,)), 9)
+    local_pair.start()
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    whole = left(prompt)
+    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
+    with stopped(decoder, "release", tmp_path, "pull_cache", KEYS[0], KV, 1) as pulling:
+        assert prompt.do(picture).pins == 1
+        decoder.do(call, "pull_cache", KEYS[0], KV, 2)
+        gone(local_pair, KEYS[0])
+        later = prompt.do(make, "later", Spec(rows=1, keys=(KEYS[0],)), 9)
         pulling.finish()
-    assert left(local_pair.prompt) == ALL  # the later binding's bytes
-    local_pair.decoder.do(pull, KEY, 3)
-    wanted = moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)])
-    same_bytes(local_pair.decoder.do(show, "kv"), wanted)
-
-
-def test_r05_the_union_is_over_all_peers(local_pair: Pair) -> None:
-    both(local_pair)
-    third = LocalEnd("third")
-    third.start("DECODER", 3, extra={"llm.Transport": "inproc"})
-    try:
-        assert local_pair.prompt.port is not None
-        third.do(_link, local_pair.prompt.port)
-        third.do(make, "kv", TARGET, 5)
-        local_pair.decoder.do(pull, KEY, 0, range(1), range(1))
-        third.do(pull, KEY, 0, range(1, 2), range(1, 2))
-        assert left(local_pair.prompt) == without("(0, 10, 0)")
-    finally:
-        third.stop()
-
-
-def _link(world: World, port: int) -> None:
-    assert world.dd.link_clusters([cluster_info(1, port)], 10_000)[0] is LLMStatusCode.LLM_SUCCESS
+    assert left(prompt) == whole  # the later binding's bytes
+    decoder.do(call, "pull_cache", KEYS[0], KV, 3)
+    same_bytes(decoder.do(show, "kv"), moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)]))
+    gone(local_pair, KEYS[0])
