@@ -233,7 +233,9 @@ def test_rule_10_a_peer_has_room_for_so_many_questions_and_a_pull_waits_until_th
         go.set()
         finish()
         assert verified(local_pair.decoder) == TENSORS * STRIDE
-        assert [answer.id for answer in seen if isinstance(answer, Verified) and answer.id in ids] == ids[:-3]
+        answered = {answer.id for answer in seen if isinstance(answer, Verified)}
+        assert answered >= set(ids[:-3])
+        assert not answered & set(ids[-3:])
 
 
 def test_rule_10_large_questions_take_more_room_and_a_lost_link_gives_it_back(local_pair: Pair) -> None:

@@ -124,8 +124,8 @@ def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_els
         tensor[7] = half[5]
     same_bytes(decoder.do(show, "kv"), expected)
     prompt.do(forget, "registered")
-    for key in (CacheKey(1, 90), by_row(1, 3)):
-        gone(pair, key)
+    for lost in (CacheKey(1, 90), by_row(1, 3)):
+        gone(pair, lost)
     assert "(0, 90, 0)" not in left(prompt)
 
 

@@ -1,5 +1,5 @@
 """Every public call against everything that can stall: typed and within its time, and nothing is broken after
-(interface R6, R7).
+(interface R6, R7): the link stays usable, no pin is left, no key is consumed.
 
 What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
 listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer
@@ -20,6 +20,7 @@ from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.messages import Failed, Ping, Pong, Resolve, Resolved, frame
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.frozen import frozen
+from tests.support.gates import count_messages, releases, resolves, stopped
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger, silent_port
@@ -128,8 +129,12 @@ def both_kinds(pair: Pair) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
 def times_out(end: End, method: str, *args: Any) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         end.do(call, method, *args)
-    assert (caught.value.status_code, caught.value.budget_ms) == (TIMEOUT, BUDGET_MS)
-    assert caught.value.phase == "resolve"
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert (error.status_code, error.phase, error.budget_ms, error.retryable) == (TIMEOUT, "resolve", BUDGET_MS, True)
+    assert error.elapsed_ms >= BUDGET_MS
+    assert [part for part in (method, f"{BUDGET_MS} ms") if part not in str(error)] == []
+    assert "\n" not in str(error)
 
 
 def every_local_call(world: World) -> list[str]:
@@ -168,7 +173,8 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
     shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     source, target = both_kinds(shm_pair)
-    before = decoder.do(picture)
+    before, keys = decoder.do(picture), prompt.do(picture).keys
+    prompt.do(count_messages)
     with STALLS[stall](shm_pair, tmp_path):
         for method, (args, _) in TRANSFERS.items():
             times_out(decoder, method, *args)
@@ -182,6 +188,9 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
         same_bytes(prompt.do(show, name), source[name])
     decoder.do(wait_for_answer, 1)
     wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    # The peer answers late: the pins of those answers, of rows, are given back.
+    wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
+    assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
     for method, (args, pairs) in TRANSFERS.items():
         name = args[1].name
         decoder.do(call, method, *args)
@@ -193,6 +202,48 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
         same_bytes(prompt.do(show, name), source[name])
     wait_until(lambda: prompt.do(picture).pins == 0)
     assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+
+
+def test_r06_of_a_stopped_process_only_what_was_resolved_is_pulled_and_no_key_is_consumed(shm_pair: Pair) -> None:
+    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    source, target = both_kinds(shm_pair)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [0], [0])
+    before = prompt.do(picture)
+    prompt.do(count_messages)
+    with frozen(prompt):
+        decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 2], [5, 6])  # one-sided: no message
+        same_bytes(decoder.do(show, "paged"), moved(target["paged"], source["paged"], [(0, 0), (5, 1), (6, 2)]))
+        times_out(decoder, "pull_cache", KEY, Use("rows"))
+        same_bytes(decoder.do(show, "rows"), target["rows"])
+    wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (1, 1))
+    assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, before.keys)
+    decoder.do(call, "pull_cache", KEY, Use("rows"), 3)
+    same_bytes(decoder.do(show, "rows"), moved(target["rows"], source["rows"], [(3, 0)]))
+    wait_until(lambda: [key.key for key in prompt.do(picture).keys] == ["(2, 0, 0)"])
+
+
+def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_nothing(
+    pair: Pair, tmp_path: Path
+) -> None:
+    pair.start(rca=True, sync_kv_timeout=500)
+    rows = {"prompt": pair.prompt.do(make, "rows", ROWS, 1), "decoder": pair.decoder.do(make, "rows", Spec(), 2)}
+    keys = pair.prompt.do(picture).keys
+    for number, (step, method) in enumerate((("deadline", "pull_cache"), ("write deadline", "push_cache"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args, pairs = TRANSFERS[method]
+        with stopped(pair.decoder, step, folder, method, *args) as move, pytest.raises(DeadlineExceeded) as caught:
+            move.finish()
+        assert (caught.value.status_code, caught.value.phase) == (TIMEOUT, "copy")
+        wait_until(lambda: pair.prompt.do(picture).pins == 0)
+        assert pair.prompt.do(picture).keys == keys
+        for end, name in ((pair.prompt, "prompt"), (pair.decoder, "decoder")):
+            same_bytes(end.do(show, "rows"), rows[name])
+        pair.decoder.do(call, method, *args)
+        to, from_ = ("decoder", "prompt") if method == "pull_cache" else ("prompt", "decoder")
+        rows[to] = moved(rows[to], rows[from_], pairs)
+        same_bytes((pair.decoder if to == "decoder" else pair.prompt).do(show, "rows"), rows[to])
 
 
 @pytest.mark.parametrize("stall", STALLS)
