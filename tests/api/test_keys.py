@@ -1,25 +1,34 @@
-"""Keys of allocated caches as the calls of one process show them (interface R2, R3, R4, R5, R25), and what a peer finds
-by them. `tests/unit/test_registry_machine.py` has the rules; `test_consume.py` what consumes."""
+"""Keys as the calls show them (interface R2 to R5, R25): what binds and removes them, what a peer finds by them, and
+what consumes them at the producer. The rules are those of `tests/unit/test_registry_machine.py`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
-from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
-from tests.support.memory import desc, pool, refused, settled, state
-from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show
+from llm_datadist.errors import CacheNotFound, KeyInUse, LLMException, ParamError
+from tests.support.gates import stopped
+from tests.support.memory import desc, pool, refused, state
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
+    from tests.support.ends import End, LocalEnd
+
+    #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
+    Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers(
-    "CacheManager: allocate_cache check_cache_key deallocate_cache", "LLMDataDist.statistics", "errors.KeyInUse"
+    "CacheManager: allocate_cache check_cache_key deallocate_cache",
+    "LLMDataDist.statistics",
+    "errors.KeyInUse",
+    "llm.Transport",
 )
 
 PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)
@@ -140,12 +149,12 @@ def test_r02_r05_r25_what_a_peer_finds_by_keys(shm_pair: Pair) -> None:
     for key, row in ((prefix, 2), (CacheKeyByIdAndIndex(1, 1, 2), 4)):
         decoder.do(call, "pull_cache", key, Use("kv"), row)
     target = moved(target, source, [(2, 1), (4, 2)])
-    assert list(prompt.do(bound)) == ["(1, 5, 0)", "(0, 3, 0)"]
+    wait_until(lambda: list(prompt.do(bound)) == ["(1, 5, 0)", "(0, 3, 0)"])
     prompt.do(forget, "kv")
     decoder.do(call, "pull_cache", prefix, Use("kv"), 0)
     decoder.do(call, "pull_cache", mine, Use("kv"), 1)
     target = moved(moved(target, source, [(0, 1)]), registered, [(1, 0)])
-    assert settled(lambda: prompt.do(picture).pins, 0) == 0
+    wait_until(lambda: prompt.do(picture).pins == 0)
     assert prompt.do(used) == 2 * alone
     for key in (prefix, mine):
         prompt.do(call, "remove_cache_key", key)
@@ -160,3 +169,171 @@ def test_r02_r05_r25_what_a_peer_finds_by_keys(shm_pair: Pair) -> None:
 
 def used(world: World) -> int:
     return int(pool(world).used_bytes)
+
+
+# --- what consumes ----------------------------------------------------------------------------------------------------
+
+STRIDE, TENSORS = 48, 4
+WHOLE, HALF = STRIDE * TENSORS, STRIDE * TENSORS // 2
+KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
+PREFIX = CacheKey(1, 2**64 - 1, prefix_id=30)  # of row 7; row 8 has no key
+SOURCE = Spec(rows=9, keys=(*KEYS, PREFIX))
+REGISTERED = Spec(rows=4, keys=(CacheKey(1, 90), CacheKey(1, 91)), memory="inside")
+UNFIT = {"tensors": Spec(6, rows=4, keys=(CacheKey(1, 80),)), "stride": Spec(stride=40, keys=(CacheKey(1, 81),))}
+FIRST: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
+SECOND: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1, 2)}
+SECOND_TO_FIRST: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
+KV: Final = Use("kv")
+
+
+def by_row(row: int, cache_id: int = 1) -> CacheKeyByIdAndIndex:
+    return CacheKeyByIdAndIndex(1, cache_id, row)
+
+
+def left(end: End) -> dict[str, int]:
+    """Return key -> bytes that wait with it, once no transfer runs any more."""
+    wait_until(lambda: end.do(picture).pins == 0)
+    return {key.key: key.unconsumed_bytes for key in end.do(picture).keys}
+
+
+def shown(row: int) -> str:
+    """Return how statistics() shows the key of a row of "kv"."""
+    return "(1, 30, 0)" if row == 7 else f"(0, {10 + row}, 0)"
+
+
+def gone(pair: Pair, key: Any) -> None:
+    with pytest.raises(CacheNotFound) as caught:
+        pair.decoder.do(call, "pull_cache", key, KV)
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert caught.value.peer == 1
+
+
+def leave(pair: Pair, steps: list[Step]) -> None:
+    """Make the calls in turn; after each, exactly what it says is left at the producer."""
+    waiting = left(pair.prompt)
+    for step in steps:
+        method, args, kwargs, changes = step
+        pair.decoder.do(_called, method, args, kwargs)
+        waiting |= {shown(row): nbytes for row, nbytes in changes.items()}
+        waiting = {key: nbytes for key, nbytes in waiting.items() if nbytes}
+        wait_until(lambda expected=waiting: left(pair.prompt) == expected)  # type: ignore[misc]
+
+
+def _called(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call(world, method, *args, **kwargs)
+
+
+PULLS: list[Step] = [
+    # Complete means successful, whatever the size and the number of blocks.
+    ("pull_cache", (KEYS[0], KV, 0), {}, {0: 0}),
+    ("pull_cache", (KEYS[1], KV, 1, 1), {}, {1: 0}),
+    ("pull_blocks", (KEYS[2], Use("blocks"), [], [5]), {}, {2: 0}),
+    # By id and row it is the row's key, if it has one; the row is there for as long as the cache is.
+    ("pull_cache", (by_row(3), KV, 3), {}, {3: 0}),
+    ("pull_cache", (by_row(3), KV, 1), {}, {}),
+    ("pull_cache", (by_row(8), KV, 2), {}, {}),
+    # Prefix keys, blocks keys and keys of registered caches are never consumed.
+    *[("pull_cache", (key, KV, 4), {}, {}) for key in (PREFIX, PREFIX, by_row(7))],
+    *[("pull_cache", (key, KV, 5), {}, {}) for key in (CacheKey(1, 90), CacheKey(1, 90), by_row(1, 3), by_row(1, 3))],
+    *[("pull_blocks", (BLOCKS, Use("paged"), list(range(8)), list(range(8))), {}, {})] * 2,
+    # Layers of the source are united, for each key alone, whether pulled by key, by row or into blocks.
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {4: HALF}),
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {}),
+    ("pull_cache", (KEYS[5], KV, 7), SECOND_TO_FIRST, {5: HALF}),
+    ("pull_cache", (by_row(4), KV, 6), SECOND, {4: 0}),
+    ("pull_blocks", (KEYS[5], Use("blocks"), [], [0, 1]), FIRST, {5: 0}),
+    ("pull_cache", (KEYS[6], KV, 8), SECOND, {6: HALF}),
+    ("pull_cache", (KEYS[6], KV, 8), {}, {6: 0}),
+]
+PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
+REFUSED: Final = [{"size": 49}, {"src_layer_range": range(1)}, {"tensor_num_per_layer": 0}, {"batch_index": 99}]
+
+
+def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
+    pair.start()
+    prompt, decoder = pair.prompt, pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)  # cache 3, in the memory of cache 2
+    prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
+    decoder.do(make, "paged", Spec(blocks=True), 5)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    for seed, (name, spec) in enumerate(UNFIT.items()):
+        prompt.do(make, name, spec, seed)
+    before = left(prompt)
+    assert {shown(row): WHOLE for row in range(8)}.items() <= before.items()
+    assert len(before) == 8 + 2 + 1 + 2
+    for key, fault in [*((KEYS[0], fault) for fault in REFUSED), (CacheKey(1, 80), {}), (CacheKey(1, 81), {})]:
+        with pytest.raises(LLMException):
+            decoder.do(_called, "pull_cache", (key, KV), fault)
+        assert left(prompt) == before
+    leave(pair, PULLS)
+    for consumed in KEYS:
+        gone(pair, consumed)
+    expected = moved(moved(dst, src, PULLED), registered, [(5, 1)])
+    for tensor, half in zip(expected[:2], src[2:], strict=True):
+        tensor[7] = half[5]
+    same_bytes(decoder.do(show, "kv"), expected)
+    prompt.do(forget, "registered")
+    for lost in (CacheKey(1, 90), by_row(1, 3)):
+        gone(pair, lost)
+    assert "(0, 90, 0)" not in left(prompt)
+
+
+PUSHES: list[Step] = [
+    # With remote cache access a pull consumes nothing: there it is the producer who removes, or a push.
+    ("pull_cache", (by_row(0), KV), {}, {}),
+    ("pull_blocks", (by_row(0), Use("blocks"), [], [0]), {}, {}),
+    ("pull_blocks", (KEYS[0], Use("blocks"), [], [0]), {}, {}),
+    ("push_cache", (by_row(1), KV), {}, {1: 0}),
+    ("push_cache", (by_row(8), KV), {}, {}),
+    ("push_cache", (by_row(7), KV), {}, {}),
+    ("push_cache", (by_row(2), KV, 0, range(1), range(1, 2)), {}, {2: HALF}),
+    ("push_cache", (by_row(2), KV, 0, range(1), range(1)), {}, {2: 0}),
+    ("push_cache", (by_row(1, 3), KV, 1), {}, {}),  # the registered cache
+    ("push_cache", (by_row(3, 3), KV, 2), {}, {}),
+]
+
+
+def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_pulls_nothing(pair: Pair) -> None:
+    pair.start(rca=True)
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(make, "kv", SOURCE, 1)
+    src = decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    leave(pair, PUSHES)
+    same_bytes(prompt.do(show, "registered"), moved(registered, decoder.do(show, "kv"), [(1, 1), (3, 2)]))
+    same_bytes([tensor[1:] for tensor in decoder.do(show, "kv")], [tensor[1:] for tensor in src])
+    prompt.do(call, "remove_cache_key", KEYS[0])
+    assert shown(0) not in left(prompt)
+    # The last keys of a cache that was given back: a push frees it.
+    prompt.do(forget, "registered")
+    prompt.do(call, "remove_cache_key", PREFIX)
+    prompt.do(forget, "kv")
+    held = prompt.do(used)
+    assert prompt.do(picture).caches.deferred == 1
+    for row in (3, 4, 5, 6):
+        assert prompt.do(used) == held
+        decoder.do(call, "push_cache", by_row(row), KV)
+    wait_until(lambda: prompt.do(used) < held)
+    assert left(prompt) == {}
+
+
+def test_r05_of_two_pulls_at_once_the_first_release_consumes_and_the_other_leaves_a_later_binding_alone(
+    local_pair: Pair, tmp_path: Path
+) -> None:
+    local_pair.start()
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    whole = left(prompt)
+    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
+    with stopped(decoder, "release", tmp_path, "pull_cache", KEYS[0], KV, 1) as pulling:
+        assert prompt.do(picture).pins == 1
+        decoder.do(call, "pull_cache", KEYS[0], KV, 2)
+        gone(local_pair, KEYS[0])
+        later = prompt.do(make, "later", Spec(rows=1, keys=(KEYS[0],)), 9)
+        pulling.finish()
+    assert left(prompt) == whole  # the later binding's bytes
+    decoder.do(call, "pull_cache", KEYS[0], KV, 3)
+    same_bytes(decoder.do(show, "kv"), moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)]))
+    gone(local_pair, KEYS[0])

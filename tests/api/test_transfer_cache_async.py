@@ -187,13 +187,13 @@ def test_k_and_v_may_lie_in_different_caches_anywhere_in_them(by_address: Pair) 
         ks = prompt.do(make, "k", Spec(3, 4, STRIDE, memory=memory), 1)
         vs = prompt.do(make, "v", Spec(2, 6, 64, blocks=True, memory=memory), 2)
         k_at, v_at = prompt.do(addresses, "k"), prompt.do(addresses, "v")
-        config = TransferConfig(1, [k_at[2] + 7, v_at[1] + 200, k_at[0] + 96, v_at[0]], None, 1)
+        config = TransferConfig(1, [k_at[2] + 7, v_at[1] + 200, k_at[0] + 96, k_at[1] + 5], None, 1)
         result = decoder.do(send, "kv", [config])
         assert result.results == [OK], result.errors
-        want_k = spanned(ks, source, [(7, STRIDE, STRIDE)], [(2, 0)])
-        same_bytes(received(prompt, "k"), spanned(want_k, source, [(96, STRIDE, STRIDE)], [(0, 2)]))
-        want_v = spanned(vs, source, [(200, STRIDE, STRIDE)], [(1, 1)])
-        same_bytes(received(prompt, "v"), spanned(want_v, source, [(0, STRIDE, STRIDE)], [(0, 3)]))
+        for offset, pair in ((7, (2, 0)), (96, (0, 2)), (5, (1, 3))):
+            ks = spanned(ks, source, [(offset, STRIDE, STRIDE)], [pair])
+        same_bytes(received(prompt, "k"), ks)
+        same_bytes(received(prompt, "v"), spanned(vs, source, [(200, STRIDE, STRIDE)], [(1, 1)]))
 
 
 def test_r18_r16_an_address_in_no_cache_that_a_peer_may_write_is_invalid_and_nothing_moves(by_address: Pair) -> None:

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, CacheTask, LayerSynchronizer, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, ParamError, StateError
 from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd
@@ -38,9 +37,10 @@ from tests.support.layers import (
 )
 from tests.support.linking import bytes_move_both_ways, info, link, start_both, unlink
 from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, wait_until
-from tests.support.source import SOURCE
+from tests.support.source import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
@@ -78,6 +78,12 @@ def local(pair: Pair) -> World:
     """Return the sender's world, which is in this process."""
     world: World = pair.decoder.world  # type: ignore[attr-defined]
     return world
+
+
+def sent(pair: Pair, synchronizer: LayerSynchronizer, *configs: range) -> CacheTask:
+    """Begin a transfer from an end in this process."""
+    world = local(pair)
+    return world.cm.transfer_cache_async(world.caches["kv"], synchronizer, [by_key(pair, each) for each in configs])
 
 
 # --- what fails, and what must be reported ---------------------------------------------------------------------------
@@ -194,32 +200,34 @@ def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_m
     same_bytes(received(local_pair.prompt), spanned(before, source, ROW))
     # Layers that go nowhere are not asked for, and each is asked for once.
     always = Always()
-    configs = [by_key(local_pair, each) for each in (range(2, 3), range(1), range(2, 3))]
-    world = local(local_pair)
-    assert outcome(world.cm.transfer_cache_async(world.caches["kv"], always, configs)).first is OK
+    assert outcome(sent(local_pair, always, range(2, 3), range(1), range(2, 3))).first is OK
     assert always.asked == [(0, None), (2, None)]
 
 
+class Acting(Always):
+    """Does something for each layer, and remembers what that raised."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+        self.errors: list[BaseException] = []
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        try:
+            self.action()
+        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+            self.errors.append(error)
+        return super().synchronize_layer(layer_index, timeout_in_millis)
+
+
 def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) -> None:
-    local_pair.start(rca=True)
-    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
-    world = local(local_pair)
-    told: list[BaseException] = []
-
-    class Waiting(Always):
-        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-            there.wait(BOUND_MS / 1e3)
-            try:
-                tasks[0].synchronize()
-            except StateError as error:
-                told.append(error)
-            return True
-
+    started(local_pair)
     there, tasks = threading.Event(), []
-    tasks.append(world.cm.transfer_cache_async(world.caches["kv"], Waiting(), [by_key(local_pair, range(1))]))
+    waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and tasks[0].synchronize())
+    tasks.append(sent(local_pair, waiting, range(1)))
     there.set()
     assert tasks[0].synchronize(BOUND_MS) is OK
-    assert len(told) == 1
+    assert [type(error) for error in waiting.errors] == [StateError]
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
@@ -317,12 +325,10 @@ def test_a_link_that_is_given_up_midway_fails_what_is_unfinished_but_by_address_
 def test_r07_a_layer_that_runs_out_of_time_fails_its_config_and_the_link_stays(
     local_pair: Pair, tmp_path: Path
 ) -> None:
-    local_pair.start(rca=True, sync_kv_timeout=200)
-    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
-    world = local(local_pair)
-    with shut(world.dd, "write deadline", tmp_path, peer=1):
+    started(local_pair, sync_kv_timeout=200)
+    with shut(local(local_pair).dd, "write deadline", tmp_path, peer=1):
         Gate(tmp_path).open()
-        task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [by_key(local_pair, range(3))])
+        task = sent(local_pair, Always(), range(3))
         assert task.synchronize(BOUND_MS) is TIMEOUT
     assert isinstance(task.errors[0], DeadlineExceeded)
     assert local_pair.decoder.do(send, "kv", [by_key(local_pair, range(3))]).first is OK
@@ -331,12 +337,12 @@ def test_r07_a_layer_that_runs_out_of_time_fails_its_config_and_the_link_stays(
 # --- finalize --------------------------------------------------------------------------------------------------------
 
 
-def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer(local_pair: Pair) -> None:
+def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer_and_later_ones_are_refused(local_pair: Pair) -> None:
     started(local_pair, range(1), range(3), sync_kv_timeout=100)
     local_pair.decoder.do(ready, 0)
     local_pair.decoder.do(wait_asked, 1)
     world = local(local_pair)
-    running = world.memory["transfer"]
+    running, manager, cache = world.memory["transfer"], world.cm, world.caches["kv"]
     before = received(local_pair.prompt)
     world.dd.finalize()  # its synchronizer blocks: the thread is left behind
     result = outcome(running.task, 0)
@@ -349,50 +355,34 @@ def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer(local_pair: Pa
     assert not left[0].is_alive()
     assert outcome(running.task, 0) == result
     same_bytes(received(local_pair.prompt), before)
+    with pytest.raises(StateError) as caught:
+        manager.transfer_cache_async(cache, Gated(), [])
+    assert caught.value.status_code is FINALIZED
 
 
 def test_a_synchronizer_may_finalize(local_pair: Pair) -> None:
     """The one thing finalize cannot wait for is the thread that called it."""
-    local_pair.start(rca=True)
-    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
-    world = local(local_pair)
-    finalizing = Finalizing(world)
-    task = world.cm.transfer_cache_async(world.caches["kv"], finalizing, [by_key(local_pair, range(3))])
+    started(local_pair)
+    dd = local(local_pair).dd
+    finalizing = Acting(dd.finalize)
+    task = sent(local_pair, finalizing, range(3))
     result = outcome(task)
     assert (result.results, result.first) == ([FINALIZED], FINALIZED)
     thread = task._job._thread
     assert thread is not None
     thread.join(BOUND_MS / 1e3)
     assert (thread.is_alive(), finalizing.errors) == (False, [])
-    assert not world.dd._live.count(world.dd)
-
-
-class Finalizing(Always):
-    """Finalizes the end whose cache is sent, once the first layer is ready."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-        self.errors: list[BaseException] = []
-
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        try:
-            self.world.dd.finalize()
-        except BaseException as error:  # noqa: BLE001 (looked at by the test)
-            self.errors.append(error)
-        return True
+    assert not dd._live.count(dd)
 
 
 @pytest.mark.parametrize("step", ["ask", "before write", "after write"])
 def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp_path: Path, step: str) -> None:
-    local_pair.start(rca=True, sync_kv_timeout=2000)
-    make_both(local_pair.prompt, local_pair.decoder, KV, KV)
-    world = local(local_pair)
-    with shut(world.dd, step, tmp_path, peer=1):
-        task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [by_key(local_pair, range(3))])
-        gate = Gate(tmp_path)
+    started(local_pair, sync_kv_timeout=2000)
+    dd, gate = local(local_pair).dd, Gate(tmp_path)
+    with shut(dd, step, tmp_path, peer=1):
+        task = sent(local_pair, Always(), range(3))
         gate.wait()
-        ending = threading.Thread(target=world.dd.finalize)
+        ending = threading.Thread(target=dd.finalize)
         ending.start()
         wait_until(lambda: task._job._ended is not None)  # from then on no layer may succeed
         gate.open()
@@ -402,61 +392,42 @@ def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp
     assert not [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
 
 
-def test_after_finalize_there_is_no_transfer(local_pair: Pair) -> None:
-    started(local_pair)
-    manager, cache = local(local_pair).cm, local(local_pair).caches["kv"]
-    local(local_pair).dd.finalize()
-    with pytest.raises(StateError) as caught:
-        manager.transfer_cache_async(cache, Gated(), [])
-    assert caught.value.status_code is FINALIZED
-
-
 def test_an_interpreter_that_ends_lets_a_moving_transfer_come_to_its_end() -> None:
-    """As a thread that is no daemon would: who starts a transfer last and ends has sent it."""
-    script = textwrap.dedent(
-        """
-        import atexit, threading
-        task = None
-        atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
-        from llm_datadist import *
-        def start(role, cluster_id, **more):
-            config = LLMConfig()
-            config.device_id, config.enable_cache_manager = 0, True
-            config.enable_remote_cache_accessible = True
-            config.mem_pool_cfg = '{"memory_size": 1048576, "page_shift": 12}'
-            for name, value in more.items():
-                setattr(config, name, value)
-            dd = LLMDataDist(role, cluster_id)
-            dd.init(config.generate_options())
-            return dd
-        p, d = start(LLMRole.PROMPT, 1, listen_ip_info="127.0.0.1:0"), start(LLMRole.DECODER, 2)
-        info = LLMClusterInfo()
-        info.remote_cluster_id = 1
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info("127.0.0.1", p.listen_port)
-        assert d.link_clusters([info])[0] is LLMStatusCode.LLM_SUCCESS
-        desc = CacheDesc(64, [2, 64], DataType.DT_UINT8)
-        there, here = p.cache_manager.allocate_cache(desc), d.cache_manager.allocate_cache(desc)
-        gone = threading.Event()
-        class Late(LayerSynchronizer):
-            def synchronize_layer(self, layer_index, timeout_in_millis):
-                gone.wait()  # nothing is sent before the script is at its end
-                return True
-        config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, there.cache_id, 1), range(32), range(32))
-        task = d.cache_manager.transfer_cache_async(here, Late(), [config])
-        atexit.register(gone.set)  # runs first of all
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
-    )
+    """As a thread that is no daemon would: a script that starts a transfer last and ends has sent it."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-W", "error", "-c", _SENDS_LAST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[<LLMStatusCode.LLM_SUCCESS:", "0>]"], (done.stdout, done.stderr)
+
+
+_SENDS_LAST = """
+import atexit, threading
+task = None
+atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
+from llm_datadist import *
+from tests.support.world import cluster_info, make_config
+
+def start(role, cluster_id, **more):
+    dd = LLMDataDist(role, cluster_id)
+    dd.init(make_config(enable_remote_cache_accessible=True, **more))
+    return dd
+
+p, d = start(LLMRole.PROMPT, 1, listen_ip_info="127.0.0.1:0"), start(LLMRole.DECODER, 2)
+assert d.link_clusters([cluster_info(1, p.listen_port)])[0] is LLMStatusCode.LLM_SUCCESS
+desc = CacheDesc(64, [2, 64], DataType.DT_UINT8)
+there, here = p.cache_manager.allocate_cache(desc), d.cache_manager.allocate_cache(desc)
+gone = threading.Event()
+
+class Late(LayerSynchronizer):
+    def synchronize_layer(self, layer_index, timeout_in_millis):
+        gone.wait()  # nothing is sent before the script is at its end
+        return True
+
+config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, there.cache_id, 1), range(32), range(32))
+task = d.cache_manager.transfer_cache_async(here, Late(), [config])
+atexit.register(gone.set)  # runs first of all
+"""
 
 
 def test_many_transfers_at_once_each_end_for_themselves(shm_pair: Pair) -> None:
