@@ -222,7 +222,8 @@ class Acting(Always):
 
 def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) -> None:
     started(local_pair)
-    there, tasks = threading.Event(), []
+    there = threading.Event()
+    tasks: list[CacheTask] = []
     waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and tasks[0].synchronize())
     tasks.append(sent(local_pair, waiting, range(1)))
     there.set()
