@@ -195,7 +195,7 @@ def silent(pair: Pair, **settings: Any) -> Iterator[threading.Event]:
 
 
 def flood(pair: Pair, count: int, **change: Any) -> list[int]:
-    """Send questions that nobody waits for; return the ids under which they would be answered."""
+    """Send questions for whose answers no call waits; return the ids under which they would be answered."""
     fair = pair.prompt.do(question, change)
     link = engine(pair.decoder).links.get(1)
     ids = list(range(10**6, 10**6 + count))

@@ -3,7 +3,7 @@
 
 What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
 listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer
-and for a redial's attempt, its timeout; finalize for its own threads. Everything else waits for nobody.
+and for a redial's attempt, its timeout; finalize for its own threads. Nothing else waits for a peer.
 
 No time is asserted: a call that hangs is one whose end gives no answer at all (:class:`ChildEnd`).
 """
@@ -63,7 +63,7 @@ def stopped_process(pair: Pair, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deaf_control_thread(pair: Pair, folder: Path) -> Iterator[None]:
-    """The peer runs, but its control thread serves nobody."""
+    """The peer runs, but its control thread serves no link."""
     pair.prompt.do(stall_control, folder)
     wait_until((folder / "stalled").exists)
     try:
@@ -95,7 +95,7 @@ def fill_socket(world: World, peer: int) -> None:
     link_ = world.dd._engine.links.get(peer)
     assert link_.channel is not None
     while not link_.channel._backlog:
-        link_.send(Failed(0, 0, "x" * 4000))  # to nobody's question: dropped when it is read
+        link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World, peer: int) -> None:
@@ -243,17 +243,15 @@ def test_r06_parting_from_a_peer_that_stalls_ends_in_time(shm_pair: Pair, tmp_pa
     """By a forced unlink, after which the link can be made again; by finalize."""
     shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    folders = [tmp_path / "unlink", tmp_path / "finalize"]
-    for folder in folders:
-        folder.mkdir()
-    with STALLS[stall](shm_pair, folders[0]):
+    (later := tmp_path / "later").mkdir()
+    with STALLS[stall](shm_pair, tmp_path):
         assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
         assert decoder.do(links) == {}
         assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
     alone(prompt)
     shm_pair.link()
     bytes_move_both_ways(prompt, decoder)
-    with STALLS[stall](shm_pair, folders[1]):
+    with STALLS[stall](shm_pair, later):
         decoder.do(finalize)
     alone(prompt)
 
@@ -262,34 +260,25 @@ def finalize(world: World) -> None:
     world.dd.finalize()
 
 
-def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:
-    """The peer has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come."""
+def test_r06_a_peer_in_the_middle_of_a_frame_or_of_a_pull_is_waited_for_no_longer(shm_pair: Pair) -> None:
+    """It has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come. It holds
+    a pin and stops: its source is given back, removed and replaced all the same."""
     shm_pair.start(linked=False, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    shm_pair.prompt.do(make, "rows", Spec(), 1)
-    before = shm_pair.prompt.do(show, "rows")
-    assert shm_pair.prompt.port is not None
-    with Stranger(shm_pair.prompt.port) as stranger:
+    prompt = shm_pair.prompt
+    before = prompt.do(make, "rows", ROWS, 1)
+    assert prompt.port is not None
+    with Stranger(prompt.port) as stranger:
         stranger.link()
         whole = frame(Pong(1))
         stranger.say(whole[:5])
         for _ in range(2):
-            times_out(shm_pair.prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
-        assert shm_pair.prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+            times_out(prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
+        assert prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
         stranger.say(whole[5:], Ping(77))
         while stranger.hear(Pong).id != 77:
             pass
-        assert shm_pair.prompt.do(links) == {66: "ready"}
-    same_bytes(shm_pair.prompt.do(show, "rows"), before)
-
-
-def test_r06_no_local_call_waits_for_a_peer_that_stands_still_inside_a_pull(shm_pair: Pair, tmp_path: Path) -> None:
-    """The peer holds a pin and is stopped: its source is given back, removed and replaced all the same."""
-    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    prompt = shm_pair.prompt
-    prompt.do(make, "rows", ROWS, 1)
-    assert prompt.port is not None
-    with Stranger(prompt.port) as stranger:
-        stranger.link()
+        assert prompt.do(links) == {66: "ready"}
+        same_bytes(prompt.do(show, "rows"), before)
         stranger.say(Resolve(1, False, (int(Namespace.REQUEST), KEY.req_id, KEY.model_id), 0, 0, 600_000))
         stranger.hear(Resolved)
         assert prompt.do(picture).pins == 1
@@ -298,7 +287,7 @@ def test_r06_no_local_call_waits_for_a_peer_that_stands_still_inside_a_pull(shm_
         prompt.do(make, "again", ROWS, 2)
         prompt.do(call, "deallocate_cache", Use("again"))
         prompt.do(call, "remove_cache_key", KEY)
-        # The frozen one's memory waits for its pin, and for nothing longer.
+        # The memory of the first waits for its pin, and for nothing longer.
         assert prompt.do(picture).caches.draining == 1
     wait_until(lambda: prompt.do(picture).caches.draining == 0)
     assert prompt.do(picture).pins == 0

@@ -63,7 +63,7 @@ KEY = BlocksCacheKey(1, 0)
 CACHE = Spec(2 * LAYERS, ROWS, STRIDE)
 BLOCKS = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True, blocks_key=KEY)
 PAGED = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True)
-LARGE, MIB = Spec(2 * LAYERS, 4, 1 << 20), 1 << 20
+LARGE, MIB = Spec(2 * LAYERS, 2, 1 << 20), 1 << 20
 
 
 def in_pieces(source: Spec, unit: int, targets: list[int]) -> Shape:
@@ -80,7 +80,7 @@ def block_by_block(source: Spec, *size: int | None) -> Shape:
 SHAPES: list[Shape] = [
     (CACHE, CACHE, 2, 5, (), [(5 * STRIDE, 2 * STRIDE, STRIDE)]),
     (Spec(2 * LAYERS, 3, 2 * STRIDE), CACHE, 7, 0, (), [(0, 7 * STRIDE, STRIDE)]),  # into a longer row
-    (LARGE, LARGE, 3, 2, (), [(2 * MIB, 3 * MIB, MIB)]),
+    (LARGE, LARGE, 0, 1, (), [(MIB, 0, MIB)]),
     (BLOCKS, PAGED, 0, None, (), [(0, 0, STRIDE)]),  # of a blocks cache, and to one, block 0
     (BLOCKS, CACHE, 0, None, (), [(0, 0, STRIDE)]),
     in_pieces(CACHE, 96, [6, 0, 3, 2]),
