@@ -69,9 +69,10 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         assert caught.value.status_code is LLMStatusCode.LLM_FAILED
         same_bytes(decoder.do(show, "kv"), dst)
 
-    other, short = prompt.do(grant, [3]), prompt.do(grant, [1], 0.05)
+    other, short, later = (prompt.do(grant, [3], ttl) for ttl in (LONG, 0.05, 0.1))
     wait_until(lambda: not prompt.do(active))
-    refused(short, [1])
+    for over in (short, later):
+        refused(over, [3])
     data = prompt.do(grant, [1, 2, 5])
     for wrong, arguments, kind, text in (
         (data, ([1, 3], [0, 1]), ParamError, r"src_blocks: block 3 is not among the 3 blocks of the grant"),
