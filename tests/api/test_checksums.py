@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Pair
+    from tests.support.ends import End
     from tests.support.layers import Span
     from tests.support.world import World
 
@@ -338,6 +339,14 @@ def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> 
     assert verified(shm_pair.decoder) == TENSORS * STRIDE
 
 
+def begun(prompt: End, decoder: End, folder: Path, *args: Any) -> Callable[[], Any]:
+    """Begin a call whose question the prompt does not answer before there is ``go`` in the folder."""
+    prompt.do(block_answers, folder / "go")
+    finish = begin(decoder, call, *args)
+    wait_until(lambda: prompt.do(questions) == 1)
+    return finish
+
+
 def take_key_away(world: World) -> None:
     world.cm.remove_cache_key(KEY)
 
@@ -362,9 +371,7 @@ def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull(
     shm_pair: Pair, tmp_path: Path, source: Spec, args: tuple[Any, ...], change: Callable[[World], None]
 ) -> None:
     both(shm_pair, source, Spec(blocks=source.blocks))
-    shm_pair.prompt.do(block_answers, tmp_path / "go")
-    finish = begin(shm_pair.decoder, call, *args)
-    wait_until(lambda: shm_pair.prompt.do(questions) == 1)
+    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *args)
     shm_pair.prompt.do(change)
     (tmp_path / "go").touch()
     with pytest.raises(TransferFailed, match="could not confirm the bytes") as caught:
@@ -376,9 +383,7 @@ def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull(
 
 def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(shm_pair: Pair, tmp_path: Path) -> None:
     src, dst = both(shm_pair, ROWS, Spec())
-    shm_pair.prompt.do(block_answers, tmp_path / "go")
-    finish = begin(shm_pair.decoder, call, *PULL_ROW)
-    wait_until(lambda: shm_pair.prompt.do(questions) == 1)
+    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *PULL_ROW)
     shm_pair.prompt.do(give_cache_back)  # its key is not consumed yet, so the memory stays
     (tmp_path / "go").touch()
     finish()
@@ -406,12 +411,10 @@ def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
     survivor, child = mortal
     prompt, decoder = (child, survivor) if killed == "prompt" else (survivor, child)
     start_both(prompt, decoder, "shm", extra=ON)
-    decoder.do(link_to, prompt.port)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(make, "kv", ROWS, 1)
     decoder.do(make, "kv", Spec(), 2)
-    prompt.do(block_answers, tmp_path / "go")
-    finish = begin(decoder, call, *PULL_ROW)
-    wait_until(lambda: prompt.do(questions) == 1)
+    finish = begun(prompt, decoder, tmp_path, *PULL_ROW)
     child.kill()
     if killed == "prompt":
         with pytest.raises(PeerLost) as caught:
@@ -421,7 +424,3 @@ def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
         wait_until(lambda: prompt.do(picture).pins == 0 and prompt.do(questions) == 0)
         assert len(prompt.do(picture).keys) == 1
     (tmp_path / "go").touch()
-
-
-def link_to(world: World, port: int) -> None:
-    assert link(world, [info(1, port)]) == SUCCESS
