@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.cpp_api import Cache, CacheDesc, DataType, LlmDataDist, LlmRole
+from llm_datadist.cpp_api import Cache, CacheDesc, DataType, LlmRole
 from llm_datadist.testing import StagedDevice
 from tests.support.cpp import (
     BAD,
@@ -179,15 +179,8 @@ BLOCK_ROWS: list[Row] = [
 RANGES: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
     ((8, 0), ("src_batch_index=8",)),
     ((0, 6), ("dst_batch_index=6",)),
-    ((-1, 0), ("src_batch_index", "uint32")),
-    ((0, 2**32), ("dst_batch_index", "uint32")),
-    ((0, 0, -1), ("offset", "uint64")),
-    ((0, 0, 2**64), ("offset", "uint64")),
     ((0, 0, 64), ("offset=64",)),
-    ((0, 0, 0, 0), ("size=0",)),
-    ((0, 0, 0, -2), ("size=-2",)),
     ((0, 0, 1, 64), ("offset=1", "size=64")),
-    ((0, 0, 0, 2**63), ("size", "int64")),
 ]
 ROW_ROWS: list[Row] = [
     *((BAD, parts, ("CopyKvCache", SRC, DST, *args)) for args, parts in RANGES),
@@ -212,11 +205,3 @@ def test_r08_r13_what_is_refused_has_its_code_and_changes_nothing(one: LocalEnd,
         old[0, :64] = source[0]
         np.testing.assert_array_equal(got, old)
     same_bytes(one.do(show, "host"), moved(before["host"], before["src"], [(2, 1)]))
-
-
-def test_r13_not_initialised_is_a_failure_and_none_a_type_error(one: LocalEnd) -> None:
-    args: list[Any] = [Cache(1), Cache(2), [1], [[2]]]
-    assert LlmDataDist(1, LlmRole.kMix).CopyKvBlocks(*args).name == "LLM_FAILED"
-    for i in range(4):
-        with pytest.raises(TypeError):
-            one.do(run, "CopyKvBlocks", *args[:i], None, *args[i + 1 :])
