@@ -124,8 +124,7 @@ def close(world: World, port: int) -> Any:
     return codes
 
 
-@pytest.mark.parametrize("transport", ["as the kernel permits", "tcp"])
-@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize(("transport", "by_id"), [("as the kernel permits", False), ("tcp", True)])
 def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transport: str, by_id: bool) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     extra = {"llm.Transport": "tcp"} if transport == "tcp" else {}

@@ -26,16 +26,12 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
-from tests.support.ends import ChildEnd
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
-from tests.support.world import residue_of, settled_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.clients.conftest import Processes
+    from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -147,24 +143,7 @@ def pull(world: World, cluster: int, src: list[int], dst: list[int]) -> bool:
     return all(dist(world).PullKvBlocks(CacheIndex(cluster, each, 0), Cache(each), src, dst) is OK for each in ids)
 
 
-@pytest.fixture
-def ends(shm_pair: Pair) -> tuple[End, End]:
-    """Two processes; the transport is for the library to choose."""
-    return shm_pair.prompt, shm_pair.decoder
-
-
-@pytest.fixture
-def second() -> Iterator[ChildEnd]:
-    """One more process."""
-    end = ChildEnd("second decoder")
-    before = end.do(residue_of)
-    yield end
-    end.stop()
-    assert end.do(settled_of, before) == before
-    end.close()
-
-
-def begun(end: End, cluster: int, role: LlmRole, *, num_tensors: int, caches: int, seed: int) -> tuple[int, Bytes]:
+def begun(end: ChildEnd, cluster: int, role: LlmRole, *, num_tensors: int, caches: int, seed: int) -> tuple[int, Bytes]:
     """Initialize and register; return the port and every byte."""
     port = end.do(initialize, cluster, role)
     assert port is not None
@@ -172,7 +151,9 @@ def begun(end: End, cluster: int, role: LlmRole, *, num_tensors: int, caches: in
     return port, end.do(shown)
 
 
-def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology(ends: tuple[End, End]) -> None:
+def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology(
+    ends: tuple[ChildEnd, ChildEnd],
+) -> None:
     prompt, decoder = ends
     layers = 80
     prompt_port, src = begun(prompt, PROMPT, LlmRole.kPrompt, num_tensors=1, caches=2 * layers, seed=1)
@@ -203,7 +184,7 @@ def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology
 
 
 def test_a_cache_of_k_and_one_of_v_pushed_by_layer_and_pulled_whole_with_an_odd_number_of_layers(
-    ends: tuple[End, End],
+    ends: tuple[ChildEnd, ChildEnd],
 ) -> None:
     prompt, decoder = ends
     layers = 61
@@ -222,8 +203,9 @@ def test_a_cache_of_k_and_one_of_v_pushed_by_layer_and_pulled_whole_with_an_odd_
     assert decoder.do(link, [peer(PROMPT, prompt_port)])
 
 
-def test_each_layer_goes_to_every_destination(ends: tuple[End, End], second: ChildEnd) -> None:
+def test_each_layer_goes_to_every_destination(processes: Processes, ends: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = ends
+    second = processes.born("second decoder")
     layers = 32
     _, src = begun(prompt, PROMPT, LlmRole.kMix, num_tensors=1, caches=2 * layers, seed=5)
     ports, before = [], []
