@@ -101,18 +101,6 @@ def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(s
         same_bytes([got], [before])  # the addressed row is undefined, the rest untouched
 
 
-def test_two_pulls_of_one_key_hold_the_memory_until_the_last_release(local_pair: Pair, tmp_path: Path) -> None:
-    pair = local_pair
-    src, dst = both(pair)
-    with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
-        pair.prompt.do(forget, "kv")
-        pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 1)
-        until(pair.prompt, (0, 0, 1, 0, 1, HELD))  # consumed, and one reader left
-        pulling.finish()
-    until(pair.prompt, (0, 0, 0, 0, 0, 0))
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0), (1, 0)]))
-
-
 def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tmp_path: Path) -> None:
     pair = tcp_pair
     both(pair)
