@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
+from llm_datadist import BlocksCacheKey, CacheKey, TransferConfig
 from llm_datadist._memory import pool
 from llm_datadist.errors import CacheNotFound, PeerLost, TransferFailed
 from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
-from tests.support.linking import SUCCESS, begin_there, info, link, links, result_there
+from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.moves import Use, picture, same_bytes, show, wait_until
 from tests.support.pushers import freeze, quarantined
 from tests.support.v1 import (
@@ -157,28 +157,6 @@ def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
     assert "stay mapped" in caplog.text
     assert [view.ctypes.data for view in pool._kept_mapped] == [address]
     assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
-
-
-def test_a_pull_from_a_killed_prompt_fails_and_the_memory_of_the_decoder_goes_back(
-    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path
-) -> None:
-    prompt, decoder = ends
-    made(ends, blocks=False)
-    decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, "pull_cache", ROW, Use("kv"))
-    gate = Gate(tmp_path)
-    try:
-        gate.wait()
-        prompt.signal(signal.SIGKILL)
-        wait_until(lambda: decoder.do(links) == {})
-    finally:
-        gate.open()
-        error = decoder.do(result_there, "pull")
-    assert isinstance(error, PeerLost)
-    assert error.status_code is LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
-    assert error.peer == 1
-    decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    assert decoder.do(picture).pools[0].used_bytes == NBYTES
-    decoder.world.dd.check_integrity()
 
 
 def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(

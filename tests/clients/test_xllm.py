@@ -5,7 +5,6 @@ What the tests themselves add: processes instead of devices, smaller tensors, an
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +25,7 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
+from tests.support.cpp import dist
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
 
@@ -57,11 +57,6 @@ def initialize(world: World, cluster: int, role: LlmRole) -> int | None:
     assert made.Initialize({OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}) is OK
     world.dd = made.datadist
     return made.datadist.listen_port
-
-
-def dist(world: World) -> LlmDataDist:
-    found: LlmDataDist = world.memory["dist"]
-    return found
 
 
 def register(world: World, num_tensors: int, caches: int, seed: int) -> list[int]:
@@ -99,32 +94,12 @@ def unlink(world: World, peers: list[ClusterInfo], force: bool) -> bool:
     return status is OK
 
 
-class Events:
-    """The layer events of a prefill: a thread computes, the transfer waits for one layer after the other."""
-
-    def __init__(self, layers: int) -> None:
-        self._ready = [threading.Event() for _ in range(layers)]
-        self._thread = threading.Thread(target=self._compute)
-        self._thread.start()
-
-    def _compute(self) -> None:
-        for event in self._ready:
-            event.set()
-
-    def wait(self, layer: int) -> bool:
-        return self._ready[layer].wait(30)
-
-    def join(self) -> None:
-        self._thread.join()
-
-
 def push_layers(
     world: World, clusters: list[int], src: list[int], dst: list[int], layers: int, one_tensor: bool
 ) -> tuple[bool, list[int]]:
     """Push K and V of every layer to every destination; what fails is noted, and the other layers follow."""
-    events, codes = Events(layers), []
+    codes = []
     for layer in range(layers):
-        assert events.wait(layer)
         for cluster in clusters:
             for kind in (0, 1):
                 number, at = (2 * layer + kind, 0) if one_tensor else (kind, layer)
@@ -133,7 +108,6 @@ def push_layers(
                 status = dist(world).PushKvBlocks(cache, CacheIndex(cluster, cache.cache_id, 0), src, dst, ext)
                 if status is not OK:
                     codes.append(int(status))
-    events.join()
     return not codes, codes
 
 
