@@ -179,10 +179,12 @@ def test_copies_inside_one_end_take_rows_blocks_and_host_memory(
     kv = moved(moved(kv, kv, [(3, 0)]), kv, [(5, 0)])
     same_bytes(end.do(dialect.show, "kv"), kv)
 
+    # Out of rows, into blocks.
     host = end.do(dialect.host, "host", Shape(rows=5), 4)
-    assert end.do(dialect.swap, "kv", "host", [(4, 6), (1, 7)]) == DONE
-    host = moved(host, kv, [(4, 6), (1, 7)])
+    assert end.do(dialect.swap, "src", "host", [(4, 6), (1, 7)]) == DONE
+    host = moved(host, src, [(4, 6), (1, 7)])
     same_bytes(end.do(dialect.show, "host"), host)
+    same_bytes(end.do(dialect.show, "src"), src)
     assert end.world.dd.statistics().swap.staging_bytes == 0
     assert end.do(dialect.swap, "host", "kv", [(0, 3), (7, 4)]) == DONE
     same_bytes(end.do(dialect.show, "kv"), moved(kv, host, [(0, 3), (7, 4)]))

@@ -22,7 +22,6 @@ from llm_datadist import (
 )
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.errors import CacheNotFound, KeyInUse, OutOfMemory, ParamError
-from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support.memory import pool, refused
 from tests.support.moves import Use, call, moved, picture, same_bytes, show, wait_until
@@ -204,27 +203,6 @@ def test_seed_blocks_are_allocated_pulled_copied_swapped_and_deallocated(shm_pai
     decoder.do(call, "pull_blocks", key, Use("kv"), [4], [5])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 4)]))
     same_bytes(prompt.do(show, "kv"), src)
-
-
-def test_seed_swap_blocks_page(end: LocalEnd) -> None:
-    device = StagedDevice()
-    end.start("DECODER", 2, device=device)
-    near, far = end.do(blocks, None, 1), end.do(cpu, 2)
-    # Out to host memory, the blocks are used for something else, and in again elsewhere.
-    end.do(call, "swap_blocks", Use("kv"), Use("host"), {2: 0, 5: 1, 6: 2})
-    far = moved(far, near, [(0, 2), (1, 5), (2, 6)])
-    same_bytes(end.do(show, "host"), far)
-    same_bytes(end.do(show, "kv"), near)
-    near = fill(end.world.caches["kv"], 3)
-    end.do(call, "swap_blocks", Use("host"), Use("kv"), {0: 9, 1: 8, 2: 0})
-    same_bytes(end.do(show, "kv"), moved(near, far, [(9, 0), (8, 1), (0, 2)]))
-    same_bytes(end.do(show, "host"), far)
-    # In: through four buffers of a block's size, which one thread empties. Out: by the swap workers.
-    assert end.world.dd.statistics().swap.staging_bytes == 4 * (SAMPLE.size // SAMPLE.batch_size)
-    assert len(device.count("on_device").threads) == 1
-    workers = device.count("from_device").threads
-    assert workers
-    assert all(name.startswith("llm-datadist-swap") for name in workers)
 
 
 #: Layers of the source and of the destination, tensors per layer, and (dst, src) tensors that move.

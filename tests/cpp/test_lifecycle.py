@@ -94,13 +94,10 @@ def test_structs_have_the_defaults_of_cpp() -> None:
     assert ClusterInfo().local_ip_infos == []
 
 
-def test_enumerations_have_the_values_of_the_header() -> None:
+def test_enumerations_and_option_keys_have_the_values_of_the_header() -> None:
     assert {each.name: each.value for each in CachePlacement} == {"kHost": 0, "kDevice": 1}
     roles = {each.name: each.value for each in LlmRole}
     assert roles == {"kPrompt": 1, "kDecoder": 2, "kMix": 3, "kEnd": 4}
-
-
-def test_option_keys_have_the_spelling_of_the_header() -> None:
     options = {name: value for name, value in vars(cpp_api).items() if name.startswith("OPTION_")}
     assert options == {
         "OPTION_BUF_POOL_CFG": "llm.BufPoolCfg",
@@ -148,7 +145,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         assert one.Finalize() is OK
 
 
-def test_initialize_refuses_options_that_break_their_rule(one: LlmDataDist) -> None:
+def test_initialize_refuses_options_that_break_their_rule_and_an_address_that_is_taken(one: LlmDataDist) -> None:
     rows: list[tuple[dict[str, str], tuple[str, ...]]] = [
         ({}, ("llm.DeviceId", "None")),
         ({OPTION_DEVICE_ID: ""}, ("llm.DeviceId", "''")),
@@ -166,6 +163,10 @@ def test_initialize_refuses_options_that_break_their_rule(one: LlmDataDist) -> N
     for options, parts in rows:
         assert one.Initialize(options) is BAD, options
         assert [part for part in parts if part not in str(one.last_error)] == [], one.last_error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
+        assert address in str(one.last_error)
     assert one.Initialize(LISTEN) is OK
 
 
@@ -180,16 +181,6 @@ def test_the_arguments_of_the_constructor_are_checked_by_initialize() -> None:
     assert made.Initialize(LISTEN) is OK
     assert made.datadist.cluster_id == 2**64 - 1
     assert made.Finalize() is OK
-
-
-def test_initialize_fails_where_the_address_is_taken(one: LlmDataDist) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
-        assert address in str(one.last_error)
-    assert one.Initialize(LISTEN) is OK
 
 
 def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist) -> None:

@@ -232,6 +232,7 @@ BAD_LAYERS: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
     (((0, 2), (0, 2), 2), ("src_layer_range", "2 layers")),
     (((0, 0), (2, 2), 2), ("dst_layer_range", "2 layers")),
     (((4, 4), (4, 4), 1), ("src_layer_range", "4 layers")),
+    (((-1, 0), (-1, 0), 2), ("src_layer_range",)),
     (((-2, -2), ALL, 2), ("src_layer_range",)),
     ((ALL, ALL, -1), ("tensor_num_per_layer", "uint8")),
 ]
