@@ -80,7 +80,7 @@ def test_a_call_that_fails_gives_up_what_it_had_linked(end: LocalEnd, prompts: l
     start_end(end, "DECODER", 1, **DIRECT)
     assert end.do(link, [info(13, prompts[2].port)]) == SUCCESS
     wrong = info(99, prompts[1].port)
-    learned = info(None, prompts[0].port)  # whose id is learned, and who is given up all the same
+    learned = info(None, prompts[0].port)  # its id is learned, and it is given up all the same
     assert end.do(link, [learned, wrong]) == (FAILED, [FAILED, FAILED])
     assert sorted(end.do(links)) == [13]
     alone(*prompts[:2])

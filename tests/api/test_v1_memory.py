@@ -1,4 +1,4 @@
-"""v1 without a pool: freed memory is unmapped, but never under somebody who may still be at it (interface R7, R12)."""
+"""v1 without a pool: freed memory is unmapped, but never under a peer that may still be at it (interface R7, R12)."""
 
 from __future__ import annotations
 

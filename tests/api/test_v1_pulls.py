@@ -1,5 +1,9 @@
-"""What only v1's transfers have: keys that are consumed, offsets, memory without a pool, equal cluster ids, and
-transfers to addresses (interface §6.14, §8, R5, R6, R12, R18, R22, R28). The rest: test_dialects.py."""
+"""What only v1's transfers have: keys that are consumed, offsets, memory without a pool, and transfers to addresses
+(interface §6.14, §8, R5, R6, R12, R18, R22).
+
+Equal cluster ids and memory that comes back: vllm-ascend's first connectors in tests/clients. The rest:
+test_dialects.py.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, NoneArgument, NotLinked, ParamError
 from tests.support.layers import Always, Gated
-from tests.support.linking import SUCCESS, begin_there, info, link, result_there
+from tests.support.linking import begin_there, result_there
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
-from tests.support.v1 import DIRECT, POOL, desc, drop, kv_call, kv_id, kv_make, kv_properties, start_v1
+from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_id, kv_make, kv_properties, start_v1
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -130,36 +134,6 @@ def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(sh
     for size, at in ((-1, 0), (32, 1), (1, 32), (1, 2**64 - 1)):
         named = [f"src_cache_offset={at} to dst_cache_offset=0"] if at else []
         is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48", *named)
-
-
-def test_r12_memory_straight_from_the_device_that_is_made_after_linking_is_reached(pair: Pair) -> None:
-    if pair.transport == "shm":
-        pair.transport = "auto"
-    start_v1(pair, **DIRECT)
-    for request in range(3):
-        key = CacheKey(1, request, 1)
-        src = pair.prompt.do(kv_make, "kv", desc(2, 1, 100_000), request, (key,))
-        pair.prompt.do(kv_call, "deallocate_cache", Use("kv"))
-        dst = pair.decoder.do(kv_make, "kv", desc(2, 1, 100_000), 9)
-        pair.decoder.do(kv_call, "pull_cache", key, Use("kv"))
-        same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 0)]))
-        pair.decoder.do(drop, "kv")
-        pair.decoder.do(kv_call, "is_initialized")
-    # Deallocated and pulled: the memory is back, all of it.
-    wait_until(lambda: pair.prompt.do(picture).pools[0].used_bytes == 0)
-    assert pair.prompt.do(picture).pools[0].live_allocations == 0
-
-
-def test_r28_the_peer_may_carry_our_own_cluster_id(tcp_pair: Pair) -> None:
-    settings = POOL | {"extra": {"llm.Transport": "tcp"}}
-    tcp_pair.prompt.start("PROMPT", 0, listen_ip_info="127.0.0.1:0", **settings)
-    tcp_pair.decoder.start("DECODER", 0, **settings)
-    assert tcp_pair.decoder.do(link, [info(0, tcp_pair.prompt.port)]) == SUCCESS
-    key = CacheKey(0, 5, 1)
-    src = tcp_pair.prompt.do(kv_make, "kv", desc(), 1, (key,))
-    dst = tcp_pair.decoder.do(kv_make, "kv", desc(), 2)
-    tcp_pair.decoder.do(kv_call, "pull_cache", key, Use("kv"), 4)
-    same_bytes(tcp_pair.decoder.do(show, "kv"), moved(dst, src, [(4, 0)]))
 
 
 def _pull_until_unlinked(world: World) -> list[str]:

@@ -148,7 +148,7 @@ class Mindie:
         return status
 
     def linked(self) -> list[int]:
-        """Return the clusters whose communicator was seen to be OK: nobody polls it any more."""
+        """Return the clusters whose communicator was seen to be OK: it is not polled any more."""
         return sorted(peer for peer, comm_id in list(self.comm_ids.items()) if comm_id in self.ready)
 
     def unlink(self, cluster_id: int) -> None:

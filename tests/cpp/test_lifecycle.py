@@ -268,21 +268,21 @@ def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
 
 def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:
     port = start_pair(shm_pair, linked=False)
-    nobody = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
+    two_ips = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
     wrong = cluster(4, port)
     # A cluster id of zero is learned (interface R28).
-    result = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port), nobody, wrong], 10_000)
+    result = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port), two_ips, wrong], 10_000)
     failed = LLMStatusCode.LLM_LINK_FAILED
     assert result == (failed, [OK, BAD, failed])
     assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
     status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port)])
     assert status is LLMStatusCode.LLM_ALREADY_LINK
     assert "1 of 1 failed: clusters[0] LLM_ALREADY_LINK: already linked to cluster 1" in text
-    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), nobody, wrong])
+    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), two_ips, wrong])
     assert status is failed
     for part in ("3 of 3", "clusters[0] LLM_ALREADY_LINK: ", "clusters[1] LLM_PARAM_INVALID: ", "2 remote ips", "id=4"):
         assert part in text, text
-    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), nobody], 10_000)
+    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), two_ips], 10_000)
     text = str(shm_pair.decoder.do(_last_error))
     assert status is BAD
     assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3 has 2 remote ips" in text
