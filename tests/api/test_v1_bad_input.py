@@ -278,7 +278,7 @@ def test_the_tables_cover_every_method() -> None:
     methods = {name for name in dir(KvCacheManager) if not name.startswith("_")} - {"is_initialized"}
     assert {table.call[3:] for table in (*PROMPT, *DECODER)} == methods - {
         "transfer_cache_async"
-    }  # in test_v1_transfer.py
+    }  # in test_v1_pulls.py
 
 
 def test_a_mix_neither_serves_rows_nor_pulls(end: LocalEnd) -> None:
