@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist import BlocksCacheKey, LLMConfig, LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
 from llm_datadist.config import Options
 from llm_datadist.datadist import _check_v1
-from llm_datadist.errors import LinkError, LLMException, NoneArgument, NotInitialized, ParamError, StateError
+from llm_datadist.errors import LinkError, LLMException, NoneArgument, ParamError, StateError
 from tests.support.linking import (
     SUCCESS,
     alone,
@@ -21,10 +21,11 @@ from tests.support.linking import (
     bytes_move_both_ways,
     info,
     link,
+    links,
     result_there,
     unlink,
 )
-from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show
+from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show, wait_until
 from tests.support.ranks import host, join, new_name, table
 from tests.support.world import World, make_config
 
@@ -106,15 +107,13 @@ def test_the_same_address_is_left_alone_also_one_with_a_picked_port(end: LocalEn
     assert engine.links._listener is before
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1")]
-)
-def test_the_same_port_on_another_ip_moves_the_listener(end: LocalEnd, old: str, new: str) -> None:
+def test_the_same_port_on_another_ip_moves_the_listener(end: LocalEnd) -> None:
     port = free_port()
-    end.start("PROMPT", 2, listen_ip_info=f"{old}:{port}")
-    assert end.do(switch, "PROMPT", at(port, new)) == port
-    assert end.do(listening) == (new, port)
-    assert reachable(port, "127.0.0.2") == (new != "127.0.0.1")
+    end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
+    for ip in ("127.0.0.2", "0.0.0.0", "127.0.0.1"):
+        assert end.do(switch, "PROMPT", at(port, ip)) == port
+        assert end.do(listening) == (ip, port)
+        assert reachable(port, "127.0.0.2") == (ip != "127.0.0.1")
 
 
 def test_a_whole_config_will_do_and_its_other_options_are_ignored(end: LocalEnd) -> None:
@@ -131,30 +130,19 @@ def test_a_whole_config_will_do_and_its_other_options_are_ignored(end: LocalEnd)
     assert engine.options.cache_manager
 
 
-@pytest.mark.parametrize("ip", ["127.0.0.1", "192.0.2.1"], ids=["busy", "not of this host"])
-def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd, ip: str) -> None:
-    end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
-    before = end.do(listening)
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        for _ in range(2):
-            with pytest.raises(LinkError) as caught:
-                end.do(switch, "DECODER", at(port, ip))
-            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-            assert f"{ip}:{port}" in str(caught.value)
-            assert "the role stays PROMPT" in str(caught.value)
-            assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
-    assert reachable(end.port)
-
-
-def test_the_old_listener_is_back_when_the_new_one_on_its_port_cannot_be_bound(end: LocalEnd) -> None:
+def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd) -> None:
     port = free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
-    # 0.0.0.0 needs the port on every address, and one of them is taken.
-    with socket.create_server(("127.0.0.9", port)), pytest.raises(LinkError, match=r"0\.0\.0\.0"):
-        end.do(switch, "DECODER", at(port, "0.0.0.0"))
-    assert (end.do(role_of), end.do(listening)) == ("PROMPT", ("127.0.0.1", port))
-    assert reachable(port)
+    # 0.0.0.0 needs the port on every address, and one of them is taken: the old listener is back.
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.9", port)):
+        for ip, number in (("127.0.0.1", busy.getsockname()[1]), ("192.0.2.1", port), ("0.0.0.0", port)):
+            with pytest.raises(LinkError) as caught:
+                end.do(switch, "DECODER", at(number, ip))
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert f"{ip}:{number}" in str(caught.value)
+            assert "the role stays PROMPT" in str(caught.value)
+            assert (end.do(role_of), end.do(listening)) == ("PROMPT", ("127.0.0.1", port))
+            assert reachable(port)
 
 
 def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
@@ -181,8 +169,10 @@ def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
 # --- links stand in the way -------------------------------------------------------------------------------------------
 
 
-def test_i13_a_link_stands_in_the_way_whoever_made_it_and_nothing_changes(pair: Pair) -> None:
+def test_i13_a_link_stands_in_the_way_whichever_end_made_it_and_nothing_changes(shm_pair: Pair) -> None:
+    pair = shm_pair
     pair.start()
+    wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
     for end in (pair.prompt, pair.decoder):
         before = end.do(listening)
         for options in (None, at(free_port()), at(end.port or 0)):
@@ -190,6 +180,10 @@ def test_i13_a_link_stands_in_the_way_whoever_made_it_and_nothing_changes(pair: 
         assert end.do(listening) == before
     bytes_move_both_ways(pair.prompt, pair.decoder)
     assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+    alone(pair.prompt)
+    assert pair.prompt.do(switch, "PROMPT", at(pair.prompt.port)) == pair.prompt.port
+    pair.link()  # a peer that has ended does not stand in the way either
+    pair.decoder.stop()
     alone(pair.prompt)
     assert pair.prompt.do(switch, "DECODER") is None
 
@@ -254,28 +248,22 @@ def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_c
     bytes_move_both_ways(decoder, local_pair.prompt)
 
 
-def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(pair: Pair) -> None:
+def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(shm_pair: Pair) -> None:
     """The peer's call returns before the end of the connection has been read here."""
-    for _ in range(20):
-        pair.start()
-        assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-        assert pair.prompt.do(switch, "DECODER") is None
-        pair.prompt.stop()
-        pair.decoder.stop()
-
-
-def test_a_link_to_a_peer_that_has_ended_does_not_stand_in_the_way(pair: Pair) -> None:
-    pair.start()
-    pair.decoder.stop()
-    alone(pair.prompt)
-    assert pair.prompt.do(switch, "DECODER") is None
+    shm_pair.start(linked=False)
+    for number in range(20):
+        shm_pair.link()
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+        role = ("DECODER", "PROMPT")[number % 2]
+        assert shm_pair.prompt.do(switch, role, at(shm_pair.prompt.port)) == shm_pair.prompt.port
 
 
 # --- caches live on ---------------------------------------------------------------------------------------------------
 
 
-def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(pair: Pair) -> None:
+def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(tcp_pair: Pair) -> None:
     """interface B11 item 6: D pulls from P, both switch, P links to D, D pushes over the link that P made."""
+    pair = tcp_pair
     extra = {"llm.Transport": pair.transport}
     settings: dict[str, Any] = {"enable_remote_cache_accessible": True, "extra": extra}
     pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
@@ -313,38 +301,27 @@ def test_the_role_survives_finalize_and_init(end: LocalEnd) -> None:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "role", "options", "parts"),
-    [
-        (NoneArgument, None, None, ["role"]),
-        (TypeError, 1, None, ["role", "int"]),
-        (TypeError, "PROMPT", None, ["role", "str"]),
-        (TypeError, LLMRole.MIX, [], ["switch_options", "list"]),
-        (TypeError, LLMRole.MIX, "x", ["switch_options", "str"]),
-        (TypeError, LLMRole.MIX, {LISTEN: 1}, [LISTEN, "int"]),
-        (ParamError, LLMRole.MIX, {LISTEN: ""}, ["''", "ip:port"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1"}, ["ip:port"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:x"}, ["port 'x'"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:65536"}, ["65536"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "::1:5"}, ["::1:5"]),
-    ],
-)
-def test_r01_a_wrong_argument_of_switch_role_is_refused(
-    end: LocalEnd, kind: type[Exception], role: Any, options: Any, parts: list[str]
-) -> None:
+WRONG_ARGUMENTS: list[tuple[type[Exception], Any, Any, list[str]]] = [
+    (NoneArgument, None, None, ["role"]),
+    (TypeError, 1, None, ["role", "int"]),
+    (TypeError, "PROMPT", None, ["role", "str"]),
+    (TypeError, LLMRole.MIX, [], ["switch_options", "list"]),
+    (TypeError, LLMRole.MIX, "x", ["switch_options", "str"]),
+    (TypeError, LLMRole.MIX, {LISTEN: 1}, [LISTEN, "int"]),
+    (ParamError, LLMRole.MIX, {LISTEN: ""}, ["''", "ip:port"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1"}, ["ip:port"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:x"}, ["port 'x'"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:65536"}, ["65536"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "::1:5"}, ["::1:5"]),
+]
+
+
+def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
     end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
     before = end.do(listening)
-    refused([end], [], kind, parts, switch_as_it_is, role, options)
-    assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
-
-
-def test_before_init_and_after_finalize_it_is_a_runtime_error() -> None:
-    datadist = LLMDataDist(LLMRole.MIX, 1)
-    for _ in range(2):
-        with pytest.raises(NotInitialized, match="not initialized"):
-            datadist.switch_role(LLMRole.PROMPT)
-        datadist.init(make_config())
-        datadist.finalize()
+    for kind, role, options, parts in WRONG_ARGUMENTS:
+        refused([end], [], kind, parts, switch_as_it_is, role, options)
+        assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
 
 
 # --- the hixl backend, and v1 -----------------------------------------------------------------------------------------
@@ -366,30 +343,18 @@ def v1(**changes: str) -> Options:
     return Options.parse(options | changes, LLMRole.PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("options", "new", "listen", "code", "part"),
-    [
-        ({"llm.EnableSwitchRole": "0"}, "DECODER", None, LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "EnableSwitchRole"),
-        ({}, "DECODER", "1.2.3.4:5;1.2.3.5:5", LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "several"),
-        ({}, "MIX", None, None, ""),
-        ({}, "DECODER", None, None, ""),
-        ({}, "DECODER", "127.0.0.1:1", None, ""),
-        ({}, "PROMPT", "127.0.0.1:1", LLMStatusCode.LLM_PARAM_INVALID, "already"),
-    ],
-)
-def test_the_rules_of_v1_mode(
-    options: dict[str, str], new: str, listen: str | None, code: LLMStatusCode | None, part: str
-) -> None:
-    if code is None:
-        _check_v1(v1(**options), LLMRole.PROMPT, LLMRole[new], listen)
-        return
-    with pytest.raises(LLMException) as caught:
-        _check_v1(v1(**options), LLMRole.PROMPT, LLMRole[new], listen)
-    assert caught.value.status_code is code
-    assert part in str(caught.value)
-
-
-def test_in_v1_mode_a_prompt_has_to_listen() -> None:
-    with pytest.raises(ParamError, match=LISTEN):
-        _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, None)
-    _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, "127.0.0.1:1")
+def test_the_rules_of_v1_mode() -> None:
+    disabled, invalid = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, LLMStatusCode.LLM_PARAM_INVALID
+    here = "127.0.0.1:1"
+    for new, listen in (("MIX", None), ("DECODER", None), ("DECODER", here)):
+        _check_v1(v1(), LLMRole.PROMPT, LLMRole[new], listen)
+    _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, here)
+    for options, old, new, listen, code, part in (
+        ({"llm.EnableSwitchRole": "0"}, "PROMPT", "DECODER", None, disabled, "EnableSwitchRole"),
+        ({}, "PROMPT", "DECODER", "1.2.3.4:5;1.2.3.5:5", disabled, "several"),
+        ({}, "PROMPT", "PROMPT", here, invalid, "already"),
+        ({}, "DECODER", "PROMPT", None, invalid, LISTEN),  # a prompt has to listen
+    ):
+        with pytest.raises(LLMException, match=part) as caught:
+            _check_v1(v1(**options), LLMRole[old], LLMRole[new], listen)
+        assert caught.value.status_code is code
