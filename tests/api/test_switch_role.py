@@ -11,8 +11,6 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMConfig, LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
-from llm_datadist.config import Options
-from llm_datadist.datadist import _check_v1
 from llm_datadist.errors import LinkError, LLMException, NoneArgument, ParamError, StateError
 from tests.support.linking import (
     SUCCESS,
@@ -338,23 +336,6 @@ def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leave
         assert end.do(role_of) == role
 
 
-def v1(**changes: str) -> Options:
-    options = {"ge.exec.deviceId": "0", LISTEN: "127.0.0.1:1", "llm.EnableSwitchRole": "1"}
-    return Options.parse(options | changes, LLMRole.PROMPT)
-
-
-def test_the_rules_of_v1_mode() -> None:
-    disabled, invalid = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, LLMStatusCode.LLM_PARAM_INVALID
-    here = "127.0.0.1:1"
-    for new, listen in (("MIX", None), ("DECODER", None), ("DECODER", here)):
-        _check_v1(v1(), LLMRole.PROMPT, LLMRole[new], listen)
-    _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, here)
-    for options, old, new, listen, code, part in (
-        ({"llm.EnableSwitchRole": "0"}, "PROMPT", "DECODER", None, disabled, "EnableSwitchRole"),
-        ({}, "PROMPT", "DECODER", "1.2.3.4:5;1.2.3.5:5", disabled, "several"),
-        ({}, "PROMPT", "PROMPT", here, invalid, "already"),
-        ({}, "DECODER", "PROMPT", None, invalid, LISTEN),  # a prompt has to listen
-    ):
-        with pytest.raises(LLMException, match=part) as caught:
-            _check_v1(v1(**options), LLMRole[old], LLMRole[new], listen)
-        assert caught.value.status_code is code
+def test_in_v1_mode_a_decoder_may_listen(end: LocalEnd) -> None:
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_cache_manager=False, enable_switch_role=True)
+    assert end.do(switch, "DECODER", at(end.port)) == end.port
