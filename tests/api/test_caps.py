@@ -63,7 +63,7 @@ def test_r19_clusters_that_do_not_answer_cost_the_others_of_the_call_nothing(end
 
 def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pair) -> None:
     count = 520
-    shm_pair.start()
+    shm_pair.start(extra={"llm.PeerTimeout": "600"})  # strangers send no beats
     assert shm_pair.prompt.port is not None
     threads = shm_pair.prompt.do(kernel_threads)
     with ExitStack() as leaving:

@@ -106,9 +106,12 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
 
 def test_r01_options_role_and_cluster_id_are_checked() -> None:
     datadist = LLMDataDist(LLMRole.MIX, 1)
-    for options, kind in ((None, NoneArgument), ([], TypeError), ({1: "x"}, TypeError), ({"a": 1}, TypeError)):
-        with pytest.raises(kind, match="options"):
-            datadist.init(options)  # type: ignore[arg-type]
+    with pytest.raises(NoneArgument, match="options"):
+        datadist.init(None)  # type: ignore[arg-type]
+    wrong_options: list[Any] = [[], {1: "x"}, {"a": 1}]
+    for options in wrong_options:
+        with pytest.raises(TypeError, match="options"):
+            datadist.init(options)
     datadist.init(make_config())
     datadist.finalize()
     wrong: list[tuple[Any, Any, type[Exception], str]] = [
