@@ -12,7 +12,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey
 from llm_datadist.errors import CacheNotFound, LLMStatusCode, NotLinked
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, explain, info, link, links, not_linked, unlink
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.ranks import (
     FAILED,
@@ -27,7 +27,6 @@ from tests.support.ranks import (
     join,
     joined,
     new_name,
-    not_linked,
     settle,
     start_two,
     status,
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
-
-
-def explain(world: World, cluster_id: int) -> Any:
-    return world.dd.explain(cluster_id)
 
 
 # --- members that come, or do not -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import LinkRefused
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, links, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link_number, links, not_linked, unlink
 from tests.support.moves import Spec, make, wait_until
 from tests.support.ranks import (
     FAILED,
@@ -22,7 +22,6 @@ from tests.support.ranks import (
     explained,
     host,
     joined,
-    not_linked,
     settle,
     start_two,
     status,
@@ -104,7 +103,7 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> N
         meeting.join(*ends)
         wait_until(lambda: all(end.do(explained, 1).waiting_for == (3,) for end in ends))
         for end, peer in zip(ends, (2, 1), strict=True):
-            was = end.do(sequence, peer)
+            was = end.do(link_number, peer)
             assert end.do(unlink, [info(peer)], 5000, True) == SUCCESS
             made_again(end, peer, was)
             wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
@@ -117,13 +116,7 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> N
 
 def made_again(end: End, peer: int, was: int) -> None:
     """There is a newer link than number ``was``."""
-    wait_until(lambda: end.do(sequence, peer) > was)
-
-
-def sequence(world: World, peer: int) -> int:
-    engine = world.dd._engine
-    there = None if engine is None else engine.links.peek(peer)
-    return 0 if there is None else there.origin.sequence
+    wait_until(lambda: end.do(link_number, peer) > was)
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:

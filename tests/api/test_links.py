@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from tests.support.linking import (
     SUCCESS,
     alone,
     bytes_move_both_ways,
+    explain,
+    free_port,
     info,
     link,
     link_when,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
-    from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "LLMConfig: local_comm_res transfer_backend",
@@ -53,16 +53,6 @@ REASONS = {
     "shm": "is on this host, 2 regions mapped",
     "tcp": "data lanes, as llm.Transport asks",
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def explain(world: World, cluster_id: int) -> Any:
-    return world.dd.explain(cluster_id)
 
 
 # --- a link -----------------------------------------------------------------------------------------------------------

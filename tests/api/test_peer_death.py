@@ -23,9 +23,12 @@ from tests.support.linking import (
     alone,
     begin_there,
     bytes_move_both_ways,
+    finalize,
     info,
     link,
+    link_number,
     links,
+    redials,
     result_there,
     runs_there,
     unlink,
@@ -164,10 +167,6 @@ def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[By
 
 
 BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
-
-
-def redials(world: World) -> tuple[Any, ...]:
-    return world.dd.statistics().redials
 
 
 def keep_pulling(world: World, peer: int, stop: Path, rows: Bytes, paged: Bytes) -> int:
@@ -362,10 +361,6 @@ def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Fa
 # --- finalized --------------------------------------------------------------------------------------------------------
 
 
-def finalize(world: World) -> None:
-    world.dd.finalize()
-
-
 def init_again(world: World, options: dict[str, str]) -> int | None:
     """Initialise the same object."""
     world.dd.init(options)
@@ -439,18 +434,13 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
         family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"}),
     )
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    number, begun = decoder.do(link_number), decoder.do(beats)
+    number, begun = decoder.do(link_number, 1), decoder.do(beats)
     wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
     assert decoder.do(links) == {1: "ready"}
-    assert decoder.do(link_number) == number, "the same link all along"
+    assert decoder.do(link_number, 1) == number, "the same link all along"
     bytes_move_both_ways(prompt, decoder)
 
 
 def beats(world: World) -> int:
     assert world.dd._engine is not None
     return world.dd._engine.links._heartbeat._count
-
-
-def link_number(world: World) -> int:
-    assert world.dd._engine is not None
-    return world.dd._engine.links.get(1).origin.sequence

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.prometheus import register
+from tests.support.linking import finalize
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -34,10 +35,6 @@ def _scrape(world: World) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def _finalize(world: World) -> None:
-    world.dd.finalize()
-
-
 def _scrape_after_finalize(world: World) -> bytes:
     registry = CollectorRegistry()
     register(world.dd, registry)
@@ -62,6 +59,6 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
     redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
     assert redials not in decoder
-    shm_pair.prompt.do(_finalize)  # its process lives, so there is hope
+    shm_pair.prompt.do(finalize)  # its process lives, so there is hope
     wait_until(lambda: shm_pair.decoder.do(_scrape).get(redials, 0) >= 1)
     assert shm_pair.decoder.do(_scrape_after_finalize) == b""

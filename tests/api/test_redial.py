@@ -16,8 +16,20 @@ from llm_datadist import LLMStatusCode
 from llm_datadist.errors import NotLinked
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, start_both, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.linking import (
+    SUCCESS,
+    bytes_move_both_ways,
+    finalize,
+    info,
+    link,
+    link_number,
+    links,
+    not_linked,
+    redials,
+    start_both,
+    unlink,
+)
+from tests.support.moves import Spec, make, wait_until
 from tests.support.strangers import silent_port
 from tests.support.world import World, residue_of, settled_of
 
@@ -44,19 +56,9 @@ def lose(world: World, peer: int) -> None:
         channel._socket.shutdown(socket.SHUT_RDWR)
 
 
-def redials(world: World) -> tuple[Any, ...]:
-    return world.dd.statistics().redials
-
-
 def threads(world: World) -> list[str]:
     names: list[str] = residue_of(world)["threads"]
     return names
-
-
-def link_number(world: World, peer: int) -> int:
-    assert world.dd._engine is not None
-    link_ = world.dd._engine.links._table.get(peer)
-    return 0 if link_ is None or not link_.usable else link_.origin.sequence
 
 
 def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
@@ -92,20 +94,6 @@ def redialling(end: End) -> bool:
     return [(each.remote_cluster_id, each.attempts > 0) for each in end.do(redials)] == [(1, True)]
 
 
-def not_linked(end: End, *parts: str) -> None:
-    asked: list[tuple[Any, ...]] = [(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0]), (explain, 1)]
-    for ask in asked:
-        with pytest.raises(NotLinked) as caught:
-            end.do(*ask)
-        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-def explain(world: World, cluster_id: int) -> Any:
-    return world.dd.explain(cluster_id)
-
-
 @contextmanager
 def redial_without_answer(pair: Pair) -> Iterator[tuple[ChildEnd, ChildEnd]]:
     """The decoder has lost its link and dials the prompt, which is stopped meanwhile."""
@@ -121,7 +109,7 @@ def test_a_redial_is_told_of_and_goes_on_after_an_explicit_link_that_times_out(s
     shm_pair.start()
     shm_pair.decoder.do(make, "kv", Spec(blocks=True), 1)
     with redial_without_answer(shm_pair) as (prompt, decoder):
-        not_linked(decoder, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
+        not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
         assert decoder.do(links) == {}
         (reconnect,) = decoder.do(redials)
         assert reconnect.address == f"127.0.0.1:{prompt.port}"
@@ -230,10 +218,6 @@ def decoder() -> Iterator[ChildEnd]:
     end.close()
 
 
-def finalize(world: World) -> None:
-    world.dd.finalize()
-
-
 @pytest.mark.parametrize("cluster_id", [1, 9])
 def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
     prompts: list[ChildEnd], decoder: ChildEnd, cluster_id: int
@@ -245,13 +229,13 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     (reconnect,) = decoder.do(redials)
     assert "refused" in reconnect.reason
-    not_linked(decoder, "attempts, the last attempt: link to 127.0.0.1", "refused")
+    not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
     prompts.append(other := ChildEnd("other"))
     other.start("PROMPT", cluster_id, listen_ip_info=f"127.0.0.1:{prompt.port}")
     wait_until(lambda: decoder.do(redials) == (), 20)
     assert decoder.do(links) == {}, "nothing has asked for a link to the new one"
     assert other.do(links) == {}
-    not_linked(decoder, "link_clusters makes the link")
+    not_linked(decoder, 1, "link_clusters makes the link")
     assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
 
 

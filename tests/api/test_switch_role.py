@@ -17,6 +17,7 @@ from tests.support.linking import (
     alone,
     begin_there,
     bytes_move_both_ways,
+    free_port,
     info,
     link,
     links,
@@ -59,12 +60,6 @@ def role_of(world: World) -> str:
 
 def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
     return {LISTEN: f"{ip}:{port}"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:

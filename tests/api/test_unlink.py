@@ -20,6 +20,7 @@ from tests.support.linking import (
     info,
     link,
     links,
+    not_linked,
     result_there,
     start_both,
     unlink,
@@ -56,13 +57,6 @@ def caches(pair: Pair) -> tuple[Bytes, Bytes]:
 def refilled(world: World, seed: int) -> Bytes:
     """Fill the cache with other bytes, and return them."""
     return fill(world.caches["kv"], seed)
-
-
-def not_linked(end: End, peer: int) -> None:
-    with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", type(BLOCKS)(peer, 0), Use("kv"), [0], [0])
-    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert str(peer) in str(caught.value)
 
 
 def both(pair: Pair) -> dict[str, dict[int, str]]:

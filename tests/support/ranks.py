@@ -12,11 +12,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import pytest
-
-from llm_datadist import BlocksCacheKey, LLMStatusCode, RegisterMemStatus
-from llm_datadist.errors import NotLinked
-from tests.support.moves import Use, call, wait_until
+from llm_datadist import RegisterMemStatus
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +37,6 @@ __all__ = [
     "join_all",
     "joined",
     "new_name",
-    "not_linked",
     "settle",
     "start_two",
     "status",
@@ -61,15 +57,6 @@ def start_two(pair: Pair, **settings: Any) -> tuple[End, End]:
     pair.prompt.start("PROMPT", 1, extra=extra, **(SECONDS | settings))
     pair.decoder.start("DECODER", 2, extra=extra, **(SECONDS | settings))
     return pair.prompt, pair.decoder
-
-
-def not_linked(end: End, peer: int) -> str:
-    """Pulling from the peer into "kv" is NOT_YET_LINK; return the text."""
-    with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
-    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def finalize_and_init(world: World, options: dict[str, str]) -> None:
