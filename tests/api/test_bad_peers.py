@@ -124,7 +124,7 @@ OUT_OF_PLACE: Final[dict[str, bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def linked_once(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A prompt and a decoder that are linked, for all tests of this file."""
     for pair in _pair(request, "shm"):
         pair.start()
@@ -134,20 +134,20 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def linked(scene: Pair) -> Iterator[Pair]:
+def linked(linked_once: Pair) -> Iterator[Pair]:
     """The two; the prompt must be afterwards as it was before, and so must its link to the decoder."""
-    prompt = scene.prompt
+    prompt = linked_once.prompt
     if prompt.do(links) != {2: "ready"}:  # a test has failed while they were parted
-        scene.link()
+        linked_once.link()
     before, bytes_before, held = prompt.do(picture), prompt.do(show, "kv"), prompt.do(residue_of)
-    yield scene
+    yield linked_once
     wait_until(lambda: prompt.do(links) == {2: "ready"})
     wait_until(lambda: prompt.do(picture).pins == 0)
     after = prompt.do(picture)
     assert (after.caches, after.keys) == (before.caches, before.keys)
     assert [pool.used_bytes for pool in after.pools] == [pool.used_bytes for pool in before.pools]
     same_bytes(prompt.do(show, "kv"), bytes_before)
-    bytes_move_both_ways(prompt, scene.decoder)
+    bytes_move_both_ways(prompt, linked_once.decoder)
     wait_until(lambda: [prompt.do(residue_of)[kind] for kind in HELD] == [held[kind] for kind in HELD])
 
 

@@ -7,15 +7,14 @@ import ctypes
 import os
 import re
 import signal
-import tempfile
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
-from tests.support.ends import ChildEnd
+from tests.support.family import Family, one_family
 from tests.support.frozen import freeze
 from tests.support.gates import stopped
 from tests.support.linking import (
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.support.ends import ChildEnd, End
     from tests.support.moves import Bytes
 
 pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout")
@@ -54,49 +53,10 @@ TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
 
 
-class Family:
-    """The processes of one test. Survivors must have nothing left when they have finalized."""
-
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
-        self._newborn: dict[ChildEnd, Any] = {}
-
-    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
-        end = ChildEnd(f"{role.lower()} {cluster_id}")
-        self._newborn[end] = end.do(residue_of)
-        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
-        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
-        return end
-
-    def kill(self, end: ChildEnd) -> None:
-        del self._newborn[end]
-        end.kill()
-
-    def part(self) -> None:
-        for end in self._newborn:
-            end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
-        try:
-            for end, newborn in self._newborn.items():
-                end.stop()
-                assert end.do(settled_of, newborn) == newborn
-                end.close()
-        finally:
-            for end in self._newborn:
-                end.kill()
-
-
 @pytest.fixture
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
-    before = files_of_ours()
-    family = Family(getattr(request, "param", "shm"))
-    yield family
-    family.part()
-    assert files_of_ours() == before
-
-
-def files_of_ours() -> list[str]:
-    names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
-    return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+    with one_family(getattr(request, "param", "shm")) as family:
+        yield family
 
 
 def waiting(world: World, peer: int) -> int:

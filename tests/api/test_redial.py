@@ -15,6 +15,7 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import NotLinked
 from tests.support.ends import ChildEnd
+from tests.support.family import Family, one_family
 from tests.support.frozen import frozen
 from tests.support.linking import (
     SUCCESS,
@@ -31,7 +32,7 @@ from tests.support.linking import (
 )
 from tests.support.moves import Spec, make, wait_until
 from tests.support.strangers import silent_port
-from tests.support.world import World, residue_of, settled_of
+from tests.support.world import World, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,38 +192,27 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
 
 
 @pytest.fixture
-def prompts(request: pytest.FixtureRequest) -> Iterator[list[ChildEnd]]:
-    """Prompts of the test's own, to be killed."""
-    ends: list[ChildEnd] = []
-    yield ends
-    for end in ends:
-        end.kill()
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    with one_family(getattr(request, "param", "shm")) as family:
+        yield family
 
 
-def born(prompts: list[ChildEnd], port: int | None = 0, **settings: Any) -> ChildEnd:
-    prompts.append(ChildEnd("prompt"))
-    prompts[-1].start("PROMPT", 1, listen_ip_info=f"127.0.0.1:{port}", **settings)
-    return prompts[-1]
+def born(family: Family) -> ChildEnd:
+    return family.born("PROMPT", 1)
 
 
 @pytest.fixture
-def decoder() -> Iterator[ChildEnd]:
-    """A decoder that must have nothing left afterwards."""
-    end = ChildEnd("decoder")
-    before = end.do(residue_of)
-    end.start("DECODER", 2, extra=PATIENT)
+def decoder(family: Family) -> ChildEnd:
+    end = family.born("DECODER", 2, extra=PATIENT)
     end.do(make, "kv", Spec(blocks=True), 1)
-    yield end
-    end.stop()
-    assert end.do(settled_of, before) == before
-    end.close()
+    return end
 
 
 @pytest.mark.parametrize("cluster_id", [1, 9])
 def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
-    prompts: list[ChildEnd], decoder: ChildEnd, cluster_id: int
+    family: Family, decoder: ChildEnd, cluster_id: int
 ) -> None:
-    prompt = born(prompts)
+    prompt = born(family)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(finalize)  # the process goes on: nothing but its silence tells
     # An address without a listener is tried on.
@@ -230,8 +220,7 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
     (reconnect,) = decoder.do(redials)
     assert "refused" in reconnect.reason
     not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
-    prompts.append(other := ChildEnd("other"))
-    other.start("PROMPT", cluster_id, listen_ip_info=f"127.0.0.1:{prompt.port}")
+    other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
     assert decoder.do(links) == {}, "nothing has asked for a link to the new one"
     assert other.do(links) == {}
@@ -240,14 +229,14 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
 
 
 def test_r22_a_restarted_peer_is_linked_at_once_although_its_end_has_not_been_seen(
-    prompts: list[ChildEnd], decoder: ChildEnd
+    family: Family, decoder: ChildEnd
 ) -> None:
     for wanted in (1, None):
-        first = born(prompts)
+        first = born(family)
         assert decoder.do(link, [info(1, first.port)]) == SUCCESS
         # The process is only stopped: no end of stream, no pidfd tells anything.
         with frozen(first):
-            second = born(prompts)
+            second = born(family)
             assert decoder.do(link, [info(wanted, second.port)]) == SUCCESS
             bytes_move_both_ways(second, decoder)
         wait_until(lambda end=first: end.do(links) == {})  # type: ignore[misc]
@@ -260,12 +249,13 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
     return link(world, [info(1, port)])
 
 
-def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(prompts: list[ChildEnd], decoder: ChildEnd) -> None:
-    first = born(prompts)
+def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family, decoder: ChildEnd) -> None:
+    first = born(family)
     assert decoder.do(link, [info(1, first.port)]) == SUCCESS
     for _ in range(4):
-        second = born(prompts)
+        second = born(family)
         assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
+        family.kill(first)
         bytes_move_both_ways(second, decoder)
         first = second
 
@@ -297,10 +287,8 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def test_a_forked_child_redials_nothing_and_its_parent_goes_on(prompts: list[ChildEnd]) -> None:
-    prompt, forker = born(prompts), ChildEnd("forker")
-    prompts.append(forker)  # killed: a fork ends threads of other libraries, too
-    forker.start("DECODER", 2)
+def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
+    prompt, forker = born(family), family.born("DECODER", 2)
     assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(prompt):
         forker.do(lose, 1)
@@ -308,6 +296,7 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(prompts: list[Chi
         assert forker.do(fork_and_look) == "not initialized"
     wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
     bytes_move_both_ways(prompt, forker)
+    family.kill(forker)  # a fork ends threads of other libraries, too
 
 
 def fork_and_look(world: World) -> str:
