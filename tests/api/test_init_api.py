@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist import LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist._memory.device import HostDevice
-from llm_datadist.errors import LLMException, NoneArgument, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.errors import LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from tests.support.source import ROOT
 from tests.support.world import make_config, residue, settled
 
@@ -57,8 +57,6 @@ FAILURES: Final[dict[str, tuple[dict[str, Any], type[LLMException], LLMStatusCod
         LLMStatusCode.LLM_OUT_OF_MEMORY,
         "140737488355328",
     ),
-    "host pool too large": ({"host_mem_pool_cfg": HUGE}, ParamError, LLMStatusCode.LLM_PARAM_INVALID, "HostMemPool"),
-    "bad pool": ({"mem_pool_cfg": "[]"}, ParamError, LLMStatusCode.LLM_PARAM_INVALID, "MemPoolConfig"),
     "no folder for the rendezvous": (
         {"extra": {"llm.ShmSocketDir": "/nowhere/at/all"}},
         ParamError,
@@ -72,13 +70,6 @@ FAILURES: Final[dict[str, tuple[dict[str, Any], type[LLMException], LLMStatusCod
         LLMStatusCode.LLM_PARAM_INVALID,
         "2 addresses",
     ),
-    "v1 and a rank table": (
-        {"enable_cache_manager": False, "local_comm_res": ""},
-        ParamError,
-        LLMStatusCode.LLM_PARAM_INVALID,
-        "EnableCacheManager",
-    ),
-    "no device id": ({"device_id": None}, ParamError, LLMStatusCode.LLM_PARAM_INVALID, "ge.exec.deviceId"),
 }
 
 
@@ -102,29 +93,6 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
     datadist.init(make_config(**listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen["listen_ip_info"]
     datadist.finalize()
-
-
-def test_r01_options_role_and_cluster_id_are_checked() -> None:
-    datadist = LLMDataDist(LLMRole.MIX, 1)
-    with pytest.raises(NoneArgument, match="options"):
-        datadist.init(None)  # type: ignore[arg-type]
-    wrong_options: list[Any] = [[], {1: "x"}, {"a": 1}]
-    for options in wrong_options:
-        with pytest.raises(TypeError, match="options"):
-            datadist.init(options)
-    datadist.init(make_config())
-    datadist.finalize()
-    wrong: list[tuple[Any, Any, type[Exception], str]] = [
-        (None, 1, NoneArgument, "role"),
-        (1, 1, TypeError, "role"),
-        (LLMRole.MIX, None, NoneArgument, "cluster_id"),
-        (LLMRole.MIX, "1", TypeError, "cluster_id"),
-        (LLMRole.MIX, -1, ParamError, "cluster_id"),
-        (LLMRole.MIX, 2**64, ParamError, "cluster_id"),
-    ]
-    for role, cluster_id, kind, part in wrong:
-        with pytest.raises(kind, match=part):
-            LLMDataDist(role, cluster_id)
 
 
 def test_an_address_that_cannot_be_listened_at_is_llm_failed_naming_it_and_leaves_nothing() -> None:

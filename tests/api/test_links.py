@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import NoneArgument, ParamError
-from tests.support.ends import ChildEnd
+from llm_datadist.errors import ParamError
 from tests.support.linking import (
     OK,
     SUCCESS,
@@ -117,17 +116,6 @@ def test_transfer_backend_hixl_both_ends_link_and_unlink_for_themselves(shm_pair
     alone(prompt, decoder)
 
 
-def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused(shm_pair: Pair) -> None:
-    shm_pair.start()
-    before = shm_pair.prompt.do(picture)
-    other = ChildEnd("other")
-    other.start("DECODER", 2)
-    assert other.do(link, [info(1, shm_pair.prompt.port)]) == (ALREADY, [ALREADY])
-    assert shm_pair.prompt.do(picture) == before
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-    other.close()
-
-
 # --- several clusters in one call -------------------------------------------------------------------------------------
 
 
@@ -144,41 +132,6 @@ def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair:
         odd = [info(10), refused_, info(7, silent, silent)]
         assert decoder.do(link, odd, 500) == (INVALID, [INVALID, FAILED, INVALID])
     bytes_move_both_ways(shm_pair.prompt, decoder)
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-class _NoInfo:
-    pass
-
-
-WRONG_ARGUMENTS: list[tuple[type[Exception], tuple[Any, ...], list[str]]] = [
-    (NoneArgument, (None, 1), ["clusters"]),
-    (TypeError, ({1}, 1), ["clusters", "set"]),
-    (TypeError, ([_NoInfo()], 1), ["clusters[0]", "_NoInfo"]),
-    (NoneArgument, ([None], 1), ["clusters[0]"]),
-    (NoneArgument, ([], None), ["timeout"]),
-    (TypeError, ([], "1"), ["timeout", "str"]),
-    (TypeError, ([], 1.0), ["timeout", "float"]),
-    (ParamError, ([], 2**31), ["timeout", "2147483648"]),
-    (ParamError, ([], 0), ["timeout", "0"]),
-    (ParamError, ([], -1), ["timeout", "-1"]),
-]
-WRONG_FOR_UNLINK: list[tuple[type[Exception], tuple[Any, ...], list[str]]] = [
-    (TypeError, ([info(1, 1)], 5000, 1), ["force"]),
-    (NoneArgument, ([info(1, 1)], 5000, None), ["force"]),
-    (NoneArgument, ([info(1, 1), info(None, 1)],), ["clusters[1].remote_cluster_id"]),
-]
-
-
-def test_r01_a_wrong_argument_is_refused_before_anything_happens_and_an_empty_list_has_a_code(end: LocalEnd) -> None:
-    end.start("DECODER", 2)
-    for action, rows in ((link, WRONG_ARGUMENTS), (unlink, WRONG_ARGUMENTS + WRONG_FOR_UNLINK)):
-        for kind, args, parts in rows:
-            refused([end], [], kind, parts, action, *args)
-        assert end.do(action, []) == (INVALID, [])
-    assert end.do(link, ()) == (INVALID, [])
 
 
 def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local_pair: Pair) -> None:

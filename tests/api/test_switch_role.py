@@ -83,11 +83,16 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
         assert (reachable(first), reachable(second)) == (False, False)
 
 
-def test_r01_the_same_role_and_no_options_are_allowed_and_every_role_has_its_turn(end: LocalEnd) -> None:
+def test_every_role_has_its_turn_also_the_same_again_and_survives_finalize_and_init(end: LocalEnd) -> None:
     end.start("MIX", 2)
     for role in ("MIX", "PROMPT", "PROMPT", "DECODER", "MIX"):
         assert end.do(switch, role) is None
         assert end.do(role_of) == role
+    end.do(switch, "DECODER")
+    end.world.dd.finalize()
+    assert end.do(role_of) == "DECODER"
+    end.world.dd.init(make_config())
+    assert (end.do(role_of), end.do(listening)) == ("DECODER", None)
 
 
 def test_the_same_address_is_left_alone_also_one_with_a_picked_port(end: LocalEnd) -> None:
@@ -280,15 +285,6 @@ def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(tcp_pa
     same_bytes(pair.prompt.do(show, "kv"), d_bytes)
     same_bytes(pair.decoder.do(show, "kv"), d_bytes)
     bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
-def test_the_role_survives_finalize_and_init(end: LocalEnd) -> None:
-    end.start("DECODER", 2)
-    end.do(switch, "MIX")
-    end.world.dd.finalize()
-    assert end.do(role_of) == "MIX"
-    end.world.dd.init(make_config())
-    assert (end.do(role_of), end.do(listening)) == ("MIX", None)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

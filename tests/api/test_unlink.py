@@ -77,21 +77,12 @@ def test_i02_after_an_unlink_by_either_end_neither_is_linked_and_a_second_one_is
             not_linked(unlinker, peer.cluster_id)
             if not force:
                 not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
-            clusters = [info(77, peer.port), *[info(peer.cluster_id, peer.port)] * 2]
+            clusters = [info(77, peer.port, local=None), *[info(peer.cluster_id, peer.port)] * 2]
             assert unlinker.do(unlink, clusters, 5000, force) == (SUCCESS[0], SUCCESS[1] * 3)
             alone(pair.prompt, pair.decoder)
     assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
     same_bytes(pair.prompt.do(show, "kv"), source)
     same_bytes(pair.decoder.do(show, "kv"), target)
-
-
-def test_without_force_exactly_one_remote_ip_is_needed_and_with_force_none(shm_pair: Pair) -> None:
-    shm_pair.start()
-    port = shm_pair.prompt.port
-    clusters = [info(1), info(1, port, port), info(5, port)]
-    assert shm_pair.decoder.do(unlink, clusters) == (INVALID, [INVALID, INVALID, SUCCESS[0]])
-    assert shm_pair.decoder.do(links) == {1: "ready"}
-    assert shm_pair.decoder.do(unlink, [info(1, local=None)], 5000, True) == SUCCESS
 
 
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
