@@ -1,5 +1,4 @@
-"""The invariants interface I4 to I11 of interface B12, about caches; those about links (I1 to I3, I12 to I15) are in
-test_links.py, test_unlink.py, test_peer_death.py and test_switch_role.py. The numbers are in the names."""
+"""Invariants I4 to I8 of interface B12. The others are beside what they are about: their numbers are in the names."""
 
 from __future__ import annotations
 
@@ -7,15 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
-from tests.support.linking import SUCCESS, info, unlink
-from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import End, LocalEnd
-    from tests.support.world import World
 
 KEY: Final = CacheKey(1, 10)
 ROW: Final = Spec(rows=1, keys=(KEY,))
@@ -86,63 +83,3 @@ def test_i07_i08_a_pull_moves_the_local_stride_or_the_size_and_may_fill_its_last
         tensor[4], tensor[0] = theirs[0, :32], theirs[0, 32:64]
         tensor[2, :16] = theirs[0, 64:]
     same_bytes(decoder.do(show, "kv"), expected)
-
-
-def _pull_layers(world: World, layers: range) -> None:
-    world.cm.pull_cache(KEY, world.caches["kv"], src_layer_range=layers, dst_layer_range=layers)
-
-
-def test_i09_layered_pulls_release_the_key_only_when_all_layers_were_pulled(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start()
-    source = prompt.do(make, "kv", Spec(tensors=8, rows=1, keys=(KEY,)), 1)
-    target = decoder.do(make, "kv", Spec(tensors=8, rows=1), 2)
-    for layers in (range(1), range(2, 4), range(1), range(2, 3)):
-        decoder.do(_pull_layers, layers)
-        wait_until(lambda: prompt.do(picture).pins == 0)
-        assert keys(prompt) == 1, layers
-    decoder.do(_pull_layers, range(1, 2))
-    wait_until(lambda: keys(prompt) == 0 and prompt.do(picture).pins == 0)
-    same_bytes(decoder.do(show, "kv"), moved(target, source, [(0, 0)]))
-
-
-@pytest.mark.parametrize("placement", Placement)
-def test_i10_a_registered_cache_survives_everything_but_unregister(shm_pair: Pair, placement: Placement) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start()
-    source = prompt.do(make, "kv", Spec(rows=1, keys=(KEY,), memory="inside", placement=placement), 1)
-
-    def arrives(key: Any) -> None:
-        target = decoder.do(make, "kv", Spec(rows=1), 2)
-        decoder.do(call, "pull_cache", key, Use("kv"))
-        same_bytes(decoder.do(show, "kv"), moved(target, source, [(0, 0)]))
-
-    by_id = CacheKeyByIdAndIndex(1, prompt.do(cache_id, "kv"), 0)
-    for _ in range(2):
-        arrives(KEY)  # pulling consumes nothing
-    prompt.do(call, "deallocate_cache", Use("kv"))  # a no-op
-    arrives(KEY)
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-    shm_pair.link()
-    arrives(KEY)
-    prompt.do(call, "remove_cache_key", KEY)  # the key goes, the cache stays (interface R25)
-    not_found(decoder, KEY)
-    arrives(by_id)
-    prompt.do(call, "unregister_cache", by_id.cache_id)
-    not_found(decoder, by_id)
-
-
-def test_i11_ids_count_from_one_in_every_init_so_that_peers_may_assume_them(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    for seed in (1, 5):
-        shm_pair.start(rca=True)
-        theirs = prompt.do(make, "kv", Spec(rows=1), seed)
-        prompt.do(make, "kv 2", Spec(rows=1), seed + 1)
-        ours = decoder.do(make, "kv", Spec(rows=1), seed + 2)
-        assert [end.do(cache_id, "kv") for end in (prompt, decoder)] == [1, 1]
-        decoder.do(call, "push_cache", CacheKeyByIdAndIndex(1, 2), Use("kv"))
-        decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1), Use("kv"))
-        same_bytes(prompt.do(show, "kv 2"), ours)
-        same_bytes(decoder.do(show, "kv"), theirs)
-        decoder.stop()
-        prompt.stop()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, LLMException, NotLinked, PeerLost
-from tests.support.frozen import frozen
+from llm_datadist import LLMStatusCode
+from llm_datadist.errors import LLMException, NotLinked, PeerLost
 from tests.support.gates import gated_call
 from tests.support.linking import (
     SUCCESS,
@@ -226,37 +225,3 @@ def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
 
 def read_bytes(world: World) -> int:
     return sum(each.read_bytes for each in world.dd.statistics().links)
-
-
-# --- a peer that stands still -----------------------------------------------------------------------------------------
-
-
-def test_i12_i02_calls_to_a_peer_that_stands_still_end_in_time_and_a_forced_unlink_does_not_contact_it(
-    shm_pair: Pair,
-) -> None:
-    """The link stays for when the peer goes on, unless it is given up by force."""
-    shm_pair.start(sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    caches(shm_pair)
-    prompt.do(make, "rows", Spec(keys=(CacheKey(1, 10),)), 3)
-    decoder.do(make, "rows", Spec(), 4)
-    there = [info(1, prompt.port)]
-    with frozen(prompt):
-        for method, *args in (
-            ("pull_cache", CacheKey(1, 10), Use("rows")),
-            ("pull_blocks", BLOCKS, Use("kv"), [1], [2]),
-        ):
-            with pytest.raises(DeadlineExceeded) as caught:
-                decoder.do(call, method, *args)
-            assert caught.value.status_code is TIMEOUT
-        assert decoder.do(unlink, there, 200) == TIMED_OUT
-        assert decoder.do(links) == {1: "ready"}
-    bytes_move_both_ways(decoder, prompt)
-    assert prompt.do(links) == {2: "ready"}
-    with frozen(prompt):
-        assert decoder.do(unlink, [info(1)], 200, True) == SUCCESS
-        assert decoder.do(links) == {}
-        # The kernel takes the connection of a stopped process, which answers nothing.
-        assert decoder.do(link, there, 200) == TIMED_OUT
-    shm_pair.link()
-    bytes_move_both_ways(decoder, prompt)
