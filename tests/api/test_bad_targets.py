@@ -140,6 +140,12 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "a rendezvous that is no name": (welcomes(rendezvous="x" * 4000), FAILED),
 }
 
+#: What the log says of some of them, which would fail later anyhow.
+REASONS: Final = {
+    "another version": f"version {PROTOCOL_VERSION + 1}",
+    "another cluster": "remote_cluster_id=1, but cluster 18446744073709551615 answered",
+}
+
 
 @contextmanager
 def mute_rendezvous() -> Iterator[int]:
@@ -200,6 +206,7 @@ def test_bad_listeners_cost_a_code_within_the_deadline_and_leave_nothing(
     for name, port in ports.items():
         (reason,) = [message for message in told if f"127.0.0.1:{port}" in message]
         assert "\n" not in reason
+        assert REASONS.get(name, "") in reason
         assert ("500 ms" in reason) == (wanted[name] is TIMEOUT), reason
     overall, alone = end.do(link, [info(1, 9, ip="255.255.255.255")], 300)  # no route there
     assert alone == [overall]
