@@ -151,7 +151,7 @@ def test_finalize_while_link_is_being_called_leaves_nothing(
         Meeting((1, 3)).join(end)
 
 
-def test_a_communicator_that_has_failed_before_this_end_began_to_dial_dials_nobody(
+def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dialled(
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member with another table comes between listening and dialling."""

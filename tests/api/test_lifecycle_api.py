@@ -78,41 +78,36 @@ def test_r20_instances_are_independent_and_the_last_live_one_is_the_engine_insta
     first.finalize()
 
 
-def _v2(datadist: LLMDataDist, blocks: bool) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
-    manager = datadist.cache_manager
+def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
+    """Return what allocates, what deallocates, and what counts the caches."""
+    manager: Any = datadist.kv_cache_manager if v1 else datadist.cache_manager
     allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
-    deallocate = manager.deallocate_blocks_cache if blocks else manager.deallocate_cache
+    deallocate = manager.deallocate_blocks_cache if blocks and not v1 else manager.deallocate_cache
     return allocate, deallocate, lambda: datadist.statistics().caches.live
 
 
-def _v1(datadist: LLMDataDist, blocks: bool) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
-    manager = datadist.kv_cache_manager
-    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
-    return allocate, manager.deallocate_cache, lambda: datadist.statistics().caches.live
-
-
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("calls", [_v1, _v2])
+@pytest.mark.parametrize("v1", [True, False])
 def test_r20_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
-    calls: Any, blocks: bool, caplog: pytest.LogCaptureFixture
+    v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"enable_cache_manager": calls is _v2}
+    settings = {"enable_cache_manager": not v1}
     first, second = live(1, **settings), live(2, **settings)
-    allocate, deallocate, count = calls(first, blocks)
-    ours, theirs = allocate(DESC), calls(second, blocks)[0](DESC)
+    allocate, deallocate, count = calls(first, v1, blocks)
+    ours, theirs = allocate(DESC), calls(second, v1, blocks)[0](DESC)
     assert ours.cache_id == theirs.cache_id == 1
     deallocate(theirs)
     assert (count(), second.statistics().caches.live) == (1, 1)
     first.finalize()
     first.init(make_config(**settings))
-    allocate, deallocate, count = calls(first, blocks)
+    allocate, deallocate, count = calls(first, v1, blocks)
     again = allocate(DESC)
     deallocate(ours)
     assert (again.cache_id, count()) == (1, 1)
     assert caplog.text.count("was made by another LLMDataDist, or before finalize") == 2
     deallocate(again)
     assert count() == 0
-    calls(second, blocks)[1](theirs)  # it has lost nothing
+    calls(second, v1, blocks)[1](theirs)  # it has lost nothing
     assert second.statistics().caches.live == 0
     first.finalize()
     second.finalize()
@@ -195,7 +190,7 @@ def test_finalize_during_a_handshake_ends_it_with_a_code() -> None:
     assert told == [(LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])]
 
 
-def test_finalize_amid_strangers_who_come_and_go_leaves_nothing() -> None:
+def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
     for _ in range(8):
         datadist = live(1, **LISTENING)
         address, over = ("127.0.0.1", datadist.listen_port), threading.Event()

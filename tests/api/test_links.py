@@ -125,7 +125,7 @@ def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair:
     with silent_port() as silent:
         good, refused_, mute = info(1, shm_pair.prompt.port), info(8, free_port()), info(9, silent)
         # A cluster twice in one call makes one link.
-        overall, codes = decoder.do(link, [refused_, good, good, mute], 500)
+        overall, codes = decoder.do(link, [refused_, good, good, mute], 1500)
         assert (overall, codes[0], sorted(codes[1:3]), codes[3]) == (TIMEOUT, FAILED, [OK, ALREADY], TIMEOUT)
         assert decoder.do(links) == {1: "ready"}
         assert decoder.do(link, [mute, refused_, good], 500) == (ALREADY, [TIMEOUT, FAILED, ALREADY])

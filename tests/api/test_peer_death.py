@@ -74,7 +74,7 @@ def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:
 
 
 def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
-    """Both end with PeerLost, which says who, where and why."""
+    """Both end with PeerLost, which says which peer, where and why."""
     for name in ("row pull", "paged pull"):
         error = decoder.do(result_there, name)
         assert isinstance(error, PeerLost), error
@@ -355,7 +355,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1], [0])
     freeze(prompt)
     wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
-    # The answer is known, so nobody has to be asked; the other pull waits for the peer to come back.
+    # The answer is known, so no question is sent; the other pull waits for the peer to come back.
     decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
     unchanged(decoder, [target[0], moved(target[1], source[1], [(0, 1), (3, 6)])])
     decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)

@@ -143,7 +143,7 @@ def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_sta
             assert reachable(port)
 
 
-def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
+def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -151,7 +151,7 @@ def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
     thief: list[socket.socket] = []
 
     def slow_bind(address: tuple[str, int]) -> socket.socket:
-        """Somebody else takes the old address the moment it is free."""
+        """Another process takes the old address the moment it is free."""
         if not reachable(port) and not thief:
             thief.append(socket.create_server(("127.0.0.1", port)))
         return bind(address)
