@@ -224,8 +224,8 @@ def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair
 # --- several that want one link ---------------------------------------------------------------------------------------
 
 
-def test_communicators_with_one_member_have_ids_of_their_own_and_the_last_one_keeps_the_link(shm_pair: Pair) -> None:
-    ends, meeting = start_two(shm_pair), Meeting((1, 2))
+def test_communicators_with_one_member_have_ids_of_their_own_and_the_last_one_keeps_the_link(tcp_pair: Pair) -> None:
+    ends, meeting = start_two(tcp_pair), Meeting((1, 2))
     # Calls with the very same arguments find each other pairwise.
     for number in (1, 2, 3):
         assert meeting.join(*ends) == [number] * 2
