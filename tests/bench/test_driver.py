@@ -1,4 +1,7 @@
-"""The driver catches a side that does not do its work, loses nobody else's figures, and never hangs."""
+"""The driver catches a side that does not do its work, loses no figures of other sides, and never hangs.
+
+That every wrong byte is found is shown in test_workload.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from tests.bench.conftest import Told
 
 #: For what must not take long on a machine under load, and for what has to hang.
-LONG_S, SHORT_S = 120.0, 8.0
+LONG_S, SHORT_S = 120.0, 4.0
 
 WORK = Workload(op=Op.PULL, block_bytes=512, blocks=20, tensors=2)
 
@@ -52,10 +55,7 @@ def test_two_processes_read_and_write_at_the_right_ends(told: Told, op: Op) -> N
     [
         ("MovesNothing", "wrong bytes inside the addressed blocks"),
         ("MovesNothingAfterTheFirst", "wrong bytes inside the addressed blocks"),
-        ("MovesTooLittle", "wrong bytes inside the addressed blocks"),
-        ("LeavesOutALastByte", "1 or more of tensor 1"),
         ("MovesAWrongBlock", "wrong bytes inside the addressed blocks"),
-        ("TakesAnotherTensor", "wrong bytes inside the addressed blocks"),
         ("WritesOutside", "wrong bytes outside the addressed blocks"),
         ("VerifiesNothing", "no process verified anything"),
         ("Raises", "ValueError: no wind"),
@@ -71,21 +71,13 @@ def test_a_bad_side_is_caught_and_has_no_row(told: Told, name: str, said: str) -
     assert failure in told.lines
 
 
-@pytest.mark.parametrize("name", ["MovesNothing", "VerifiesNothing", "Dies", "CannotStart"])
-def test_a_bad_peer_costs_its_own_figures_only(told: Told, name: str) -> None:
-    results = run([replace(GOOD, peers=(side(name), side("Chatters"))), GOOD], told, LONG_S)
-    assert [row.peer for row in results.rows] == [side("Chatters"), None]
+def test_bad_peers_cost_their_own_figures_only_and_limit_and_peer_stand_beside_ours(told: Told) -> None:
+    bad = [side(name) for name in ("MovesNothing", "VerifiesNothing", "Dies", "CannotStart")]
+    results = run([replace(GOOD, limit=side("Chatters"), peers=(*bad, side("Good"))), GOOD], told, LONG_S)
+    assert [(row.limit, row.peer) for row in results.rows] == [(side("Chatters"), side("Good")), (None, None)]
     assert all(row.verified for row in results.rows)
-    [failure] = results.failures
-    assert side(name) in failure
-
-
-def test_limit_and_peers_stand_beside_ours(told: Told) -> None:
-    case = replace(GOOD, limit=side("Chatters"), peers=(side("Good"), side("MovesNothing")))
-    results = run([case], told, LONG_S)
-    [row] = results.rows
-    assert (row.limit, row.peer) == (side("Chatters"), side("Good"))
-    assert len(results.failures) == 1
+    assert len(results.failures) == len(bad)
+    assert all(any(name in failure for failure in results.failures) for name in bad)
 
 
 def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
@@ -112,29 +104,21 @@ def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on(told: Tol
     case = replace(
         GOOD, limit=side("CannotStart"), peers=(side("NotForThis"), "nowhere:Side", side("Good"), side("Missing"))
     )
-    [left] = prepare([case], told, LONG_S)
-    assert left.sides == (side("Good"), side("Good"))
+    left = prepare([case, case], told, LONG_S)
+    assert [each.sides for each in left] == [(side("Good"), side("Good"))] * 2
+    assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"
     for said in ("no such adapter", "never for pull", "No module named 'nowhere'", "has no attribute 'Missing'"):
         assert said in told.text
     assert told.steps == []
 
 
-@pytest.mark.parametrize("name", ["CannotStart", "NotForThis", "Missing"])
-def test_without_our_side_there_is_no_case(told: Told, name: str) -> None:
-    assert prepare([replace(GOOD, side=side(name))], told, LONG_S) == []
-    assert f"left out: {GOOD.title}" in told.lines
-
-
-def test_what_does_not_fit_into_memory_is_left_out(told: Told) -> None:
+def test_without_our_side_or_without_memory_there_is_no_case(told: Told) -> None:
     large = Workload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
-    [left] = prepare([replace(GOOD, workload=large), GOOD], told, LONG_S)
-    assert left == GOOD
-    [line] = [each for each in told.lines if each.startswith("left out")]
+    for name in ("CannotStart", "NotForThis", "Missing"):
+        told.lines.clear()
+        assert prepare([replace(GOOD, side=side(name))], told, LONG_S) == []
+        assert f"left out: {GOOD.title}" in told.lines
+    assert prepare([replace(GOOD, workload=large), GOOD], told, LONG_S) == [GOOD]
+    [line] = [each for each in told.lines if "GiB are available" in each]
+    assert line.startswith("left out")
     assert "need 4194304 GiB" in line
-    assert "GiB are available" in line
-
-
-def test_each_thing_is_said_once(told: Told) -> None:
-    case = replace(GOOD, peers=(side("NotForThis"),))
-    assert len(prepare([case, case], told, LONG_S)) == 2
-    assert sum("never for pull" in line for line in told.lines) == 1

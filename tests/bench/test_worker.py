@@ -62,18 +62,15 @@ def test_orders_are_answered_in_turn_whatever_else_is_printed(worker: Driven) ->
     assert "hello from C\n" in err
 
 
-@pytest.mark.parametrize("name", ["fly", "own", "__init__", "transfer_one", None])
-def test_what_is_no_command_is_refused(worker: Driven, name: str | None) -> None:
+def test_what_is_no_command_or_comes_before_the_start_is_refused(worker: Driven) -> None:
+    assert "not started" in worker.ask(do="timed")["error"]
     worker.ask(do="start", workload=WORK)
-    assert "no such command" in worker.ask(do=name)["error"]
+    for name in ("fly", "own", "__init__", "transfer_one", None):
+        assert "no such command" in worker.ask(do=name)["error"]
     assert worker.ask(do="fill", seed=1) == {"value": None}
 
 
-def test_nothing_can_be_done_before_the_start(worker: Driven) -> None:
-    assert "not started" in worker.ask(do="timed")["error"]
-
-
-def test_cpu_seconds_grow_with_a_busy_thread(worker: Driven) -> None:
+def test_cpu_seconds_grow_with_a_busy_thread_and_it_ends_when_its_driver_is_gone(worker: Driven) -> None:
     worker.ask(do="start", workload=WORK)
     before = worker.ask(do="cpu")["value"]
     assert worker.ask(do="busy", on=True) == {"value": None}
@@ -81,11 +78,6 @@ def test_cpu_seconds_grow_with_a_busy_thread(worker: Driven) -> None:
     while worker.ask(do="cpu")["value"] < before + 0.05:
         pass
     assert worker.ask(do="busy", on=False) == {"value": None}
-    assert worker.ask(do="stop") == {"value": None}
-
-
-def test_it_ends_when_its_driver_is_gone(worker: Driven) -> None:
-    worker.ask(do="start", workload=WORK)
     assert worker.process.stdin is not None
     worker.process.stdin.close()
     worker.process.stdin = None

@@ -101,9 +101,8 @@ class Ends:
 
     def begin_to_wait(self, waiter: Waiter, deadline: Deadline | None = None) -> threading.Thread:
         """Wait in a thread; return once that reads the channel, or waits beside another one that does."""
-        thread = threading.Thread(
-            target=self.channel.wait, args=(waiter, deadline or Deadline(PATIENCE_MS)), name="caller"
-        )
+        arguments = waiter, deadline or Deadline(PATIENCE_MS)
+        thread = threading.Thread(target=self.channel.wait, args=arguments, name="caller")
         thread.start()
         wait_until(self.led)
         return thread
@@ -208,14 +207,6 @@ def test_before_the_channel_begins_nothing_is_read_and_what_came_with_the_handsh
     control.stop()
 
 
-def test_messages_come_in_order_and_on_the_control_thread() -> None:
-    with channel() as ends:
-        sent: list[Message] = [Beat(i) for i in range(1000)]
-        ends.say(*sent)
-        wait_until(lambda: len(ends.heard) == 1000)
-        assert ends.heard == sent
-
-
 def test_frames_of_several_threads_never_interleave_whatever_the_reader_does() -> None:
     per_thread, threads = 150, 8
     with channel() as ends:
@@ -257,9 +248,11 @@ def test_a_peer_that_does_not_take_its_answers_is_not_read_from() -> None:
 
 def test_a_peer_that_reads_nothing_at_all_is_given_up_above_the_bound() -> None:
     with channel() as ends:
-        message = Failed(0, 0, LARGE)
+        message, sent = Failed(0, 0, LARGE), 0
         while not ends.channel.reason:
             ends.channel.send(message)
+            sent += 1
+        assert (16 << 20) < sent * len(LARGE) < (18 << 20)
         wait_until(ends.ended)
         with pytest.raises(NotLinked) as caught:
             ends.channel.send(message)

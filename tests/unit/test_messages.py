@@ -134,6 +134,7 @@ def test_a_message_cut_short_or_with_more_behind_it_is_a_protocol_error(
         msgspec.msgpack.encode(["resolve", 1, False, [0, -1, 0], 1, 0, 0]),
         b"\x92\xa4beat\xc7\xff\x01",
         b"\x91" * 200_000,
+        b"\x99\xa8resolved\x01\x01" + b"\x91" * 200_000,
         pickle.dumps(Beat),
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
     ],
