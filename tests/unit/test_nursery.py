@@ -41,17 +41,11 @@ def test_children_have_a_pipe_and_no_descriptor_of_their_siblings() -> None:
     assert seen[0]["parent"] != os.getpid()
     fresh = ChildEnd("fresh", fresh=True)
     assert [each["fds"] for each in seen] == [fresh.do(look)["fds"]] * 3
+    one, other = (end.do(pool_addresses) for end in ends[:2])
+    assert set(one).isdisjoint(other), "pools lie at different addresses"
     for end in (*ends, fresh):
         end.close()
     assert settled(before) == before
-
-
-def test_the_pools_of_two_children_lie_at_different_addresses() -> None:
-    ends = ChildEnd("one"), ChildEnd("other")
-    one, other = (end.do(pool_addresses) for end in ends)
-    assert set(one).isdisjoint(other)
-    for end in ends:
-        end.close()
 
 
 def test_ends_are_told_apart() -> None:
@@ -60,7 +54,7 @@ def test_ends_are_told_apart() -> None:
     assert killed._process.poll() is None
     killed.kill()
     assert killed._process.poll() == -signal.SIGKILL
-    killed.signal(signal.SIGTERM)  # nobody is hit any more
+    killed.signal(signal.SIGTERM)  # no process is hit any more
     with pytest.raises(EOFError):
         bad.do(end_badly)
     assert bad._process.wait(10) == 7
