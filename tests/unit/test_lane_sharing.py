@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport.lanes import LaneGroup, Lanes, decode_request
+from llm_datadist._transport.lanes import Lanes, decode_request
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.testing.scene import residue, settled
 
@@ -23,8 +23,6 @@ from .test_lanes import Handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from llm_datadist._transport.connection import RemoteTensors
 
 MIB = 1 << 20
 LARGE = 40 * MIB
@@ -74,12 +72,14 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
         yield connection, fars, threads
 
 
-def somewhere(connection: TcpConnection, nbytes: int) -> RemoteTensors:
-    return connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), nbytes, writable=True)
-
-
-def row(nbytes: int) -> Plan:
-    return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+def begin(
+    connection: TcpConnection, threads: ThreadPoolExecutor, data: twin.Bytes, *, write: bool = False
+) -> Future[int]:
+    """Read one run into ``data``, or write it, in one of the threads."""
+    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
+    plan = Plan(0, 0, 1, plan_row(0, 0, data.size), False, data.size)
+    verb = connection.write if write else connection.read
+    return threads.submit(verb, plan, twin.tensors_of([data]), remote, None, Deadline(20_000))
 
 
 def test_a_small_read_passes_a_large_one() -> None:
@@ -88,15 +88,10 @@ def test_a_small_read_passes_a_large_one() -> None:
     source, small_source = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
     large, small = np.zeros(LARGE, np.uint8), np.zeros(64, np.uint8)
     with played(2) as (connection, (quiet, busy), threads):
-
-        def read(into: twin.Bytes) -> int:
-            remote = somewhere(connection, into.size)
-            return connection.read(row(into.size), twin.tensors_of([into]), remote, None, Deadline(20_000))
-
-        running = threads.submit(read, large)
+        running = begin(connection, threads, large)
         parts = [busy.asked(READ) for _ in range(2)]
         assert [part[1:] for part in parts] == [(0, PART), (PART, PART)]
-        passing = threads.submit(read, small)
+        passing = begin(connection, threads, small)
         quiet.answer(quiet.asked(READ)[0], small_source)
         assert passing.result(BUDGET_S) == 64
         assert np.array_equal(small, small_source)
@@ -117,14 +112,9 @@ def test_a_small_read_passes_a_large_one() -> None:
 def test_a_small_write_passes_a_large_one() -> None:
     source, small = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
     with played(2) as (connection, (quiet, busy), threads):
-
-        def write(data: twin.Bytes) -> int:
-            remote = somewhere(connection, data.size)
-            return connection.write(row(data.size), twin.tensors_of([data]), remote, None, Deadline(20_000))
-
-        running = threads.submit(write, source)
+        running = begin(connection, threads, source, write=True)
         id, offset, nbytes = busy.asked(WRITE)
-        passing = threads.submit(write, small)
+        passing = begin(connection, threads, small, write=True)
         small_id, *_ = quiet.asked(WRITE)
         assert quiet.receive(64) == small.tobytes()
         quiet.send(RESULT, small_id, bytes(4))
@@ -141,16 +131,12 @@ def test_a_small_write_passes_a_large_one() -> None:
     assert np.array_equal(moved, source)
 
 
-@pytest.mark.parametrize("lost", ["first", "second"])
-def test_with_one_lane_left_everything_goes_over_that(lost: str) -> None:
+@pytest.mark.parametrize("gone", [0, 1])
+def test_with_one_lane_left_everything_goes_over_that(gone: int) -> None:
     source, into = twin.noise(3, 1, 2 * MIB)[0], np.zeros(2 * MIB, np.uint8)
     with played(2) as (connection, fars, threads):
-        gone = 0 if lost == "first" else 1
         connection._lanes.drop(connection._group, [list(connection._group._loads)[gone]])
-        remote = somewhere(connection, into.size)
-        running = threads.submit(
-            connection.read, row(into.size), twin.tensors_of([into]), remote, None, Deadline(20_000)
-        )
+        running = begin(connection, threads, into)
         left = fars[1 - gone]
         id, offset, nbytes = left.asked(READ)
         assert (offset, nbytes) == (0, into.size)
@@ -159,26 +145,11 @@ def test_with_one_lane_left_everything_goes_over_that(lost: str) -> None:
     assert np.array_equal(into, source)
 
 
-def test_the_oldest_lane_is_kept_for_small_transfers() -> None:
-    group = LaneGroup()
-    assert group.add(5)
-    assert group.take(1 << 30, large=True) == 5  # there is no other
-    assert group.add(3)
-    assert group.add(4)
-    assert [group.take(10, large=True) for _ in range(3)] == [3, 4, 3]
-    assert [group.take(1) for _ in range(3)] == [4, 4, 4]
-    group.put(5, 1 << 30)
-    assert group.take(1) == 5
-    group.discard(5)  # the next oldest takes its place
-    assert [group.take(100, large=True) for _ in range(2)] == [4, 4]
-
-
 def test_a_large_transfer_that_fails_in_between_moves_no_more() -> None:
     """What its parts on their way still bring is dropped, and no further one is asked for."""
     into = np.zeros(LARGE, np.uint8)
     with played(2) as (connection, (quiet, busy), threads):
-        remote = somewhere(connection, LARGE)
-        running = threads.submit(connection.read, row(LARGE), twin.tensors_of([into]), remote, None, Deadline(20_000))
+        running = begin(connection, threads, into)
         (first, *_), (second, *_) = busy.asked(READ), busy.asked(READ)
         busy.answer(second, np.ones(PART, np.uint8))  # answers may come in any order
         busy.send(RESULT, first, (7).to_bytes(4, "little") + b"no more")

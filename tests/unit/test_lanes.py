@@ -127,19 +127,25 @@ def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
 # Groups
 
 
-def test_a_group_gives_the_lane_with_the_least_to_do() -> None:
+def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_small_transfers() -> None:
     group = LaneGroup()
     with pytest.raises(PeerLost, match="no data lane"):
         group.take(1)
-    assert group.add(1)
-    assert group.add(2)
-    assert [group.take(10), group.take(5), group.take(1)] == [1, 2, 2]
-    group.put(1, 10)
-    assert group.take(1) == 1
-    group.discard(1)
-    group.put(1, 1)
-    assert (group.take(100), len(group)) == (2, 1)
-    assert group.close() == ([2], [])
+    assert group.add(5)
+    assert group.take(1 << 30, large=True) == 5  # there is no other
+    assert group.add(3)
+    assert group.add(4)
+    assert [group.take(10, large=True) for _ in range(3)] == [3, 4, 3]
+    assert [group.take(1) for _ in range(3)] == [4, 4, 4]
+    group.put(5, 1 << 30)
+    assert [group.take(5), group.take(5), group.take(5)] == [5, 5, 5]
+    group.put(3, 20)
+    assert group.take(1) == 3
+    group.discard(5)  # the next oldest takes its place
+    group.put(5, 1)
+    assert [group.take(100, large=True) for _ in range(2)] == [4, 4]
+    assert len(group) == 2
+    assert group.close() == ([3, 4], [])
     assert group.close() == ([], [])
     assert not group.add(3)
     assert repr(group) == "<LaneGroup 0 lanes, closed>"
@@ -204,7 +210,7 @@ def read(connection: TcpConnection, budget_ms: int = 20_000) -> twin.Bytes:
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
     before, handler = residue(), Handler()
-    with connected(handler) as (connection, _):
+    with connected(handler) as (connection, far):
         assert read(connection).tolist() == list(range(64))
         handler.error = CacheNotFound("no such\nkey")
         with pytest.raises(MemoryChanged, match="no such key"):
@@ -218,30 +224,21 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             read(connection)
         handler.extent = 64
         assert read(connection).tolist() == list(range(64))
-    del connection
-    assert settled(before) == before
-
-
-def test_the_end_of_a_peers_lanes_is_told() -> None:
-    handler = Handler()
-    with connected(handler) as (connection, far):
-        assert read(connection).any()
         connection.close()
-        assert handler.ended.wait(20)
+        assert handler.ended.wait(20), "the end of a peer's lanes is told"
         assert [(link, left) for link, left, _ in handler.lost] == [("the link", 1), ("the link", 0)]
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+    del connection, far
+    assert settled(before) == before
 
 
 # Dialling
 
 
-def test_the_preamble_differs_from_a_control_connections_by_its_purpose() -> None:
-    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2]
+def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
+    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control connection"
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
-
-
-def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
     before = residue()
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
