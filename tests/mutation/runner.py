@@ -102,18 +102,8 @@ class Copy:
 
     def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
         """Return the exit status, or None when time was over, and what was printed."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "pytest_timeout",
-            *arguments,
-        ]
+        options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
