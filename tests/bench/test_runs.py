@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +16,8 @@ from typer.testing import CliRunner
 
 from llm_datadist.bench.rows import Row
 from llm_datadist.cli.app import app
+from tests.support.moves import wait_until
 from tests.support.source import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ISSUE_FIELDS = (
     *("op", "transport", "memory", "block_bytes", "blocks", "tensors", "threads", "bytes", "seconds_median"),
@@ -115,3 +117,34 @@ def test_a_peer_that_cannot_do_an_op_is_left_out_with_its_reason() -> None:
     result = CliRunner().invoke(app, ["bench", "alloc", "--tensors", "2", "--passes", "1", "--against", "torch"])
     assert result.exit_code == 0
     assert "torch: " in result.output
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in tasks for child in each.read_text().split()]
+
+
+def _ended(pid: int) -> bool:
+    """Return whether a process is at most an entry that its parent has not collected yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_the_workers_too(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", "--blocks", "200", "--passes", "1000"]
+    with subprocess.Popen(
+        [*command, "--against", ","], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stderr is not None
+        # Nothing is said after this line before the first pass, for which the workers are there.
+        while not driver.stderr.readline().startswith("1 of 1"):
+            assert driver.poll() is None
+        workers = _children(driver.pid)
+        assert len(workers) == 2
+        driver.send_signal(number)
+        driver.communicate(timeout=60)
+        assert driver.returncode != 0
+        wait_until(lambda: all(_ended(pid) for pid in workers), 60)
