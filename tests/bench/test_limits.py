@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import pytest
 from llm_datadist._native import _native
 from llm_datadist.bench.sides.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.errors import ParamError
+from tests.unit.holder import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,75 +84,42 @@ def test_where_the_caller_may_run_is_its_own_affair() -> None:
         assert os.sched_getaffinity(0) == before
 
 
-CHILD = """
-import sys
-import numpy as np
-memory = np.random.default_rng(7).integers(0, 256, (2, int(sys.argv[1]), int(sys.argv[2])), dtype=np.uint8)
-print(*(each.ctypes.data for each in memory), flush=True)
-for line in sys.stdin:
-    sys.stdout.buffer.write(memory.tobytes())
-    sys.stdout.flush()
-"""
-
-
-class Other:
-    """Another process with two tensors, which shows its bytes when it is asked."""
-
-    def __init__(self, rows: int, size: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(rows), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.pid = self._process.pid
-        self.bases = [int(each) for each in self._stdout.readline().split()]
-        self.shape = (2, rows, size)
-        self.filled = list(np.random.default_rng(7).integers(0, 256, self.shape, dtype=np.uint8))
-
-    def blocks(self, rows: NDArray[np.int64]) -> RawBlocks:
-        return RawBlocks.elsewhere(self.bases, self.shape[1], self.shape[2], rows)
-
-    def memory(self) -> NDArray[np.uint8]:
-        self._stdin.write(b"show\n")
-        self._stdin.flush()
-        return np.frombuffer(self._stdout.read(int(np.prod(self.shape))), np.uint8).reshape(self.shape)
-
-    def end(self) -> None:
-        self._stdin.close()
-        self._process.wait(30)
-        self._stdout.close()
-
-
 @pytest.fixture
-def other() -> Iterator[Other]:
-    process = Other(2 * MANY, 300)
+def other() -> Iterator[Holder]:
+    process = Holder()
     yield process
-    process.end()
+    process.close()
+
+
+def blocks_of_other(other: Holder, rows: int, numbers: NDArray[np.int64]) -> RawBlocks:
+    """Return blocks of 300 bytes of two tensors, one behind the other."""
+    return RawBlocks.elsewhere([other.address, other.address + rows * 300], rows, 300, numbers)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("write", [False, True])
-def test_reads_and_writes_another_process(other: Other, threads: int, write: bool) -> None:
-    here = tensors(2, 2 * MANY, 300, 2)
+def test_reads_and_writes_another_process(other: Holder, threads: int, write: bool) -> None:
+    here, there = tensors(2, 2 * MANY, 300, 2), tensors(2, 2 * MANY, 300, 7)
+    other.fill(np.concatenate(there).reshape(-1))
     to, of = numbers(MANY, 3), numbers(MANY, 4)
-    wanted = expected(other.filled, here, to, of) if write else expected(here, other.filled, to, of)
+    wanted = expected(there, here, to, of) if write else expected(here, there, to, of)
     near, far = (of, to) if write else (to, of)
-    move_process(RawBlocks.of(here, near), other.blocks(far), other.pid, threads=threads, write=write)
-    assert np.array_equal(other.memory(), wanted if write else other.filled)
+    move_process(
+        RawBlocks.of(here, near), blocks_of_other(other, 2 * MANY, far), other.pid, threads=threads, write=write
+    )
+    assert np.array_equal(other.show(4 * MANY * 300), np.concatenate(wanted if write else there).reshape(-1))
     if not write:
         assert np.array_equal(here, wanted)
 
 
-def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Other) -> None:
-    near, far = RawBlocks.of(tensors(2, 4, 300, 2), np.array([1])), other.blocks(np.array([1]))
-    there = far.addresses.copy()
+def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Holder) -> None:
+    near = RawBlocks.of(tensors(2, 4, 300, 2), np.array([1]))
     for unmapped in ([0, 1], [1]):  # of the second the kernel moves a part, and says so only by the number of bytes
-        far.addresses[:] = there
+        far = blocks_of_other(other, 4, np.array([1]))
         far.addresses[unmapped] = 4096
         with pytest.raises(OSError, match="process_vm_readv"):
             move_process(near, far, other.pid, threads=1)
-    other.end()
+    other.close()
     with pytest.raises(ProcessLookupError):
         move_process(near, far, other.pid, threads=1)
 
