@@ -90,7 +90,7 @@ def test_paged_attention_equals_dense_attention() -> None:
     assert np.isnan(tensors[0][3, length % block_tokens :]).all()
 
 
-def test_rotation_is_relative() -> None:
+def test_rotation_is_relative_and_rows_are_normed_to_one() -> None:
     """A score depends on the distance of query and key only, and position 0 is not rotated."""
     rng = np.random.default_rng(2)
     query, key = (rng.standard_normal((1, 1, 32), dtype=np.float32) for _ in range(2))
@@ -102,11 +102,8 @@ def test_rotation_is_relative() -> None:
     np.testing.assert_array_equal(rotate(query, np.array([0]), 10000.0), query)
     assert score(7, 3) == pytest.approx(score(907, 903), rel=1e-3)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
-
-
-def test_rms_norm_scales_rows_to_one() -> None:
-    x = np.random.default_rng(3).standard_normal((5, 64), dtype=np.float32) * 40
-    np.testing.assert_allclose(np.mean(rms_norm(x) ** 2, axis=-1), 1, rtol=1e-4)
+    rows = rng.standard_normal((5, 64), dtype=np.float32) * 40
+    np.testing.assert_allclose(np.mean(rms_norm(rows) ** 2, axis=-1), 1, rtol=1e-4)
 
 
 def test_chunks_do_not_change_the_prompt(model: Llama) -> None:

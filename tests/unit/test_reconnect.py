@@ -159,17 +159,24 @@ def test_a_process_that_has_ended_is_dialled_no_more_and_no_descriptor_is_left(a
     assert os.listdir("/proc/self/fd") == open_before
 
 
-def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None:
+def test_a_cancelled_redial_makes_no_further_attempt_and_after_a_stop_there_is_none(attempts: Attempts) -> None:
+    def made(cluster_id: int) -> int:
+        return sum(each.peer.cluster_id == cluster_id for each in attempts.made)
+
     attempts.outcome = refuse
     attempts.reconnector.begin(lost(7))
     attempts.reconnector.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.reconnector.unlink(7, Deadline(LONG_MS))
-    attempts.reconnector.unlink(7, Deadline(LONG_MS))
-    attempts.reconnector.unlink(99, Deadline(LONG_MS))
-    count = sum(each.peer.cluster_id == 7 for each in attempts.made)
-    wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
-    assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
+    for cluster_id in (7, 7, 99):
+        attempts.reconnector.unlink(cluster_id, Deadline(LONG_MS))
+    count, wanted = made(7), made(8) + 2
+    wait_until(lambda: made(8) >= wanted)
+    assert made(7) == count
+    attempts.reconnector.stop()
+    count = len(attempts.made)
+    assert attempts.reconnector.begin(lost()) is None
+    assert attempts.reconnector.statistics() == ()
+    assert len(attempts.made) == count
 
 
 def test_a_discarded_attempt_takes_no_later_one_of_its_cluster_along(attempts: Attempts) -> None:
@@ -199,16 +206,6 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     attempts.reconnector.unlink(7, Deadline(LONG_MS))
     assert attempts.reconnector._current == []
     wait_until(attempts.over)
-
-
-def test_after_a_stop_nothing_is_dialled(attempts: Attempts) -> None:
-    attempts.outcome = refuse
-    attempts.reconnector.begin(lost())
-    attempts.reconnector.stop()
-    count = len(attempts.made)
-    assert attempts.reconnector.begin(lost()) is None
-    assert attempts.reconnector.statistics() == ()
-    assert len(attempts.made) == count
 
 
 # --- members of a communicator ----------------------------------------------------------------------------------------
