@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from llm_datadist.bench.workload import Op, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.bench.conftest import Told
 
 #: For what must not take long on a machine under load, and for what has to hang.
 LONG_S, SHORT_S = 120.0, 4.0
@@ -38,6 +37,29 @@ def side(name: str) -> str:
 
 TINY = {"op": "pull", "block_bytes": 64, "blocks": 3, "tensors": 1}
 GOOD = Case(side=side("Good"), call="copy", transport="hand", workload=WORK, passes=2)
+
+
+@dataclass
+class Told:
+    """A listener that keeps what it is told."""
+
+    lines: list[str] = field(default_factory=list)
+    steps: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, case: Case, side: str, done: int, total: int) -> None:
+        self.steps.append((side, done, total))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
 
 
 def test_a_good_side_gives_a_row(told: Told) -> None:
