@@ -130,7 +130,6 @@ def example(tmp_path: Path) -> Path:
     for name, text in zip(("prompt.py", "decoder.py"), _fences(README, "python"), strict=True):
         assert text.startswith(f"# {name}\n")
         assert text.count("26000") == 1
-        assert len([line for line in text.splitlines() if line.strip()]) <= 18, "too long for the first screen"
         (tmp_path / name).write_text(text.replace("26000", port))
     return tmp_path
 
@@ -142,7 +141,6 @@ def _start(script: Path) -> subprocess.Popen[str]:
 
 
 def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(example: Path) -> None:
-    assert re.findall(r"^make (\w+)", _fences(README)[0], re.MULTILINE) == ["demo", "test"]
     prompt = _start(example / "prompt.py")
     processes = [prompt]
     try:
