@@ -181,6 +181,7 @@ CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4
         (lambda: move_process(blocks_of(), blocks_of(), ME, threads=-1), f"threads is -1: {THREADS}"),
         (lambda: copy_raw(blocks_of(2), blocks_of(3), threads=1), "dst has 2 blocks and src 3"),
         (lambda: copy_raw(blocks_of(), blocks_of(2, 65), threads=1), "dst has blocks of 64 bytes, src of 65"),
+        (lambda: move_process(blocks_of(), blocks_of(2, 65), ME, threads=1), "dst has blocks of 64 bytes, src of 65"),
         (lambda: copy_raw(blocks_of(writable=False), blocks_of(), threads=1), "dst is read-only"),
         (lambda: move_process(blocks_of(writable=False), blocks_of(), ME, threads=1), "near is read-only"),
         (lambda: over(GOOD, rows=(0, -1)), NUMBERS),

@@ -84,6 +84,7 @@ SINGLE = [
             "pull --transport inproc --set-mib 2 --tensors 2",
             [{"transport": "inproc", "memory": "pool", "blocks": 16, "block_bytes": 65536, "bytes": 2 << 20}],
         ),
+        (f"copy {SHAPE}", [SHAPED | {"call": "copy_blocks"}, SHAPED | {"call": "copy_cache"}]),
         (
             "copy --memory registered --block-bytes 8192 --blocks 5",
             [
