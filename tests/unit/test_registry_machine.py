@@ -14,7 +14,6 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Entry, Namespace, Registry
 from llm_datadist.errors import CacheNotFound, KeyInUse
 from tests.unit import registry_model as model
-from tests.unit.ledger import Ledger, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +31,7 @@ OWNER_OPS = ["deallocate", "deallocate", "remove_key", "unregister", "hold", "le
 PEER_OPS = [
     *["pin"] * 5,
     *["pull_ends"] * 4,
-    "release_whatever",
-    "release_whatever",
-    "consume_row",
-    "drop_peer",
-    "expire",
+    *["release_whatever", "release_whatever", "reach", "consume_row", "drop_peer", "expire"],
 ]
 
 
@@ -61,7 +56,7 @@ arguments = st.builds(
     pick=st.integers(0, 2**16),
     row=st.sampled_from([0, 0, 0, 1, 3]),
     first=st.sampled_from([0, 0, 0, 1, 2, -1]),
-    tensors=st.sampled_from([1, 1, 2, 3, 3, 0, 4]),
+    tensors=st.sampled_from([1, 1, 2, 3, 3, 0, 4, 2**60]),
     time=st.integers(1, 3),
     flag=st.booleans(),
 )
@@ -78,7 +73,7 @@ class RegistryMachine(RuleBasedStateMachine):
         super().__init__()
         self.registry = Registry()
         self.model = model.Model()
-        self.ledger = Ledger()
+        self.ledger = model.Ledger()
         self.entries: dict[int, Entry] = {}
         self.held: list[int] = []
         self.made = self.bound = self.unknown = self.pinned = 0
@@ -88,21 +83,21 @@ class RegistryMachine(RuleBasedStateMachine):
     @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([1, 2]))
     def begin(self, keys: list[Any], tensors: int) -> None:
         """Something to pull from the first step on."""
-        self.make_cache(True, keys[:2], tensors)
-        self.make_cache(False, [BLOCKS_KEYS[0]], tensors)
-        self.make_cache(True, keys[2:], 1)
+        self.make_cache(True, keys[:2], tensors, mix=False)
+        self.make_cache(False, [BLOCKS_KEYS[0]], tensors, mix=False)
+        self.make_cache(True, keys[2:], 1, mix=False)
 
-    @rule(owned=st.booleans(), keys=some_keys, tensors=st.sampled_from([1, 1, 2, 3]))
-    def make_cache(self, owned: bool, keys: list[Any], tensors: int) -> None:
+    @rule(owned=st.booleans(), keys=some_keys, tensors=st.sampled_from([1, 1, 2, 3]), mix=st.booleans())
+    def make_cache(self, owned: bool, keys: list[Any], tensors: int, mix: bool) -> None:
         blocks = keys[:1] in ([key] for key in BLOCKS_KEYS)
+        kind = CacheKind.BLOCKS if blocks else CacheKind.MIX if mix and not keys else CacheKind.CACHE
         self.made += 1
-        cache = model.Cache(f"cache {self.made}", owned, blocks, 1 if blocks else 3, tensors)
+        cache = model.Cache(f"cache {self.made}", owned, kind, 1 if blocks else 3, tensors)
         wanted = []
         for row, key in enumerate(keys):
             self.bound += 1
             wanted.append((key, row, f"binding {self.bound}"))
-        kind = CacheKind.BLOCKS if blocks else CacheKind.CACHE
-        what = (geometry(kind, cache.rows, tensors), cache.name, cache.name, wanted)
+        what = (model.geometry(kind, cache.rows, tensors), cache.name, cache.name, wanted)
         if owned and any(self.model.bound(key) for key, _, _ in wanted):
             with pytest.raises(KeyInUse):
                 self.registry.require_free(key for key, _, _ in wanted)
@@ -201,14 +196,26 @@ class RegistryMachine(RuleBasedStateMachine):
         self.ledger.apply(self.registry.expire(a.time))
         self.model.pins = {n: pin for n, pin in self.model.pins.items() if pin.expires > a.time}
 
+    def reach(self, a: Args) -> None:
+        """As a lane does: by a pin that may be over or another peer's, or by the id alone."""
+        pin_id = a.pick % (self.pinned + 2) if a.flag else 0
+        pin = self.model.pins.get(pin_id)
+        own = [cache_id for cache_id, cache in self.model.caches.items() if pin is not None and cache is pin.cache]
+        cache_id = own[0] if own and a.row == 0 else self.some_id(a.pick)
+        mine = pin is not None and pin.peer is a.peer and own == [cache_id]
+        with self.refused_unless(mine if pin_id else self.model.at(cache_id) is not None):
+            self.in_use(cache_id, self.registry.reach(a.peer, cache_id, pin_id, use=True))
+
     def hold(self, a: Args) -> None:
         cache_id = self.some_id(a.pick)
-        cache = self.model.at(cache_id)
-        with self.refused_unless(cache is not None):
-            assert self.registry.begin_use(cache_id) is self.entries[cache_id]
-            assert cache is not None
-            cache.holds += 1
-            self.held.append(cache_id)
+        with self.refused_unless(self.model.at(cache_id) is not None):
+            assert self.registry.lookup(cache_id) is self.entries[cache_id]
+            self.in_use(cache_id, self.registry.begin_use(cache_id))
+
+    def in_use(self, cache_id: int, entry: Entry) -> None:
+        assert entry is self.entries[cache_id]
+        self.model.caches[cache_id].holds += 1
+        self.held.append(cache_id)
 
     def let_go(self, a: Args) -> None:
         if self.held:
@@ -287,5 +294,5 @@ class RegistryMachine(RuleBasedStateMachine):
         super().teardown()
 
 
-RegistryMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+RegistryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestRegistryMachine = RegistryMachine.TestCase
