@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist._memory.guards import SLOT_BYTES, GuardTable, read_cookie, slot_address
+from llm_datadist._memory.guards import SLOT_BYTES, Guard, GuardTable, read_cookie, slot_address
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
 from llm_datadist._native import GuardSet, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
@@ -37,7 +37,7 @@ def attach(table: GuardTable) -> SharedSegment:
 
 def test_a_generation_is_never_zero_and_never_comes_back(table: GuardTable) -> None:
     choose, seen = random.Random(7), dict.fromkeys(range(1, 9), 0)
-    handed_out: set[tuple[int, int]] = set()
+    handed_out: set[Guard] = set()
     live: list[int] = []
     for _ in range(500):
         slot = choose.choice(live) if live else 0
@@ -49,14 +49,14 @@ def test_a_generation_is_never_zero_and_never_comes_back(table: GuardTable) -> N
             guard = table.allocate()
             slot = guard.slot
             assert table.load(slot) == guard.generation
-            assert (slot, guard.generation) not in handed_out
-            handed_out.add((slot, guard.generation))
+            assert guard not in handed_out
+            handed_out.add(guard)
             live.append(slot)
             others.pop(slot, None)
         else:
             generation = table.load(slot)
             assert table.advance(slot) == table.load(slot) == generation + 1
-            handed_out.add((slot, generation + 1))
+            handed_out.add(Guard(slot, generation + 1))
         assert table.load(slot) > seen[slot]
         assert {each: table.load(each) for each in others} == others
         assert (table.live, table.capacity) == (len(live), 8)
@@ -89,7 +89,7 @@ def test_slots_that_are_not_live_or_not_there_are_refused(table: GuardTable) -> 
                 use(slot)
     assert [slot_address(4096, slot, 256) for slot in (1, 2, 3)] == [4160, 4224, 4288]  # a cache line apart
     for slot, nbytes in ((4, 256), (3, 255), (1, 64), (1, 0)):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match=rf"must be in \[1, {nbytes // 64}\) of a table of {nbytes} bytes"):
             slot_address(4096, slot, nbytes)
     with pytest.raises(ParamError, match="slots is 1"):
         GuardTable(slots=1)

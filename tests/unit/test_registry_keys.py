@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Entry, Key, Registry, State, key_of
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Binding, Entry, Key, Registry, State, key_of
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError
 from tests.unit.registry_model import Ledger, geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 UNSET = 2**64 - 1
 LATER = 100.0
@@ -60,6 +64,59 @@ def test_refusals_name_the_key_the_cache_or_the_row_and_change_nothing() -> None
     with pytest.raises(CacheNotFound, match="no pin 7 of this peer on cache 2: released, or expired"):
         registry.reach("peer", 2, 7)
     assert repr(registry) == "<Registry 2 caches, 1 keys, 0 pins, 0 draining>"
+
+
+def test_a_cache_that_is_being_unregistered_is_not_found_until_it_is_opened_again() -> None:
+    registry = Registry()
+    owned = add(registry, "owned")
+    entry = registry.add(geometry(CacheKind.CACHE, 3, 4), "r", "r", [(req(1), 0, "r row 0")], owned=False)[0]
+    assert [registry.registered(cache_id) for cache_id in (owned.cache_id, entry.cache_id, 9)] == [None, entry, None]
+    assert registry.begin_closing(entry)
+    assert not registry.begin_closing(entry)
+    assert registry.registered(entry.cache_id) is entry
+    registry.check_integrity()
+    for look in (
+        lambda: registry.find(key=req(1)),
+        lambda: registry.find(cache_id=entry.cache_id),
+        lambda: registry.begin_use(entry.cache_id),
+    ):
+        with pytest.raises(CacheNotFound, match="cache 2 is being unregistered"):
+            look()
+    registry.reopen(entry, "newer")
+    assert (entry.guard, registry.find(cache_id=entry.cache_id)[:2]) == ("newer", (entry, 0))
+    assert registry.begin_use(entry.cache_id) is entry
+    registry.check_integrity()
+    assert registry.unregister(entry.cache_id).free == []
+    assert not registry.begin_closing(entry)
+    registry.reopen(entry, "late")  # finalize has dropped it meanwhile
+    registry.check_integrity()
+    assert registry.end_use(entry).free == [entry]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "seen"),
+    [
+        (lambda entry, binding: setattr(binding, "bound", False), "is not its entry's"),
+        (lambda entry, binding: entry.bindings.clear(), "is not its entry's"),
+        (lambda entry, binding: setattr(binding, "remaining", 0), "though every tensor was pulled"),
+        (lambda entry, binding: setattr(entry, "cache_id", 9), "is filed under another id"),
+        (lambda entry, binding: setattr(entry.life, "state", State.FREED), "cache 1: State.FREED"),
+        (lambda entry, binding: setattr(entry.life, "state", State.DEFERRED), "owner and state differ"),
+        (lambda entry, binding: entry.bindings.update({req(2): binding}), "cache 1: keys"),
+        (lambda entry, binding: setattr(entry, "closing", True), "is allocated, and is being unregistered"),
+        (lambda entry, binding: entry.uses.shut(), "its gate and its lookups differ"),
+        (lambda entry, binding: setattr(binding, "pins", 2), "pins of a binding are miscounted"),
+        (lambda entry, binding: setattr(entry, "pins", 2), "pins of a cache are miscounted"),
+    ],
+)
+def test_the_integrity_check_sees_damage(break_it: Callable[[Entry, Binding], object], seen: str) -> None:
+    registry = Registry()
+    entry = add(registry, "a", req(1))
+    assert registry.pin("p", LATER, key=req(1)).pin_id == 1
+    registry.check_integrity()
+    break_it(entry, entry.bindings[req(1)])
+    with pytest.raises(AssertionError, match=seen):
+        registry.check_integrity()
 
 
 def test_walk_2_goes_through_every_state_and_statistics_show_it() -> None:
