@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 import random
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -177,28 +176,6 @@ def test_generations_change_only_under_the_lock(table: GuardTable, monkeypatch: 
     table.advance(guard.slot)
     table.release(guard.slot)
     assert locked == [True, True, True]
-
-
-def test_many_threads_get_different_guards() -> None:
-    table = GuardTable(slots=2000)
-    got: list[tuple[int, int]] = []
-
-    def work() -> None:
-        for turn in range(200):
-            guard = table.allocate()
-            got.append((guard.slot, guard.generation))
-            if turn % 2:
-                table.release(guard.slot)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == len(set(got)) == 800
-    assert table.live == 400
-    table.check_integrity()
-    table.close()
 
 
 def test_a_promise_is_made_void_once_and_nobody_elses_with_it(table: GuardTable) -> None:

@@ -1,12 +1,10 @@
-"""Pools: all or nothing, the numbers in an error, many threads, and the check against the host's memory
+"""Pools: all or nothing, the numbers in an error, the lock, and the check against the host's memory
 (interface R11). Memory straight from a device (R12): counted, bounded, given back with its cache."""
 
 from __future__ import annotations
 
 import logging
 import os
-import random
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.pool import Allocation
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -132,32 +129,6 @@ def test_the_allocator_is_only_ever_used_under_the_lock(pool: MemoryPool) -> Non
     pool.check_integrity()
     assert {"allocate", "free", "used_bytes", "check_integrity"} <= {name for name, _ in uses}
     assert [name for name, locked in uses if not locked] == []
-
-
-def test_many_threads_never_share_a_byte(pool: MemoryPool) -> None:
-    failures: list[str] = []
-
-    def work(mark: int) -> None:
-        choose = random.Random(mark)
-        for _ in range(150):
-            try:
-                allocation = pool.allocate_many(choose.randint(1, 3), choose.randint(1, 100_000))
-            except OutOfMemory:
-                continue
-            views = [pool.segment.view(offset, allocation.nbytes) for offset in allocation.offsets]
-            for view in views:
-                view[:] = mark
-            if not all((view == mark).all() for view in views):
-                failures.append(f"thread {mark} lost its bytes in {allocation}")
-            allocation.free()
-
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in (1, 2, 3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert pool.statistics().used_bytes == 0
 
 
 def test_nothing_and_impossible_pages_are_refused(pool: MemoryPool) -> None:
@@ -274,28 +245,6 @@ def test_what_the_device_refuses_is_not_counted() -> None:
     assert memory.statistics().used_bytes == 0
     memory.allocate_many(1, PAGE).free()
     assert device.allocated_bytes == 0
-    memory.close()
-
-
-def test_random_allocations_never_overlap_and_all_come_back(bounded: Callable[[int], DirectMemory]) -> None:
-    rng = random.Random(7)
-    memory = bounded(1 << 22)
-    live: list[tuple[Allocation, int]] = []
-    for step in range(100):
-        if live and rng.random() < 0.5:
-            allocation, pattern = live.pop(rng.randrange(len(live)))
-            view = allocation.pool.segment.view()
-            assert (view == pattern).all()
-            del view
-            allocation.free()
-        else:
-            allocation = memory.allocate_many(rng.randint(1, 4), rng.randint(1, 3 * PAGE))
-            allocation.pool.segment.view()[:] = step
-            live.append((allocation, step))
-        memory.check_integrity()
-    for allocation, _ in live:
-        allocation.free()
-    assert (memory.statistics().used_bytes, memory.statistics().live_allocations) == (0, 0)
     memory.close()
 
 

@@ -76,48 +76,33 @@ def _no_descriptor_leaks() -> Iterator[None]:
 # --- shared segments --------------------------------------------------------------------------------------------------
 
 
-def test_a_segment_is_zero_writable_and_of_the_exact_size() -> None:
-    with new(10_000) as segment:
+@pytest.mark.parametrize(("peers_may_write", "more"), [(True, 0), (False, F_SEAL_FUTURE_WRITE)])
+def test_a_segment_is_zero_sealed_and_not_even_its_owner_can_resize_it(peers_may_write: bool, more: int) -> None:
+    with new(10_000, peers_may_write=peers_may_write) as segment:
         view = segment.view()
         assert (view.shape, view.flags.writeable, bool(view.any())) == ((10_000,), True, False)
         assert view.ctypes.data == segment.address
+        assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == SIZE_SEALS | fcntl.F_SEAL_SEAL | more
+        assert fcntl.fcntl(segment.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        for size in (0, 10_000 - 4096, 10_000 + 4096):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.fd, size)
         assert os.fstat(segment.fd).st_size == 10_000
 
 
-@pytest.mark.parametrize(("peers_may_write", "more"), [(True, 0), (False, F_SEAL_FUTURE_WRITE)])
-def test_it_is_sealed_and_not_even_the_owner_can_resize(peers_may_write: bool, more: int) -> None:
-    with new(peers_may_write=peers_may_write) as segment:
-        assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == SIZE_SEALS | fcntl.F_SEAL_SEAL | more
-        assert fcntl.fcntl(segment.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-        for size in (0, MIB - 4096, MIB + 4096):
+def test_a_peer_reads_along_and_writes_only_where_it_may() -> None:
+    with new(peers_may_write=True) as segment, attach(segment, writable=True) as writer:
+        writer.view(MIB - 2)[:] = 9
+        assert (segment.view()[-3:].tolist(), writer.writable) == ([0, 9, 9], True)
+    with new() as segment, attach(segment, writable=False) as reader:
+        for mapped in (mmap.mmap, lambda fd, nbytes: os.pwrite(fd, b"x", 0)):
             with pytest.raises(PermissionError):
-                os.ftruncate(segment.fd, size)
-        assert os.fstat(segment.fd).st_size == MIB
-
-
-def test_sealed_for_writing_refuses_every_other_writable_mapping() -> None:
-    with new() as segment:
-        with pytest.raises(PermissionError):
-            mmap.mmap(segment.fd, MIB)
-        with pytest.raises(PermissionError):
-            os.pwrite(segment.fd, b"x", 0)
+                mapped(segment.fd, MIB)
         with pytest.raises(ProtocolError, match=r"writable=True.*not permitted"):
             attach(segment, writable=True)
         segment.view()[:] = 7  # our own mapping stays writable
-        with attach(segment, writable=False) as peer:
-            assert (peer.view() == 7).all()
-
-
-def test_a_peer_reads_along_and_writes_only_through_a_writable_attachment() -> None:
-    with (
-        new(peers_may_write=True) as segment,
-        attach(segment, writable=False) as reader,
-        attach(segment, writable=True) as writer,
-    ):
-        writer.view(MIB - 2)[:] = 9
-        assert segment.view()[-3:].tolist() == reader.view()[-3:].tolist() == [0, 9, 9]
-        assert (reader.writable, writer.writable) == (False, True)
         view = reader.view()
+        assert ((view == 7).all(), reader.writable) == (True, False)
         with pytest.raises(ValueError, match="read-only"):
             view[5] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
@@ -317,6 +302,11 @@ def limit(tmp_path: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -
     return host_memory_limit(own.parent)
 
 
+V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=systemd:/memory\n0::/\n"
+V1_LIMIT = "memory.limit_in_bytes"
+OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
+
+
 @pytest.mark.parametrize(
     ("limits", "expected", "setter"),
     [
@@ -335,20 +325,22 @@ def test_v2_takes_the_smallest_of_host_group_and_ancestors(
     assert limit(tmp_path, "0::/a/b\n", V2_MOUNT, limits) == (expected, source)
 
 
-@pytest.mark.parametrize("root", ["/", "/docker/x"])
-@pytest.mark.parametrize(("job", "above"), [(V1_NO_LIMIT, str(MIB)), (str(MIB), V1_NO_LIMIT)])
-def test_v1_counts_too_also_where_only_a_subtree_is_mounted(tmp_path: Path, root: str, job: str, above: str) -> None:
-    folder = "docker/x/" if root == "/" else ""
-    cgroup = "12:cpu,cpuacct:/other\n4:hugetlb,memory:/docker/x/job\n1:name=systemd:/memory\n0::/\n"
-    limits = {f"{folder}job/memory.limit_in_bytes": job, f"{folder}memory.limit_in_bytes": above}
-    assert limit(tmp_path, cgroup, V1_MOUNT.replace("{root}", root), limits)[0] == MIB
-
-
-@pytest.mark.parametrize(("root", "group"), [("/", "/../outside"), ("/docker/x", "/not/under/root")])
-def test_a_group_outside_of_the_mount_leaves_the_limit_at_its_top(tmp_path: Path, root: str, group: str) -> None:
-    outside = dict.fromkeys(("../outside/memory.limit_in_bytes", "not/under/root/memory.limit_in_bytes"), "1")
-    limits = outside | {"memory.limit_in_bytes": str(5 * MIB)}
-    assert limit(tmp_path, f"4:memory:{group}\n", V1_MOUNT.replace("{root}", root), limits)[0] == 5 * MIB
+@pytest.mark.parametrize(
+    ("root", "group", "limits", "expected"),
+    [
+        ("/", "/x/job", {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, MIB),
+        ("/", "/x/job", {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, MIB),
+        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, MIB),
+        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, MIB),
+        ("/", "/../outside", OUTSIDE, 5 * MIB),  # outside of the mount: the limit is the one at its top
+        ("/docker/x", "/not/under/root", OUTSIDE, 5 * MIB),
+    ],
+)
+def test_v1_counts_too_also_where_only_a_subtree_is_mounted(
+    tmp_path: Path, root: str, group: str, limits: dict[str, str], expected: int
+) -> None:
+    mount = V1_MOUNT.replace("{root}", root)
+    assert limit(tmp_path, V1_GROUPS.replace("{group}", group), mount, limits)[0] == expected
 
 
 def test_without_any_cgroup_it_is_the_host_and_the_real_one_is_no_more_than_physical_memory(tmp_path: Path) -> None:
