@@ -43,6 +43,7 @@ def writers() -> Iterator[WriteIntents]:
 
     before = held()
     writers = WriteIntents()
+    writers.check_integrity()
     yield writers
     writers.check_integrity()
     writers.close()
@@ -112,7 +113,7 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
         (first,) = writers.busy(GUARD)
         assert first.page is page
         assert writers.busy(OTHER) == ()
-        assert writers.pending([first]) == (first,)
+        assert writers.pending({first}) == (first,)
         assert repr(intent_writer) == "<IntentWriter open: 1 at work>"
     assert writers.busy(GUARD) == writers.pending([first]) == ()
     with announce(intent_writer):  # a later writer in the same slot is not waited for
@@ -236,14 +237,23 @@ def test_a_page_goes_when_its_link_ends_without_a_write_or_without_a_peer(
     announced.end()
 
 
-def test_a_page_outlives_the_ledger_that_was_closed_before_it(sleeper: Sleeper) -> None:
+def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_links(sleeper: Sleeper) -> None:
     writers = WriteIntents()
     page = sleeper.page(writers)
+    lost = writers.open()
+    lost.belongs_to(sleeper.child.pid, os.dup(sleeper.pidfd))
+    announced = announce(mapped(lost))
+    lost.retire()
+    assert repr(writers) == "<WriteIntents 2 pages, 1 of lost peers>"
     writers.close()
     writers.close()
-    assert not sleeper.pidfd_is_closed()
+    for each in (page, lost):
+        assert each.segment is not None
+        assert each.segment.closed
+    assert (lost._pidfd, sleeper.pidfd_is_closed()) == (-1, False)
     page.retire()
     assert sleeper.pidfd_is_closed()
+    announced.end()
 
 
 def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: WriteIntents) -> None:
