@@ -200,22 +200,6 @@ def test_a_folder_that_cannot_hold_a_socket_is_an_error_and_a_forgotten_close_a_
     close_exports(exports)
 
 
-def test_many_peers_at_once(stage: Stage) -> None:
-    tokens = [secrets.token_bytes(32) for _ in range(24)]
-    for token in tokens:
-        stage.listener.expect(token, stage.results.put)
-    found: list[PeerMemory] = []
-    threads = [threading.Thread(target=lambda token=token: found.append(stage.dial(token))) for token in tokens]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == len(tokens)
-    for peer in found:
-        peer.close()
-        stage.got_peer().close()
-
-
 # What the listener refuses
 
 

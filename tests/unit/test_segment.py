@@ -302,7 +302,7 @@ def limit(tmp_path: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -
     return host_memory_limit(own.parent)
 
 
-V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=systemd:/memory\n0::/\n"
+V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
 V1_LIMIT = "memory.limit_in_bytes"
 OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
 

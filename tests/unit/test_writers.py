@@ -126,21 +126,15 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
 
 
 def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: WriteIntents, page: WriterPage) -> None:
-    """As a signal's exception between the announcement and its block leaves it."""
+    """As a signal's exception between the announcement and its block leaves it. Readers count only if asked for."""
     intent_writer = page.intent_writer()
-    announced = announce(intent_writer)
-    assert len(writers.busy(GUARD)) == 1
+    announced = intent_writer.announce(GUARD, Deadline(SOON), reading=True)
+    assert writers.busy(GUARD) == writers.busy(OTHER, readers=True) == ()
+    assert len(writers.busy(GUARD, readers=True)) == 1
     del announced
     gc.collect()
-    assert writers.busy(GUARD) == ()
+    assert writers.busy(GUARD, readers=True) == ()
     assert repr(intent_writer) == NONE_AT_WORK
-
-
-def test_readers_count_only_where_they_are_asked_for(writers: WriteIntents, page: WriterPage) -> None:
-    with page.intent_writer().announce(GUARD, Deadline(SOON), reading=True):
-        assert writers.busy(GUARD) == ()
-        assert len(writers.busy(GUARD, readers=True)) == 1
-        assert writers.busy(OTHER, readers=True) == ()
 
 
 def test_after_finalize_nothing_begins_and_what_is_inside_ends(writers: WriteIntents, page: WriterPage) -> None:
