@@ -68,6 +68,10 @@ arguments = st.builds(
 )
 
 
+def _pick(values: list[Any], pick: int) -> Any:
+    return values[pick % len(values)]
+
+
 class RegistryMachine(RuleBasedStateMachine):
     """Names are shared: the storage and the guard of cache 3 are both called "cache 3"."""
 
@@ -78,7 +82,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.ledger = model.Ledger()
         self.entries: dict[int, Entry] = {}
         self.held: list[int] = []
-        self.made = self.bound = self.unknown = self.pinned = self.picked = 0
+        self.made = self.bound = self.unknown = self.pinned = 0
 
     # --- what happens ----------------------------------------------------------------------------------------------
 
@@ -142,7 +146,7 @@ class RegistryMachine(RuleBasedStateMachine):
             self.model.deallocate(cache)
 
     def remove_key(self, a: Args) -> None:
-        key = self.one_of(NORMAL_KEYS + BLOCKS_KEYS, a.pick)
+        key = _pick(NORMAL_KEYS + BLOCKS_KEYS, a.pick)
         self.ledger.apply(self.registry.remove_key(key))
         binding = self.model.bound(key)
         if binding is not None:
@@ -172,11 +176,11 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def release_whatever(self, a: Args) -> None:
         """A release of a pin that may never have been, or be over, or be another peer's."""
-        self.release(a.peer, self.one_of(list(range(self.pinned + 2)), a.pick), a.first, a.tensors, consume=a.flag)
+        self.release(a.peer, a.pick % (self.pinned + 2), a.first, a.tensors, consume=a.flag)
 
     def pull_ends(self, a: Args) -> None:
         if self.model.pins:
-            pin_id = self.one_of(sorted(self.model.pins), a.pick)
+            pin_id = _pick(sorted(self.model.pins), a.pick)
             pin = self.model.pins[pin_id]
             first, tensors = (0, pin.cache.tensors) if a.flag else (a.first, a.tensors)  # all at once, or a part
             self.release(pin.peer, pin_id, first, tensors, consume=True)
@@ -208,7 +212,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def reach(self, a: Args) -> None:
         """As a lane does: by a pin that may be over or another peer's, or by the id alone."""
-        pin_id = self.one_of(list(range(self.pinned + 2)), a.pick) if a.flag else 0
+        pin_id = a.pick % (self.pinned + 2) if a.flag else 0
         pin = self.model.pins.get(pin_id)
         own = [cache_id for cache_id, cache in self.model.caches.items() if pin is not None and cache is pin.cache]
         cache_id = own[0] if own and a.row == 0 else self.some_id(a.pick)
@@ -251,7 +255,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for key in NORMAL_KEYS + BLOCKS_KEYS:
             self.same_answer(key, 0, 0)
         for cache_id in range(1, len(self.model.caches) + 2):
-            self.same_answer(None, cache_id, (cache_id + self.picked) % 2)
+            self.same_answer(None, cache_id, (cache_id + len(self.model.bindings)) % 2)
 
     @invariant()
     def statistics_count_the_same(self) -> None:
@@ -264,11 +268,6 @@ class RegistryMachine(RuleBasedStateMachine):
         assert pins == len(self.model.pins)
         assert self.registry.unknown_releases == self.unknown
 
-    def one_of(self, values: list[Any], pick: int) -> Any:
-        """Hypothesis says the same numbers again and again: the number of the pick decides, too."""
-        self.picked += 1
-        return values[hash((pick, self.picked)) % len(values)]
-
     def owned(self, owned: bool) -> list[int]:
         """Return the caches that their owner, of this sort, can still give back."""
         return [cache_id for cache_id, cache in self.model.caches.items() if cache.owner and cache.owned is owned]
@@ -277,12 +276,12 @@ class RegistryMachine(RuleBasedStateMachine):
         """A cache that is there, or one of those wanted, mostly; or one that was, or never."""
         if wanted is None:
             wanted = [cache_id for cache_id in self.model.caches if self.model.at(cache_id)]
-        return self.one_of(wanted * 5 + list(range(len(self.model.caches) + 2)), pick)
+        return _pick(wanted * 5 + list(range(len(self.model.caches) + 2)), pick)
 
     def some_key(self, pick: int) -> Any:
         """A key that is bound, mostly."""
         bound = [binding.key for binding in self.model.bindings if binding.bound]
-        return self.one_of(bound * 5 + NORMAL_KEYS, pick)
+        return _pick(bound * 5 + NORMAL_KEYS, pick)
 
     def same_answer(self, key: Any, cache_id: int, row: int) -> None:
         found = expected = None
@@ -314,5 +313,5 @@ class RegistryMachine(RuleBasedStateMachine):
         super().teardown()
 
 
-RegistryMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+RegistryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestRegistryMachine = RegistryMachine.TestCase
