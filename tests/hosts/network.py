@@ -192,11 +192,6 @@ class Network:
         self.lose(one, other)
         self.lose(other, one)
 
-    def reconnect_lanes(self, one: Host, other: Host) -> None:
-        """Lose it no longer."""
-        self.find(one, other)
-        self.find(other, one)
-
     @contextmanager
     def relay(self, hosts: list[Host], *, seed: int, **chances: float) -> Iterator[relay.Counts]:
         """Connect hosts a second time, by their ``relayed`` addresses, as relay.Settings says.
