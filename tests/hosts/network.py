@@ -126,6 +126,11 @@ class Host(Namespace):
         self.run(*f"tc qdisc replace dev eth0 root tbf rate {megabits}mbit burst 128kb latency 100ms".split())
         self._limited = True
 
+    def held_up(self) -> int:
+        """Return how many packets have waited because of the limit."""
+        words = self.run("tc", "-s", "qdisc", "show", "dev", "eth0").split()
+        return int(words[words.index("overlimits") + 1])
+
     def unlimit(self) -> None:
         """Take the limit off."""
         self.run(*["tc", "qdisc", "del", "dev", "eth0", "root"])
