@@ -101,3 +101,4 @@ docs: $(VENV)/.docs
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/_native/*.so
+	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
