@@ -69,10 +69,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+#: Files whose tests share what a fixture made.
+_sharing: set[Path] = set()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect after each file what was frozen while it lived, such as a scene that the tests of a file share."""
-    if nextitem is None or nextitem.path != item.path:
+    """Collect after a file what was frozen while it lived: a scene that its tests shared.
+
+    A look at everything takes as long as some files do. So it is left to the end where a file shares nothing.
+    """
+    fixtures: Any = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 (it is not public)
+    if any(each.scope in ("class", "module", "package") for known in fixtures for each in known):
+        _sharing.add(item.path)
+    if item.path in _sharing and (nextitem is None or nextitem.path != item.path):
         gc.unfreeze()
         gc.collect()
         gc.freeze()
