@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         waited = time.monotonic() - since
         assert waited < seconds, f"not within {seconds} s"
-        time.sleep(min(0.001 + waited / 50, 0.01))
+        time.sleep(min(0.002 + waited / 50, 0.01))
 
 
 def nothing_happens(ends: Sequence[End], names: Iterable[str], action: Callable[[], None]) -> None:
