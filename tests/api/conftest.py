@@ -78,8 +78,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def _scenes(*, rca: bool) -> pytest.MarkDecorator:
-    params = [pytest.param((transport, rca), id=transport) for transport in ("inproc", "shm")]
-    return pytest.mark.parametrize("scene", params, indirect=True, scope="module")
+    return pytest.mark.parametrize("scene", [pytest.param(("shm", rca), id="shm")], indirect=True, scope="module")
 
 
 #: Without and with remote cache access; neither has a host pool.
@@ -89,5 +88,5 @@ ACCESSIBLE: Final = _scenes(rca=True)
 
 @pytest.fixture
 def fresh_scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """The same in this process, for one test that does change it; with remote cache access."""
+    """The same in this process, for a test that does change it; with remote cache access."""
     yield from _scene(request, "inproc", rca=True)

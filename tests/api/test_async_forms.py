@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateEr
 from tests.faults.gates import Gate, shut
 from tests.faults.stalls import stall
 from tests.support.frozen import frozen
-from tests.support.linking import bytes_move_both_ways
+from tests.support.linking import bytes_move_both_ways, info
 from tests.support.moves import (
     BLOCKS,
     Spec,
@@ -32,7 +33,6 @@ from tests.support.moves import (
     wait_until,
 )
 from tests.support.source import ROOT
-from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.lanes import LaneGroup
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
+    from tests.support.moves import Bytes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
@@ -61,50 +61,72 @@ def awaited(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
     return asyncio.run(asyncio.wait_for(getattr(world.cm, method)(*real, **kwargs), BOUND_S))
 
 
+@dataclass
+class Scene:
+    """Two ends in this process, the prompt's "kv" and the decoder's; nothing but the test ends a call that waits."""
+
+    pair: Pair
+    world: World
+    peer: World
+    source: Bytes
+    before: Bytes
+
+    def pull(self, blocks: dict[int, int]) -> Coroutine[Any, Any, None]:
+        """Begin to pull blocks (source block -> destination block)."""
+        return self.world.cm.pull_blocks_async(BLOCKS, self.world.caches["kv"], list(blocks), list(blocks.values()))
+
+    def holds(self, blocks: dict[int, int]) -> None:
+        """Compare every byte of the destination: these blocks have been pulled, and no other."""
+        same_bytes(show(self.world, "kv"), moved(self.before, self.source, [(to, at) for at, to in blocks.items()]))
+
+    def asked(self) -> None:
+        """Return when a call waits for the peer's answer."""
+        link = self.world.dd._require_engine("test").links.get(1)
+        wait_until(lambda: bool(link.requests.waiters))
+
+
+@pytest.fixture
+def scene(local_pair: Pair) -> Scene:
+    local_pair.start(sync_kv_timeout=600_000)
+    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
+    ends = local_pair.decoder, local_pair.prompt
+    world, peer = (end.world for end in ends)  # type: ignore[attr-defined]
+    return Scene(local_pair, world, peer, source, before)
+
+
 # --- what they do ----------------------------------------------------------------------------------------------------
 
 
-def test_pull_blocks_and_pull_cache_are_awaited(pair: Pair) -> None:
-    pair.start()
-    source, before = pair.prompt.do(make, "kv", SOURCE, 1), pair.decoder.do(make, "kv", PAGED, 2)
-    pair.decoder.do(awaited, "pull_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
-    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(0, 1), (3, 6)]))
-    rows, into = pair.prompt.do(make, "row", Spec(), 3), pair.decoder.do(make, "row", Spec(), 4)
-    key = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "row"), 2)
-    pair.decoder.do(awaited, "pull_cache_async", key, Use("row"), 5)
-    same_bytes(pair.decoder.do(show, "row"), moved(into, rows, [(5, 2)]))
-
-
-def test_push_blocks_and_push_cache_are_awaited(pair: Pair) -> None:
+def test_pulls_pushes_copies_and_swaps_are_awaited(pair: Pair) -> None:
     pair.start(rca=True)
-    before, source = pair.prompt.do(make, "kv", SOURCE, 1), pair.decoder.do(make, "kv", PAGED, 2)
-    pair.decoder.do(awaited, "push_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
-    same_bytes(pair.prompt.do(show, "kv"), moved(before, source, [(0, 1), (3, 6)]))
-    into, rows = pair.prompt.do(make, "row", Spec(), 3), pair.decoder.do(make, "row", Spec(), 4)
-    key = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "row"), 2)
-    pair.decoder.do(awaited, "push_cache_async", key, Use("row"), 5)
-    same_bytes(pair.prompt.do(show, "row"), moved(into, rows, [(2, 5)]))
-
-
-def test_copies_and_swaps_are_awaited(end: LocalEnd) -> None:
-    end.start("MIX", 1)
-    device, host = end.do(make, "d", PAGED, 1), end.do(make, "h", Spec(blocks=True, placement=Placement.HOST), 2)
-    rows = end.do(make, "r", Spec(), 3)
-    end.do(awaited, "copy_blocks_async", Use("d"), {1: [2, 3]})
-    device = moved(device, device, [(2, 1), (3, 1)])
-    same_bytes(end.do(show, "d"), device)
-    end.do(awaited, "swap_blocks_async", Use("d"), Use("h"), {2: 7})
-    same_bytes(end.do(show, "h"), moved(host, device, [(7, 2)]))
-    end.do(awaited, "copy_cache_async", Use("r"), Use("r"), 4, 1)
-    same_bytes(end.do(show, "r"), moved(rows, rows, [(4, 1)]))
+    prompt, decoder = pair.prompt, pair.decoder
+    there = {"kv": prompt.do(make, "kv", SOURCE, 1), "row": prompt.do(make, "row", Spec(), 2)}
+    here = {"kv": decoder.do(make, "kv", PAGED, 3), "row": decoder.do(make, "row", Spec(), 4)}
+    here["host"] = decoder.do(make, "host", Spec(blocks=True, placement=Placement.HOST), 5)
+    key = CacheKeyByIdAndIndex(1, prompt.do(cache_id, "row"), 2)
+    decoder.do(awaited, "pull_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    here["kv"] = moved(here["kv"], there["kv"], [(0, 1), (3, 6)])
+    decoder.do(awaited, "pull_cache_async", key, Use("row"), 5)
+    here["row"] = moved(here["row"], there["row"], [(5, 2)])
+    decoder.do(awaited, "copy_blocks_async", Use("kv"), {1: [2, 4]})
+    here["kv"] = moved(here["kv"], here["kv"], [(2, 1), (4, 1)])
+    decoder.do(awaited, "swap_blocks_async", Use("kv"), Use("host"), {2: 7})
+    here["host"] = moved(here["host"], here["kv"], [(7, 2)])
+    decoder.do(awaited, "copy_cache_async", Use("row"), Use("row"), 4, 1)
+    here["row"] = moved(here["row"], here["row"], [(4, 1)])
+    decoder.do(awaited, "push_blocks_async", BLOCKS, Use("kv"), [3, 7], [5, 2])
+    there["kv"] = moved(there["kv"], here["kv"], [(5, 3), (2, 7)])
+    decoder.do(awaited, "push_cache_async", key, Use("row"), 1)
+    there["row"] = moved(there["row"], here["row"], [(2, 1)])
+    for end, expected in ((prompt, there), (decoder, here)):
+        for name, held in expected.items():
+            same_bytes(end.do(show, name), held)
 
 
 def test_links_are_awaited(local_pair: Pair) -> None:
     local_pair.start(linked=False)
     world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    port = local_pair.prompt.port
-    assert port is not None
-    clusters = [cluster_info(1, port)]
+    clusters = [info(1, local_pair.prompt.port)]
     assert asyncio.run(world.dd.link_clusters_async(clusters, 5000)) == (OK, [OK])
     bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
     again = LLMStatusCode.LLM_ALREADY_LINK
@@ -118,18 +140,13 @@ def test_links_are_awaited(local_pair: Pair) -> None:
             _ = call([1])  # type: ignore[list-item]
 
 
-def test_hundred_calls_at_once_use_a_bounded_number_of_threads(local_pair: Pair) -> None:
-    local_pair.start()
-    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-
+def test_hundred_calls_at_once_use_a_bounded_number_of_threads(scene: Scene) -> None:
     async def all_at_once() -> int:
-        calls = [world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [3], [5]) for _ in range(100)]
-        await asyncio.gather(*calls)
+        await asyncio.gather(*(scene.pull({3: 5}) for _ in range(100)))
         return sum(thread.name.startswith("llm-datadist-async_") for thread in threading.enumerate())
 
     assert 1 <= asyncio.run(all_at_once()) <= 32
-    same_bytes(local_pair.decoder.do(show, "kv"), moved(before, source, [(5, 3)]))
+    scene.holds({3: 5})
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -149,143 +166,97 @@ BAD: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "args", "kind"), BAD, ids=lambda value: value if isinstance(value, str) else "")
-def test_argument_errors_are_raised_at_once_and_nothing_happens(
-    local_pair: Pair, method: str, args: tuple[Any, ...], kind: type[Exception]
-) -> None:
-    local_pair.start()
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    local_pair.decoder.do(make, "kv", PAGED, 2)
-    local_pair.decoder.do(make, "row", Spec(), 3)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    real = [world.caches[each.name] if isinstance(each, Use) else each for each in args]
+def test_argument_errors_are_raised_at_once_and_nothing_happens_others_where_the_call_is_awaited(scene: Scene) -> None:
+    make(scene.world, "row", Spec(), 3)
 
     def attempt() -> None:
-        with pytest.raises(kind):
-            getattr(world.cm, method)(*real)  # not awaited: there is nothing to await
+        for method, args, kind in BAD:
+            real = [scene.world.caches[each.name] if isinstance(each, Use) else each for each in args]
+            with pytest.raises(kind):
+                getattr(scene.world.cm, method)(*real)  # not awaited: there is nothing to await
 
-    nothing_happens((local_pair.decoder, local_pair.prompt), ["kv", "row"], attempt)
-
-
-def test_errors_of_the_call_are_raised_where_it_is_awaited(local_pair: Pair) -> None:
-    local_pair.start()
-    local_pair.decoder.do(make, "kv", PAGED, 2)
+    nothing_happens((scene.pair.decoder, scene.pair.prompt), ["kv", "row"], attempt)
     with pytest.raises(CacheNotFound):
-        local_pair.decoder.do(awaited, "pull_blocks_async", BlocksCacheKey(1, 5), Use("kv"), [1], [1])
-
-
-def test_r21_after_finalize_they_are_refused_at_once(end: LocalEnd) -> None:
-    end.start("MIX", 1)
-    end.do(make, "kv", PAGED, 1)
-    manager, cache = end.world.cm, end.world.caches["kv"]
-    end.world.dd.finalize()
-    with pytest.raises(StateError) as caught:
-        _ = manager.copy_blocks_async(cache, {1: [2]})
-    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+        awaited(scene.world, "pull_blocks_async", BlocksCacheKey(1, 5), Use("kv"), [1], [1])
 
 
 # --- cancellation ----------------------------------------------------------------------------------------------------
 
 
-async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], None], then: Callable[[], None]) -> None:
-    """Cancel the call when ``when`` returns, do ``then`` once it has been told, and wait for its end."""
+async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], None]) -> None:
+    """Cancel the call when ``when`` returns, and wait for its end."""
     task = asyncio.ensure_future(coroutine)
     await asyncio.to_thread(when)
     task.cancel()
-    await asyncio.sleep(0)
-    await asyncio.to_thread(then)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, BOUND_S)
     assert task.cancelled()
 
 
-def test_r07_a_call_that_is_cancelled_before_it_begins_does_nothing(local_pair: Pair) -> None:
-    local_pair.start()
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    before = local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-
+def test_r07_a_call_that_is_cancelled_before_it_begins_does_nothing_after_its_end_it_cannot_be(scene: Scene) -> None:
     async def cancel_one_that_queues() -> None:
-        with stall(world.dd, "registry"):
-            first = [asyncio.ensure_future(world.cm.copy_blocks_async(world.caches["kv"], {1: [1]})) for _ in range(32)]
-            queued = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
+        with stall(scene.world.dd, "registry"):
+            cache = scene.world.caches["kv"]
+            first = [asyncio.ensure_future(scene.world.cm.copy_blocks_async(cache, {1: [1]})) for _ in range(32)]
+            queued = asyncio.ensure_future(scene.pull({1: 0}))
             await asyncio.sleep(0)
             queued.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await queued  # at once: every thread is taken
         await asyncio.gather(*first)
+        scene.holds({})
+        over = asyncio.ensure_future(scene.pull({1: 0}))
+        await over
+        assert not over.cancel()
 
     asyncio.run(asyncio.wait_for(cancel_one_that_queues(), BOUND_S))
-    same_bytes(local_pair.decoder.do(show, "kv"), before)
+    scene.holds({1: 0})
 
 
-def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(local_pair: Pair) -> None:
-    local_pair.start(sync_kv_timeout=600_000)  # nothing but the cancellation ends it
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    before = local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
-    pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])
-    with stall(peer.dd, "control"):  # the peer does not answer
-        asyncio.run(_cancelled(pull, lambda: _asked(world), lambda: None))
-        same_bytes(local_pair.decoder.do(show, "kv"), before)
-    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(scene: Scene) -> None:
+    """Cancelled, or closed: then no loop is left to wait in, and the call ends by itself."""
+    waiters = scene.world.dd._require_engine("test").links.get(1).requests.waiters
 
+    async def begun_and_closed() -> None:
+        pull = scene.pull({1: 0})
+        pull.send(None)
+        await asyncio.to_thread(scene.asked)
+        pull.close()
+        await asyncio.to_thread(wait_until, lambda: not waiters)
 
-def _asked(world: World) -> None:
-    """Return when somebody waits for the peer's answer."""
-    link = world.dd._require_engine("test").links.get(1)
-    gate = threading.Event()
-    for _ in range(10_000):
-        if link.requests.waiters:
-            return
-        gate.wait(0.001)
-    raise AssertionError("nobody asked the peer")
+    with stall(scene.peer.dd, "control"):  # the peer does not answer
+        asyncio.run(_cancelled(scene.pull({1: 0}), scene.asked))
+        asyncio.run(asyncio.wait_for(begun_and_closed(), BOUND_S))
+        scene.holds({})
+    bytes_move_both_ways(scene.pair.prompt, scene.pair.decoder)
+    scene.holds({})
 
 
 @pytest.mark.parametrize("step", ["hold", "ask", "answer", "plan", "before copy", "after copy"])
-def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(
-    local_pair: Pair, tmp_path: Path, step: str
-) -> None:
-    """The call stands at a step when it is cancelled; the error comes only after it has gone on to its end."""
-    local_pair.start()
-    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    gate = Gate(tmp_path)
-    with shut(world.dd, step, tmp_path, peer=1):
-        pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1, 6], [0, 3])
-        asyncio.run(_cancelled(pull, gate.wait, gate.open))
-    after = local_pair.decoder.do(show, "kv")
-    complete = step == "after copy"  # the bytes had moved: cancelled all the same
-    same_bytes(after, moved(before, source, [(0, 1), (3, 6)]) if complete else before)
-    same_bytes(local_pair.decoder.do(make, "other", PAGED, 7), local_pair.decoder.do(show, "other"))
-    same_bytes(local_pair.decoder.do(show, "kv"), after)
-    assert [link.state for link in local_pair.decoder.do(picture).links] == ["ready"]
-    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
-
-
-def test_r07_cancelled_twice_it_still_waits_for_the_end(local_pair: Pair, tmp_path: Path) -> None:
-    local_pair.start()
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    before = local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(scene: Scene, tmp_path: Path, step: str) -> None:
+    """The call stands at a step when it is cancelled, again and again; the error comes only when it has ended."""
     gate = Gate(tmp_path)
 
     async def impatient() -> None:
-        task = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
+        task = asyncio.ensure_future(scene.pull({1: 0, 6: 3}))
         await asyncio.to_thread(gate.wait)
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert not task.done(), "the copy has not ended: its destination is not the caller's yet"
+            assert not task.done(), "it has not ended: its destination is not the caller's yet"
         gate.open()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with shut(world.dd, "before copy", tmp_path, peer=1):
+    with shut(scene.world.dd, step, tmp_path, peer=1):
         asyncio.run(asyncio.wait_for(impatient(), BOUND_S))
-    same_bytes(local_pair.decoder.do(show, "kv"), before)
+    complete = step == "after copy"  # the bytes had moved: cancelled all the same
+    scene.holds({1: 0, 6: 3} if complete else {})
+    same_bytes(make(scene.world, "other", PAGED, 7), show(scene.world, "other"))
+    assert [link.state for link in picture(scene.world).links] == ["ready"]
+    bytes_move_both_ways(scene.pair.prompt, scene.pair.decoder)
+    scene.holds({1: 0, 6: 3} if complete else {})
 
 
 @pytest.mark.parametrize("method", ["pull_blocks_async", "push_blocks_async"])
@@ -315,7 +286,7 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
         wait_until(lambda: any(any(group._loads.values()) for group in _groups(world)))
 
     call = getattr(world.cm, method)(BLOCKS, world.caches["kv"], [1, 6], [0, 3])
-    asyncio.run(_cancelled(call, on_its_way, lambda: None))
+    asyncio.run(_cancelled(call, on_its_way))
 
 
 def _groups(world: World) -> list[LaneGroup]:
@@ -326,62 +297,24 @@ def _lanes(world: World) -> int:
     return len(_groups(world))
 
 
-def test_a_call_that_has_ended_is_not_cancelled_any_more(local_pair: Pair) -> None:
-    local_pair.start()
-    source, before = local_pair.prompt.do(make, "kv", SOURCE, 1), local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-
-    async def too_late() -> None:
-        task = asyncio.ensure_future(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]))
-        await task
-        assert not task.cancel()
-
-    asyncio.run(too_late())
-    same_bytes(local_pair.decoder.do(show, "kv"), moved(before, source, [(0, 1)]))
-
-
-def test_finalize_ends_calls_that_are_awaited(local_pair: Pair) -> None:
-    local_pair.start(sync_kv_timeout=600_000)
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
+def test_r21_finalize_ends_calls_that_are_awaited_and_later_ones_are_refused_at_once(scene: Scene) -> None:
+    manager, cache = scene.world.cm, scene.world.caches["kv"]
 
     async def finalized_meanwhile() -> list[BaseException | None]:
-        calls = [world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0]) for _ in range(40)]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        await asyncio.to_thread(_asked, world)
-        await asyncio.to_thread(world.dd.finalize)
+        tasks = [asyncio.ensure_future(scene.pull({1: 0})) for _ in range(40)]
+        await asyncio.to_thread(scene.asked)
+        await asyncio.to_thread(scene.world.dd.finalize)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    with stall(peer.dd, "control"):
+    with stall(scene.peer.dd, "control"):
         errors = asyncio.run(asyncio.wait_for(finalized_meanwhile(), BOUND_S))
     codes = {getattr(error, "status_code", error) for error in errors}
     assert codes <= {LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_ENGINE_FINALIZED}
     assert LLMStatusCode.LLM_ENGINE_FINALIZED in codes, "eight of forty waited for a thread"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("llm-datadist-async_")]
-
-
-def test_r07_a_coroutine_that_is_closed_tells_its_call_to_end(local_pair: Pair) -> None:
-    """No loop is left to wait in: the call ends by itself, long before its time."""
-    local_pair.start(sync_kv_timeout=600_000)
-    local_pair.prompt.do(make, "kv", SOURCE, 1)
-    before = local_pair.decoder.do(make, "kv", PAGED, 2)
-    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
-    peer: World = local_pair.prompt.world  # type: ignore[attr-defined]
-    waiters = world.dd._require_engine("test").links.get(1).requests.waiters
-
-    async def begun_and_closed() -> None:
-        pull = world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], [1], [0])
-        pull.send(None)
-        await asyncio.to_thread(_asked, world)
-        pull.close()
-        await asyncio.to_thread(wait_until, lambda: not waiters)
-
-    with stall(peer.dd, "control"):
-        asyncio.run(asyncio.wait_for(begun_and_closed(), BOUND_S))
-    same_bytes(local_pair.decoder.do(show, "kv"), before)
-    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+    with pytest.raises(StateError) as caught:
+        _ = manager.copy_blocks_async(cache, {1: [2]})
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
 _FORK = """

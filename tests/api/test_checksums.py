@@ -1,8 +1,10 @@
-"""llm.Checksum=1: what moved right is confirmed and counted, and nothing is when nobody looked."""
+"""llm.Checksum=1: what moved right is confirmed and counted, what differs is found, by the tensor and the block, and
+nothing is confirmed when the peer does not look."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
@@ -19,15 +21,14 @@ from tests.support.checksums import (
     TENSORS,
     block_answers,
     both,
-    flipping,
-    is_named,
+    kept,
     questions,
-    unconsumed,
     verified,
 )
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.gates import begin
-from tests.support.linking import SUCCESS, info, link
+from tests.support.gates import begin, stopped
+from tests.support.layers import spanned
+from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import residue, settled
 
@@ -37,75 +38,230 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
     from tests.support.ends import End
+    from tests.support.layers import Span
     from tests.support.world import World
 
-BY_ID = CacheKeyByIdAndIndex(1, 1, 2)
+    Place = tuple[int, int]
+
+pytestmark = pytest.mark.covers("errors.ChecksumMismatch")
+
+KV: Final = Use("kv")
+TARGET: Final = Spec(blocks=True)
 
 
-# --- what is right is confirmed ---------------------------------------------------------------------------------------
+def flip(world: World, name: str, tensor: int, at: int) -> None:
+    """Change one bit of a cache."""
+    tensor_views(world.caches[name])[tensor].reshape(-1).view(np.uint8)[at] ^= 4
 
 
-def test_pulls_of_every_kind_are_confirmed_and_counted(pair: Pair) -> None:
-    src, dst = both(pair, Spec(keys=(KEY, CacheKey(1, 11), CacheKey(1, 12))), Spec())
-    pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
-    assert verified(pair.decoder) == TENSORS * STRIDE
-    pair.decoder.do(call, "pull_cache", CacheKey(1, 11), Use("kv"), 1, 31)  # a short row
-    assert verified(pair.decoder) == TENSORS * (STRIDE + 31)
-    expected = moved(dst, src, [(5, 0)])
-    for tensor, source in zip(expected, src, strict=True):
-        tensor[1, :31] = source[1, :31]
-    same_bytes(pair.decoder.do(show, "kv"), expected)
-    assert verified(pair.prompt) == 0  # it only answered
-    wait_until(lambda: pair.prompt.do(picture).pins == 0)
-    assert [key.key for key in pair.prompt.do(picture).keys] == ["(0, 12, 0)"]
+def flipping(world: World, tensor: int, at: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
+    assert world.dd._engine is not None
+    connections: tuple[Any, ...] = world.dd._engine.links.get(1).connection.connections
+    verb = "read" if method.startswith("pull") else "write"
+
+    def corrupted(original: Any) -> Any:
+        def move(*args: Any) -> Any:
+            result = original(*args)
+            flip(world, "kv", tensor, at)
+            return result
+
+        return move
+
+    for connection in connections:
+        setattr(connection, verb, corrupted(getattr(connection, verb)))
+    try:
+        call(world, method, *args, **kwargs)
+    finally:
+        for connection in connections:
+            del connection.__dict__[verb]
 
 
-def test_pulls_of_blocks_and_pieces_are_confirmed_and_counted(pair: Pair) -> None:
-    src, dst = both(pair, PAGED, Spec(blocks=True))
-    row = pair.prompt.do(make, "rows", Spec(rows=2, stride=5 * STRIDE - 7, keys=(KEY,)), 3)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2, 6], [3, 4, 0])
-    assert verified(pair.decoder) == TENSORS * 3 * STRIDE
-    pair.decoder.do(call, "pull_blocks", KEY, Use("kv"), [], [7, 6, 5, 2, 1])  # the last piece is short
-    assert verified(pair.decoder) == TENSORS * (8 * STRIDE - 7)
-    expected = moved(dst, src, [(3, 1), (4, 2), (0, 6)])
-    for tensor, source in zip(expected, row, strict=True):
-        for piece, block in enumerate([7, 6, 5, 2, 1]):
-            data = source[0, piece * STRIDE : (piece + 1) * STRIDE]
-            tensor[block, : data.size] = data
-    same_bytes(pair.decoder.do(show, "kv"), expected)
+def is_named(error: ChecksumMismatch, *parts: str, local: Place, remote: Place) -> None:
+    """The error says where: (tensor, block) at this end and the other."""
+    assert (error.local_tensor, error.local_block) == local
+    assert (error.remote_tensor, error.remote_block) == remote
+    assert (error.cache_id, error.peer, error.phase) == (1, 1, "verify")
+    assert error.status_code is LLMStatusCode.LLM_FAILED
+    assert error.retryable
+    text = str(error)
+    named = (f"tensor {local[0]} ", f" {local[1]} (", f"tensor {remote[0]} ", f" {remote[1]} (", "cache 1 ")
+    assert [part for part in ("cluster 1", *named, *parts) if part not in text] == [], text
+    assert "\n" not in text
 
 
-def test_layer_ranges_are_confirmed_and_counted(pair: Pair) -> None:
-    src, dst = both(pair, PAGED, Spec(tensors=6, blocks=True))
-    pair.decoder.do(pull_layers, range(1, 2), range(2, 3))
-    assert verified(pair.decoder) == 2 * 2 * STRIDE
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 7), (1, 3)], [(4, 2), (5, 3)]))
+# --- every call: what differs, what is right --------------------------------------------------------------------------
 
 
-def pull_layers(world: World, src: range, dst: range) -> None:
-    call(world, "pull_blocks", BLOCKS, Use("kv"), [7, 3], [0, 1], src_layer_range=src, dst_layer_range=dst)
+@dataclass(frozen=True)
+class Case:
+    """A call, and what it moves: (to, from, length) in each pair (to, from) of tensors.
+
+    ``wrong``: (tensor, byte here that changes, what is named here, what is named there, parts of the text).
+    ``besides``: (tensor, byte here) that the call does not address.
+    """
+
+    method: str
+    args: tuple[Any, ...]
+    spans: list[Span]
+    wrong: list[tuple[int, int, Place, Place, tuple[str, ...]]] = field(default_factory=list)
+    source: Spec = PAGED
+    target: Spec = TARGET
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: list[Place] | None = None
+    besides: Place | None = None
+    confirmed: int | None = None
+    consumes: int = 0
 
 
-def test_pushes_are_confirmed_and_counted(pair: Pair) -> None:
-    rows, mine = both(pair, Spec(keys=(CacheKey(1, 9), CacheKey(1, 10), CacheKey(1, 11))), Spec(), rca=True)
-    paged = pair.prompt.do(make, "paged", PAGED, 3)
-    blocks = pair.decoder.do(make, "paged", Spec(blocks=True), 4)
-    pair.decoder.do(call, "push_cache", BY_ID, Use("kv"), 4)
-    pair.decoder.do(call, "push_blocks", BLOCKS, Use("paged"), [0, 1, 5], [6, 7, 2])
-    assert verified(pair.decoder) == TENSORS * 4 * STRIDE
-    same_bytes(pair.prompt.do(show, "kv"), moved(rows, mine, [(2, 4)]))
-    same_bytes(pair.prompt.do(show, "paged"), moved(paged, blocks, [(6, 0), (7, 1), (2, 5)]))
-    wait_until(lambda: "(0, 11, 0)" not in [key.key for key in pair.prompt.do(picture).keys])  # consumed (interface R5)
+PIECES = 5 * STRIDE - 7  # the last piece is short
+CASES: Final = {
+    "blocks": Case(
+        "pull_blocks",
+        (BLOCKS, KV, [1, 2, 6, 7], [3, 4, 0, 7]),
+        [(3 * STRIDE, STRIDE, 2 * STRIDE), (0, 6 * STRIDE, STRIDE), (7 * STRIDE, 7 * STRIDE, STRIDE)],
+        [
+            (0, 144, (0, 3), (0, 1), ("block 3 (bytes 144 to 192 of", "block 1 (bytes 48 to 96 of", "1 of 4 tensors")),
+            (0, 239, (0, 4), (0, 2), ("block 4 (bytes 192 to 240 of", "local bytes addressed are undefined")),
+            (2, 20, (2, 0), (2, 6), ("block 0 (bytes 0 to 48 of", "block 6 (bytes 288 to 336 of")),
+            (3, 383, (3, 7), (3, 7), ("block 7 (bytes 336 to 384 of",)),
+        ],
+        besides=(1, 5 * STRIDE),
+    ),
+    "layers": Case(
+        "pull_blocks",
+        (BLOCKS, KV, [7, 3], [0, 1]),
+        [(0, 7 * STRIDE, STRIDE), (STRIDE, 3 * STRIDE, STRIDE)],
+        [(5, STRIDE + 3, (5, 1), (3, 3), ("1 of 2 tensors",))],
+        target=Spec(tensors=6, blocks=True),
+        kwargs={"src_layer_range": range(1, 2), "dst_layer_range": range(2, 3)},
+        tensors=[(4, 2), (5, 3)],
+        besides=(3, STRIDE + 3),
+    ),
+    "row": Case(
+        "pull_cache",
+        (KEY, KV, 5),
+        [(5 * STRIDE, 0, STRIDE)],
+        [(0, 6 * STRIDE - 1, (0, 5), (0, 0), ())],
+        source=ROWS,
+        target=Spec(),
+        consumes=1,
+    ),
+    "short row": Case(
+        "pull_cache",
+        (KEY, KV, 5, 31),
+        [(5 * STRIDE, 0, 31)],
+        [(3, 270, (3, 5), (3, 0), ("row 5 (bytes 240 to 271 of", "row 0 (bytes 0 to 31 of"))],
+        source=ROWS,
+        target=Spec(),
+        besides=(3, 271),
+        consumes=1,
+    ),
+    "pieces": Case(
+        "pull_blocks",
+        (KEY, KV, [], [7, 6, 5, 2, 1]),
+        [
+            (block * STRIDE, PIECES + piece * STRIDE, STRIDE if piece < 4 else STRIDE - 7)
+            for piece, block in enumerate([7, 6, 5, 2, 1])
+        ],
+        [
+            (2, 7 * STRIDE, (2, 7), (2, 1), ("row 1 (bytes 233 to 281 of",)),
+            (2, 6 * STRIDE + 30, (2, 6), (2, 1), ("row 1 (bytes 281 to 329 of",)),
+            (2, STRIDE + 40, (2, 1), (2, 1), ("row 1 (bytes 425 to 466 of",)),
+        ],
+        source=Spec(rows=2, stride=PIECES, keys=(CacheKey(1, 9), KEY)),
+        besides=(2, STRIDE + 41),
+        consumes=1,
+    ),
+    # Of blocks written twice (interface R26) the last is confirmed; a short last piece covers a part of a block.
+    "twice": Case(
+        "pull_blocks",
+        (BLOCKS, KV, [1, 2, 3], [5, 5, 0]),
+        [(5 * STRIDE, STRIDE, STRIDE), (5 * STRIDE, 2 * STRIDE, STRIDE), (0, 3 * STRIDE, STRIDE)],
+        confirmed=2 * STRIDE * TENSORS,
+    ),
+    "pieces twice": Case(
+        "pull_blocks",
+        (KEY, KV, [], [4, 6, 6]),
+        [(4 * STRIDE, 0, STRIDE), (6 * STRIDE, STRIDE, STRIDE), (6 * STRIDE, 2 * STRIDE, STRIDE - 20)],
+        source=Spec(rows=1, stride=3 * STRIDE - 20, keys=(KEY,)),
+        confirmed=2 * STRIDE * TENSORS,
+        consumes=1,
+    ),
+    "pushed blocks": Case(
+        "push_blocks",
+        (BLOCKS, KV, [0, 1, 5], [6, 7, 2]),
+        [(6 * STRIDE, 0, 2 * STRIDE), (2 * STRIDE, 5 * STRIDE, STRIDE)],
+        [(0, 47, (0, 0), (0, 6), ()), (3, 5 * STRIDE + 47, (3, 5), (3, 2), ())],
+        besides=(0, 2 * STRIDE),
+    ),
+    "pushed row": Case(
+        "push_cache",
+        (CacheKeyByIdAndIndex(1, 1, 2), KV, 4),
+        [(2 * STRIDE, 4 * STRIDE, STRIDE)],
+        [(1, 209, (1, 4), (1, 2), ("row 4 (bytes 192 to 240", "row 2 (bytes 96 to 144", "remote bytes addressed are"))],
+        source=Spec(keys=(CacheKey(1, 9), KEY, CacheKey(1, 11))),
+        target=Spec(),
+        consumes=1,
+    ),
+}
 
 
-def test_r26_of_blocks_written_twice_the_last_is_confirmed(pair: Pair) -> None:
-    src, dst = both(pair, PAGED, Spec(blocks=True))
-    pair.prompt.do(make, "rows", Spec(rows=1, stride=3 * STRIDE - 20, keys=(KEY,)), 3)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2, 3], [5, 5, 0])
-    assert verified(pair.decoder) == TENSORS * 2 * STRIDE
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 1), (5, 2), (0, 3)]))
-    pair.decoder.do(call, "pull_blocks", KEY, Use("kv"), [], [4, 6, 6])  # the short last piece covers a part of block 6
-    assert verified(pair.decoder) == TENSORS * 4 * STRIDE
+@pytest.mark.parametrize("name", CASES)
+def test_r05_r26_what_differs_is_named_and_consumes_nothing_and_what_is_right_is_counted(pair: Pair, name: str) -> None:
+    case = CASES[name]
+    pushes = case.method.startswith("push")
+    remote, local = both(pair, case.source, case.target, rca=pushes)
+    keys = kept(pair)
+    arguments = (case.method, case.args, case.kwargs)
+    for tensor, at, here, there, parts in case.wrong:
+        with pytest.raises(ChecksumMismatch) as caught:
+            pair.decoder.do(flipping, tensor, at, *arguments)
+        is_named(caught.value, *parts, local=here, remote=there)
+        assert (verified(pair.decoder), kept(pair)) == (0, keys)
+        if pushes:  # what is pushed again has changed
+            local[tensor].reshape(-1)[at] ^= 4
+    tensors = case.tensors or [(t, t) for t in range(TENSORS)]
+    if case.besides is None:
+        pair.decoder.do(call_with, *arguments)
+    else:
+        pair.decoder.do(flipping, *case.besides, *arguments)
+        local[case.besides[0]].reshape(-1)[case.besides[1]] ^= 4
+    confirmed = case.confirmed or sum(length for _, _, length in case.spans) * len(tensors)
+    assert (verified(pair.decoder), verified(pair.prompt)) == (confirmed, 0)  # the prompt only answered
+    wait_until(lambda: kept(pair) == keys - case.consumes)
+    dst, src = (remote, local) if pushes else (local, remote)
+    same_bytes((pair.prompt if pushes else pair.decoder).do(show, "kv"), spanned(dst, src, case.spans, tensors))
+    same_bytes((pair.decoder if pushes else pair.prompt).do(show, "kv"), src)
+
+
+def call_with(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call(world, method, *args, **kwargs)
+
+
+def test_a_peer_whose_bytes_changed_after_the_copy_is_a_mismatch(pair: Pair, tmp_path: Path) -> None:
+    both(pair, PAGED, Spec(blocks=True), rca=True)
+    for number, (step, method, block, there) in enumerate(
+        (("after copy", "pull_blocks", 4, 2), ("after write", "push_blocks", 2, 4))
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with stopped(pair.decoder, step, folder, method, BLOCKS, KV, [1, 2, 6], [3, 4, 0]) as move:
+            pair.prompt.do(flip, "kv", 1, there * STRIDE + 5)
+            pair.prompt.do(flip, "kv", 3, there * STRIDE)
+            with pytest.raises(ChecksumMismatch) as caught:
+                move.finish()
+        is_named(caught.value, "2 of 4 tensors differ", local=(1, block), remote=(1, there))
+        assert caught.value.tensors == 2
+
+
+def test_a_wrong_byte_of_a_long_row_is_found_to_a_few_thousand_bytes(shm_pair: Pair) -> None:
+    both(shm_pair, Spec(1, 1, 10_000_000, keys=(KEY,)), Spec(1, 2, 10_000_000))
+    for at in (10_000_000, 15_000_000, 19_999_999):
+        with pytest.raises(ChecksumMismatch) as caught:
+            shm_pair.decoder.do(flipping, 0, at, "pull_cache", (KEY, KV, 1), {})
+        begin_, end = max(at // 4096 * 4096, 10_000_000), min(at // 4096 * 4096 + 4096, 20_000_000)
+        is_named(caught.value, f"tensor 0 row 1 (bytes {begin_} to {end} of", local=(0, 1), remote=(0, 0))
 
 
 def test_r26_of_a_chain_inside_one_memory_the_rest_is_confirmed(local_pair: Pair) -> None:
@@ -115,7 +271,7 @@ def test_r26_of_a_chain_inside_one_memory_the_rest_is_confirmed(local_pair: Pair
     for end, key in ((local_pair.prompt, BLOCKS), (local_pair.decoder, None)):
         end.do(register, [tensor.ctypes.data for tensor in memory], key)
     # Block 2 is read, and then written over: its first copy can no longer be compared.
-    local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [2, 1, 7], [3, 2, 5])
+    local_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, [2, 1, 7], [3, 2, 5])
     assert verified(local_pair.decoder) == 2 * 2 * STRIDE
     same_bytes([t.reshape(8, STRIDE) for t in memory], moved(before, before, [(3, 2), (2, 1), (5, 7)]))
 
@@ -125,16 +281,16 @@ def register(world: World, addrs: list[int], key: BlocksCacheKey | None) -> None
     world.caches["kv"] = world.cm.register_blocks_cache(desc, addrs, key)
 
 
-def test_each_end_asks_by_its_own_option(pair: Pair) -> None:
-    extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
-    pair.decoder.start("DECODER", 2, extra=extra | ON)
-    pair.link()
-    for end, spec in ((pair.prompt, PAGED), (pair.decoder, Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)))):
+def test_each_end_asks_by_its_own_option(shm_pair: Pair) -> None:
+    extra = {"llm.Transport": "shm"}
+    shm_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
+    shm_pair.decoder.start("DECODER", 2, extra=extra | ON)
+    shm_pair.link()
+    for end, spec in ((shm_pair.prompt, PAGED), (shm_pair.decoder, Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)))):
         end.do(make, "kv", spec, 1)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
-    pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [3], [4])
-    assert (verified(pair.decoder), verified(pair.prompt)) == (TENSORS * STRIDE, 0)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, [1], [2])
+    shm_pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), KV, [3], [4])
+    assert (verified(shm_pair.decoder), verified(shm_pair.prompt)) == (TENSORS * STRIDE, 0)
 
 
 def test_large_transfers_are_asked_about_in_parts(shm_pair: Pair) -> None:
@@ -143,16 +299,15 @@ def test_large_transfers_are_asked_about_in_parts(shm_pair: Pair) -> None:
     for end, key in ((shm_pair.prompt, BLOCKS), (shm_pair.decoder, None)):
         end.do(make_large, key)
     there, here = list(range(9000)), list(range(9000))[::-1]
-    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), there, there)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, there, there)
     assert shm_pair.decoder.do(block_numbers) == [there] * 2
-    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), there, here)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, there, here)
     assert shm_pair.decoder.do(block_numbers) == [here] * 2
     assert verified(shm_pair.decoder) == 2 * 2 * 9000 * 8192
     for tensor, block in ((1, 8999), (1, 8200), (0, 3)):
-        at = block * 8192 + 8191
         with pytest.raises(ChecksumMismatch) as caught:
-            shm_pair.decoder.do(flipping, "read", "kv", tensor, at, "pull_blocks", BLOCKS, Use("kv"), there, here)
-        is_named(caught.value, "1 of 2 tensors", cache_id=1, local=(tensor, block), remote=(tensor, 8999 - block))
+            shm_pair.decoder.do(flipping, tensor, block * 8192 + 8191, "pull_blocks", (BLOCKS, KV, there, here), {})
+        is_named(caught.value, "1 of 2 tensors", local=(tensor, block), remote=(tensor, 8999 - block))
 
 
 def make_large(world: World, key: BlocksCacheKey | None) -> None:
@@ -168,21 +323,28 @@ def block_numbers(world: World) -> list[list[int]]:
     return [view.view(np.uint32).reshape(9000, -1)[:, 0].tolist() for view in tensor_views(world.caches["kv"])]
 
 
-# --- when nobody looks ------------------------------------------------------------------------------------------------
+# --- when the peer does not look --------------------------------------------------------------------------------------
 
 
-def test_r06_no_answer_in_time_is_no_success(pair: Pair, tmp_path: Path) -> None:
-    both(pair, ROWS, Spec(), sync_kv_timeout=300)
-    pair.prompt.do(block_answers, tmp_path / "go")
+def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> None:
+    both(shm_pair, ROWS, Spec(), sync_kv_timeout=300)
+    shm_pair.prompt.do(block_answers, tmp_path / "go")
     with pytest.raises(DeadlineExceeded) as caught:
-        pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
+        shm_pair.decoder.do(call, "pull_cache", KEY, KV, 5)
     assert (caught.value.phase, caught.value.peer) == ("verify", 1)
     (tmp_path / "go").touch()
-    unconsumed(pair, 1)
-    assert verified(pair.decoder) == 0
-    wait_until(lambda: pair.prompt.do(questions) == 0)
-    pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)  # a late answer is nobody's
-    assert verified(pair.decoder) == TENSORS * STRIDE
+    assert (kept(shm_pair), verified(shm_pair.decoder)) == (1, 0)
+    wait_until(lambda: shm_pair.prompt.do(questions) == 0)
+    shm_pair.decoder.do(call, "pull_cache", KEY, KV, 5)  # a late answer is taken for no other
+    assert verified(shm_pair.decoder) == TENSORS * STRIDE
+
+
+def begun(prompt: End, decoder: End, folder: Path, *args: Any) -> Callable[[], Any]:
+    """Begin a call whose question the prompt does not answer before there is ``go`` in the folder."""
+    prompt.do(block_answers, folder / "go")
+    finish = begin(decoder, call, *args)
+    wait_until(lambda: prompt.do(questions) == 1)
+    return finish
 
 
 def take_key_away(world: World) -> None:
@@ -193,51 +355,41 @@ def give_cache_back(world: World) -> None:
     forget(world, "kv")
 
 
+PULL_BLOCK: Final = ("pull_blocks", BLOCKS, KV, [1], [2])
+PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
+
+
 @pytest.mark.parametrize(
     ("source", "args", "change"),
     [
-        (ROWS, ("pull_cache", KEY, Use("kv"), 5), take_key_away),
-        (PAGED, ("pull_blocks", BLOCKS, Use("kv"), [1], [2]), give_cache_back),
-        (
-            Spec(blocks=True, blocks_key=BLOCKS, memory="inside"),
-            ("pull_blocks", BLOCKS, Use("kv"), [1], [2]),
-            give_cache_back,
-        ),
+        (ROWS, PULL_ROW, take_key_away),
+        (PAGED, PULL_BLOCK, give_cache_back),
+        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), PULL_BLOCK, give_cache_back),
     ],
 )
 def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull(
-    pair: Pair, tmp_path: Path, source: Spec, args: tuple[Any, ...], change: Callable[[World], None]
+    shm_pair: Pair, tmp_path: Path, source: Spec, args: tuple[Any, ...], change: Callable[[World], None]
 ) -> None:
-    both(pair, source, Spec(blocks=source.blocks))
-    pair.prompt.do(block_answers, tmp_path / "go")
-    finish = begin(pair.decoder, call, *args)
-    wait_until(lambda: pair.prompt.do(questions) == 1)
-    pair.prompt.do(change)
+    both(shm_pair, source, Spec(blocks=source.blocks))
+    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *args)
+    shm_pair.prompt.do(change)
     (tmp_path / "go").touch()
     with pytest.raises(TransferFailed, match="could not confirm the bytes") as caught:
         finish()
     assert not isinstance(caught.value, ChecksumMismatch)
     assert (caught.value.phase, caught.value.peer, caught.value.status_code) == ("verify", 1, LLMStatusCode.LLM_FAILED)
-    wait_until(lambda: pair.prompt.do(picture).pins == 0)
+    kept(shm_pair)
 
 
-def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(pair, ROWS, Spec())
-    pair.prompt.do(block_answers, tmp_path / "go")
-    finish = begin(pair.decoder, call, "pull_cache", KEY, Use("kv"), 5)
-    wait_until(lambda: pair.prompt.do(questions) == 1)
-    pair.prompt.do(give_cache_back)  # its key is not consumed yet, so the memory stays
+def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(shm_pair: Pair, tmp_path: Path) -> None:
+    src, dst = both(shm_pair, ROWS, Spec())
+    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *PULL_ROW)
+    shm_pair.prompt.do(give_cache_back)  # its key is not consumed yet, so the memory stays
     (tmp_path / "go").touch()
     finish()
-    assert verified(pair.decoder) == TENSORS * STRIDE
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
-    wait_until(lambda: pair.prompt.do(picture).caches.nbytes == 0)  # whoever digested it holds it no more
-
-
-def linked_ends(prompt: End, decoder: End) -> None:
-    for end, role, cluster_id in ((prompt, "PROMPT", 1), (decoder, "DECODER", 2)):
-        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", extra=ON | {"llm.Transport": "shm"})
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert verified(shm_pair.decoder) == TENSORS * STRIDE
+    same_bytes(shm_pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
+    wait_until(lambda: shm_pair.prompt.do(picture).caches.nbytes == 0)  # the digest holds it no more
 
 
 @pytest.fixture
@@ -252,33 +404,23 @@ def mortal() -> Iterator[tuple[LocalEnd, ChildEnd]]:
     assert settled(before) == before
 
 
-def test_r22_a_peer_killed_before_its_answer_is_lost(mortal: tuple[LocalEnd, ChildEnd], tmp_path: Path) -> None:
-    decoder, prompt = mortal
-    linked_ends(prompt, decoder)
-    prompt.do(make, "kv", PAGED, 1)
-    decoder.do(make, "kv", Spec(blocks=True), 2)
-    prompt.do(block_answers, tmp_path / "never")
-    finish = begin(decoder, call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
-    wait_until(lambda: prompt.do(questions) == 1)
-    prompt.kill()
-    with pytest.raises(PeerLost) as caught:
-        finish()
-    assert (caught.value.phase, caught.value.peer) == ("verify", 1)
-
-
-def test_r22_a_killed_initiator_leaves_no_question_and_no_pin(
-    mortal: tuple[LocalEnd, ChildEnd], tmp_path: Path
+@pytest.mark.parametrize("killed", ["prompt", "decoder"])
+def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
+    mortal: tuple[LocalEnd, ChildEnd], tmp_path: Path, killed: str
 ) -> None:
-    prompt, decoder = mortal
-    linked_ends(prompt, decoder)
+    survivor, child = mortal
+    prompt, decoder = (child, survivor) if killed == "prompt" else (survivor, child)
+    start_both(prompt, decoder, "shm", extra=ON)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(make, "kv", ROWS, 1)
     decoder.do(make, "kv", Spec(), 2)
-    prompt.do(block_answers, tmp_path / "go")
-    try:
-        decoder.begin(call, "pull_cache", KEY, Use("kv"), 5)
-        wait_until(lambda: prompt.do(questions) == 1)
-        decoder.kill()
+    finish = begun(prompt, decoder, tmp_path, *PULL_ROW)
+    child.kill()
+    if killed == "prompt":
+        with pytest.raises(PeerLost) as caught:
+            finish()
+        assert (caught.value.phase, caught.value.peer) == ("verify", 1)
+    else:
         wait_until(lambda: prompt.do(picture).pins == 0 and prompt.do(questions) == 0)
         assert len(prompt.do(picture).keys) == 1
-    finally:
-        (tmp_path / "go").touch()
+    (tmp_path / "go").touch()

@@ -9,18 +9,10 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, NotLinked, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError
 from tests.support.moves import Spec, Use, call, make, refused, same_bytes, show
-from tests.support.ranks import (
-    drop,
-    explained,
-    finalize_and_init,
-    join,
-    joined,
-    start_two,
-    status,
-    table,
-)
+from tests.support.ranks import drop, explained, finalize_and_init, join, joined, start_two, status, table
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
@@ -64,7 +56,7 @@ def test_r16_after_link_memory_is_accessible_unless_told_otherwise_and_true_may_
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 GOOD_TABLE = table("127.0.0.1", "127.0.0.1")
-GOOD: dict[str, Any] = {"name": "n", "ranks": {2: 0, 3: 1}, "rank_table": GOOD_TABLE}
+GOOD: dict[str, Any] = {"comm_name": "n", "cluster_rank_info": {2: 0, 3: 1}, "rank_table": GOOD_TABLE}
 
 
 def servers(**changes: Any) -> str:
@@ -78,66 +70,62 @@ def devices(*ranks: Any, **fields: Any) -> str:
     return servers(device=[{"device_id": "0", "rank_id": rank} | fields for rank in ranks])
 
 
-WRONG: list[tuple[type[Exception], dict[str, Any], list[str]]] = [
-    (NoneArgument, {"name": None}, ["comm_name"]),
-    (TypeError, {"name": 1}, ["comm_name", "int"]),
-    (TypeError, {"name": b"x"}, ["comm_name", "bytes"]),
-    (ParamError, {"name": ""}, ["comm_name"]),
-    (ParamError, {"name": "x" * 128}, ["comm_name", "128"]),
-    (ParamError, {"name": "\ud800"}, ["comm_name"]),
-    (NoneArgument, {"ranks": None}, ["cluster_rank_info"]),
-    (TypeError, {"ranks": [(2, 0), (3, 1)]}, ["cluster_rank_info", "list"]),
-    (TypeError, {"ranks": {"2": 0, 3: 1}}, ["cluster_rank_info", "str"]),
-    (NoneArgument, {"ranks": {None: 0, 3: 1}}, ["cluster_rank_info"]),
-    (TypeError, {"ranks": {2: "0", 3: 1}}, ["cluster_rank_info[2]", "str"]),
-    (NoneArgument, {"ranks": {2: 0, 3: None}}, ["cluster_rank_info[3]"]),
-    (TypeError, {"ranks": {2: 0.0, 3: 1}}, ["cluster_rank_info[2]", "float"]),
-    (ParamError, {"ranks": {}}, ["cluster_rank_info", "0 members"]),
-    (ParamError, {"ranks": {2: 0}}, ["cluster_rank_info", "1 members"]),
-    (ParamError, {"ranks": {2: 0, 3: 1, 4: 2, 5: 3, 6: 4}}, ["cluster_rank_info", "5 members"]),
-    (ParamError, {"ranks": {-1: 0, 2: 1}}, ["cluster_rank_info", "-1"]),
-    (ParamError, {"ranks": {2: 0, 2**64: 1}}, ["cluster_rank_info", str(2**64)]),
-    (ParamError, {"ranks": {2: -1, 3: 1}}, ["cluster_rank_info[2]", "-1"]),
-    (ParamError, {"ranks": {2: 0, 3: 2**32}}, ["cluster_rank_info[3]", str(2**32)]),
-    (ParamError, {"ranks": {3: 1, 2: 0}}, ["ascending", "[1, 0]"]),
-    (ParamError, {"ranks": {3: 0, 2: 0}}, ["ascending", "[0, 0]"]),
-    (ParamError, {"ranks": {np.int64(2): 0, 3: 1, np.uint8(4): 1}}, ["ascending"]),
-    (ParamError, {"ranks": {3: 0, 4: 1}}, ["cluster_rank_info", "2"]),
-    (NoneArgument, {"rank_table": None}, ["rank_table"]),
-    (TypeError, {"rank_table": {}}, ["rank_table", "dict"]),
-    (ParamError, {"rank_table": ""}, ["rank_table", "JSON"]),
-    (ParamError, {"rank_table": "{"}, ["rank_table", "JSON"]),
-    (ParamError, {"rank_table": "[" * 100_000}, ["rank_table", "JSON"]),
-    (ParamError, {"rank_table": "[]"}, ["rank_table", "list"]),
-    (ParamError, {"rank_table": "{}"}, ["rank_table.server_list"]),
-    (ParamError, {"rank_table": '{"server_list": {}}'}, ["rank_table.server_list", "dict"]),
-    (ParamError, {"rank_table": '{"server_list": []}'}, ["rank_table.server_list", "[]"]),
-    (ParamError, {"rank_table": '{"server_list": [1]}'}, ["rank_table.server_list[0]", "int"]),
-    (ParamError, {"rank_table": servers(device=None)}, ["rank_table.server_list[0].device", "NoneType"]),
-    (ParamError, {"rank_table": servers(device=[])}, ["rank_table.server_list[0].device"]),
-    (ParamError, {"rank_table": servers(device=["0"])}, ["server_list[0].device[0]", "str"]),
-    (ParamError, {"rank_table": devices(None)}, ["server_list[0].device[0].rank_id", "None"]),
-    (ParamError, {"rank_table": devices("a")}, ["rank_id", "'a'"]),
-    (ParamError, {"rank_table": devices(True)}, ["rank_id", "True"]),
-    (ParamError, {"rank_table": devices(-1)}, ["rank_id", "-1"]),
-    (ParamError, {"rank_table": devices("4294967296")}, ["rank_id", "4294967296"]),
-    (ParamError, {"rank_table": devices("0", "0")}, ["device[1].rank_id", "twice"]),
-    (ParamError, {"rank_table": devices("0", "1")}, ["rank 1", "twice"]),
-    (ParamError, {"rank_table": devices("7")}, ["rank_id 0", "cluster 2"]),
-    (ParamError, {"rank_table": servers(host_ip="a host")}, ["server_list[0].host_ip", "a host"]),
-    (ParamError, {"rank_table": servers(host_ip=1)}, ["server_list[0].host_ip", "int"]),
-    (ParamError, {"rank_table": devices("0", device_ip="::1")}, ["device[0].device_ip", "::1"]),
-    (ParamError, {"rank_table": servers(host_ip="", server_id="0", device=[{"rank_id": "0"}])}, ["no IPv4", "rank 0"]),
+WRONG: list[Row] = [
+    bad(NONE, "comm_name", comm_name=None),
+    bad(TYPE, "comm_name", "int", comm_name=1),
+    bad(TYPE, "comm_name", "bytes", comm_name=b"x"),
+    bad(RULE, "comm_name", comm_name=""),
+    bad(RULE, "comm_name", "128", comm_name="x" * 128),
+    bad(RULE, "comm_name", comm_name="\ud800"),
+    bad(NONE, "cluster_rank_info", cluster_rank_info=None),
+    bad(TYPE, "cluster_rank_info", "list", cluster_rank_info=[(2, 0), (3, 1)]),
+    bad(TYPE, "cluster_rank_info", "str", cluster_rank_info={"2": 0, 3: 1}),
+    bad(NONE, "cluster_rank_info", cluster_rank_info={None: 0, 3: 1}),
+    bad(TYPE, "cluster_rank_info[2]", "str", cluster_rank_info={2: "0", 3: 1}),
+    bad(NONE, "cluster_rank_info[3]", cluster_rank_info={2: 0, 3: None}),
+    bad(TYPE, "cluster_rank_info[2]", "float", cluster_rank_info={2: 0.0, 3: 1}),
+    bad(RULE, "cluster_rank_info", "0 members", cluster_rank_info={}),
+    bad(RULE, "cluster_rank_info", "1 members", cluster_rank_info={2: 0}),
+    bad(RULE, "cluster_rank_info", "5 members", cluster_rank_info={2: 0, 3: 1, 4: 2, 5: 3, 6: 4}),
+    bad(RULE, "cluster_rank_info", "-1", cluster_rank_info={-1: 0, 2: 1}),
+    bad(RULE, "cluster_rank_info", str(2**64), cluster_rank_info={2: 0, 2**64: 1}),
+    bad(RULE, "cluster_rank_info[2]", "-1", cluster_rank_info={2: -1, 3: 1}),
+    bad(RULE, "cluster_rank_info[3]", str(2**32), cluster_rank_info={2: 0, 3: 2**32}),
+    bad(RULE, "ascending", "[1, 0]", cluster_rank_info={3: 1, 2: 0}),
+    bad(RULE, "ascending", "[0, 0]", cluster_rank_info={3: 0, 2: 0}),
+    bad(RULE, "ascending", cluster_rank_info={np.int64(2): 0, 3: 1, np.uint8(4): 1}),
+    bad(RULE, "cluster_rank_info", "2", cluster_rank_info={3: 0, 4: 1}),
+    bad(NONE, "rank_table", rank_table=None),
+    bad(TYPE, "rank_table", "dict", rank_table={}),
+    bad(RULE, "rank_table", "JSON", rank_table=""),
+    bad(RULE, "rank_table", "JSON", rank_table="{"),
+    bad(RULE, "rank_table", "JSON", rank_table="[" * 100_000),
+    bad(RULE, "rank_table", "list", rank_table="[]"),
+    bad(RULE, "rank_table.server_list", rank_table="{}"),
+    bad(RULE, "rank_table.server_list", "dict", rank_table='{"server_list": {}}'),
+    bad(RULE, "rank_table.server_list", "[]", rank_table='{"server_list": []}'),
+    bad(RULE, "rank_table.server_list[0]", "int", rank_table='{"server_list": [1]}'),
+    bad(RULE, "rank_table.server_list[0].device", "NoneType", rank_table=servers(device=None)),
+    bad(RULE, "rank_table.server_list[0].device", rank_table=servers(device=[])),
+    bad(RULE, "server_list[0].device[0]", "str", rank_table=servers(device=["0"])),
+    bad(RULE, "server_list[0].device[0].rank_id", "None", rank_table=devices(None)),
+    bad(RULE, "rank_id", "'a'", rank_table=devices("a")),
+    bad(RULE, "rank_id", "True", rank_table=devices(True)),
+    bad(RULE, "rank_id", "-1", rank_table=devices(-1)),
+    bad(RULE, "rank_id", "4294967296", rank_table=devices("4294967296")),
+    bad(RULE, "device[1].rank_id", "twice", rank_table=devices("0", "0")),
+    bad(RULE, "rank 1", "twice", rank_table=devices("0", "1")),
+    bad(RULE, "rank_id 0", "cluster 2", rank_table=devices("7")),
+    bad(RULE, "server_list[0].host_ip", "a host", rank_table=servers(host_ip="a host")),
+    bad(RULE, "server_list[0].host_ip", "int", rank_table=servers(host_ip=1)),
+    bad(RULE, "device[0].device_ip", "::1", rank_table=devices("0", device_ip="::1")),
+    bad(RULE, "no IPv4", "rank 0", rank_table=servers(host_ip="", server_id="0", device=[{"rank_id": "0"}])),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "parts"), WRONG)
-def test_r01_a_wrong_argument_of_link_is_refused_before_anything_happens(
-    end: LocalEnd, kind: type[Exception], changes: dict[str, Any], parts: list[str]
-) -> None:
+def test_r01_a_wrong_argument_of_link_is_refused_before_anything_happens(end: LocalEnd) -> None:
     end.start("DECODER", 2)
-    given = GOOD | changes
-    refused([end], [], kind, parts, join, given["name"], given["ranks"], given["rank_table"])
+    refuse([end], Table("dd.link", GOOD, {}, *WRONG))
     end.do(register, True)  # link() has not been called
     assert end.do(join, *GOOD.values()) == 1, "no id was used up"
 
@@ -166,30 +154,14 @@ def test_r19_the_documented_checks_of_link_come_in_the_documented_order(end: Loc
         given = [None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("kind", "comm_id", "parts"),
-    [
-        (NoneArgument, None, ["comm_id"]),
-        (TypeError, "1", ["comm_id", "str"]),
-        (TypeError, 1.0, ["comm_id", "float"]),
-        (ParamError, -1, ["comm_id", "-1"]),
-        (ParamError, 2**64, ["comm_id", str(2**64)]),
-    ],
-)
-@pytest.mark.parametrize("function", [drop, status, explained])
-def test_r01_a_wrong_communicator_id_is_refused(
-    end: LocalEnd, function: Any, kind: type[Exception], comm_id: Any, parts: list[str]
-) -> None:
+def test_r01_a_wrong_or_unknown_communicator_is_refused(end: LocalEnd) -> None:
     end.start("DECODER", 2)
-    refused([end], [], kind, parts, function, comm_id)
-
-
-@pytest.mark.parametrize("function", [drop, status, explained])
-@pytest.mark.parametrize("comm_id", [0, 1, 2**64 - 1, int(LLMStatusCode.LLM_ALREADY_LINK)])
-def test_an_unknown_communicator_is_not_yet_link(end: LocalEnd, function: Any, comm_id: int) -> None:
-    end.start("DECODER", 2)
-    code = LLMStatusCode.LLM_NOT_YET_LINK
-    refused([end], [], NotLinked, [f"communicator {comm_id}"], function, comm_id, status=code)
+    unknown = [
+        bad(UNLINKED, f"communicator {comm_id}", comm_id=comm_id)
+        for comm_id in (0, 1, 2**64 - 1, int(LLMStatusCode.LLM_ALREADY_LINK))
+    ]
+    for call_ in ("unlink", "query_register_mem_status", "explain_communicator"):
+        refuse([end], Table(f"dd.{call_}", {}, {"comm_id": UINT64}, *unknown))
 
 
 def test_before_init_and_after_finalize_every_call_is_a_runtime_error(end: LocalEnd) -> None:

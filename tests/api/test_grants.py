@@ -32,13 +32,13 @@ REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
 LONG = 600.0
 
 
-def both(pair: Pair, source: Spec = REGISTERED, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(**settings)
+def both(pair: Pair, source: Spec = REGISTERED) -> tuple[Bytes, Bytes]:
+    pair.start()
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
 
 
-def grant(world: World, blocks: list[int], ttl: float = LONG) -> bytes:
-    world.caches["grant"] = granted = world.caches["kv"].grant(blocks, ttl)  # type: ignore[assignment]
+def grant(world: World, blocks: list[int], ttl: float = LONG, of: str = "kv") -> bytes:
+    world.caches["grant"] = granted = world.caches[of].grant(blocks, ttl)  # type: ignore[assignment]
     return granted.to_bytes()
 
 
@@ -58,32 +58,45 @@ def pull(world: World, data: bytes, src: list[int], dst: list[int], key: Any = B
     world.cm.pull_blocks(key, world.caches["kv"], src, dst, grant=Grant.from_bytes(data))
 
 
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-def test_granted_blocks_are_pulled_until_the_grant_is_revoked(pair: Pair, source: Spec) -> None:
+@pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
+def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, source: Spec) -> None:
     src, dst = both(pair, source)
-    data = pair.prompt.do(grant, [1, 2, 5])
-    for pairs in ([(6, 1), (0, 2)], [(3, 5)]):
-        pair.decoder.do(pull, data, [s for _, s in pairs], [d for d, _ in pairs])
+    prompt, decoder = pair.prompt, pair.decoder
+
+    def refused(data: bytes, blocks: list[int]) -> None:
+        with pytest.raises(TransferFailed, match="Grant") as caught:
+            decoder.do(pull, data, blocks, [4 + n for n in range(len(blocks))])
+        assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+        same_bytes(decoder.do(show, "kv"), dst)
+
+    other, short, later = (prompt.do(grant, [3], ttl) for ttl in (LONG, 0.05, 0.1))
+    wait_until(lambda: not prompt.do(active))
+    for over in (short, later):
+        refused(over, [3])
+    data = prompt.do(grant, [1, 2, 5])
+    for wrong, arguments, kind, text in (
+        (data, ([1, 3], [0, 1]), ParamError, r"src_blocks: block 3 is not among the 3 blocks of the grant"),
+        (data, ([1], [0], BlocksCacheKey(9, 0)), ParamError, r"grant: .* of cluster 1, .* names cluster 9"),
+        (data, ([], [0], CacheKeyByIdAndIndex(1, 1, 0)), ParamError, "grant: only with a BlocksCacheKey"),
+        (Grant(1, b"x" * 16, 1, (1, 1), (1,)).to_bytes(), ([1], [0]), TransferFailed, "Grant"),  # another incarnation's
+    ):
+        with pytest.raises(kind, match=text):
+            decoder.do(pull, wrong, *arguments)
+    with pytest.raises(TypeError):
+        decoder.do(partial(call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
+    same_bytes(decoder.do(show, "kv"), dst)
+    for granted, pairs in ((data, [(6, 1), (0, 2)]), (data, [(3, 5)]), (other, [(7, 3)])):
+        decoder.do(pull, granted, [s for _, s in pairs], [d for d, _ in pairs])
         dst = moved(dst, src, pairs)
-        same_bytes(pair.decoder.do(show, "kv"), dst)
-    assert pair.prompt.do(active)
-    pair.prompt.do(reuse)
-    assert not pair.prompt.do(active)
-    with pytest.raises(TransferFailed, match="Grant") as caught:
-        pair.decoder.do(pull, data, [1], [4])
-    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    assert pair.prompt.do(picture).pins == 0
-
-
-def test_a_grant_ends_with_its_time(pair: Pair) -> None:
-    _, dst = both(pair)
-    first, data = pair.prompt.do(grant, [3], LONG), pair.prompt.do(grant, [1], 0.05)
-    wait_until(lambda: not pair.prompt.do(active))
-    with pytest.raises(TransferFailed, match="Grant"):
-        pair.decoder.do(pull, data, [1], [4])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    pair.decoder.do(pull, first, [3], [4])
+        same_bytes(decoder.do(show, "kv"), dst)
+    assert prompt.do(active)
+    prompt.do(reuse)
+    assert not prompt.do(active)
+    refused(data, [1])
+    assert prompt.do(picture).pins == 0
+    prompt.do(forget, "kv")
+    prompt.do(make, "later", source, 9)
+    refused(other, [3])  # of another cache
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])
@@ -102,34 +115,7 @@ def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
         same_bytes([got], [was])
 
 
-def test_other_blocks_and_other_keys_are_no_grant(pair: Pair) -> None:
-    _, dst = both(pair)
-    data = pair.prompt.do(grant, [1, 2])
-    with pytest.raises(ParamError, match=r"src_blocks: block 3 is not among the 2 blocks of the grant"):
-        pair.decoder.do(pull, data, [1, 3], [0, 1])
-    with pytest.raises(ParamError, match=r"grant: .* of cluster 1, .* names cluster 9"):
-        pair.decoder.do(pull, data, [1], [0], BlocksCacheKey(9, 0))
-    with pytest.raises(ParamError, match="grant: only with a BlocksCacheKey"):
-        pair.decoder.do(pull, data, [], [0], CacheKeyByIdAndIndex(1, 1, 0))
-    with pytest.raises(TypeError):
-        pair.decoder.do(partial(call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-
-
-def test_a_grant_of_another_cache_or_incarnation_is_refused(pair: Pair) -> None:
-    _, dst = both(pair)
-    data = pair.prompt.do(grant, [1])
-    pair.prompt.do(forget, "kv")
-    pair.prompt.do(make, "later", REGISTERED, 9)
-    with pytest.raises(TransferFailed, match="Grant"):
-        pair.decoder.do(pull, data, [1], [0])
-    stranger = Grant(1, b"x" * 16, 1, (1, 1), (1,)).to_bytes()
-    with pytest.raises(TransferFailed, match="Grant"):
-        pair.decoder.do(pull, stranger, [1], [0])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-
-
-def test_grants_are_small_values(local_pair: Pair) -> None:
+def test_grants_are_small_values_that_only_their_process_may_end(local_pair: Pair) -> None:
     both(local_pair)
     data = local_pair.prompt.do(grant, [2, 1, 2])
     copy = Grant.from_bytes(data)
@@ -145,7 +131,7 @@ def test_grants_are_small_values(local_pair: Pair) -> None:
             Grant.from_bytes(broken)
 
 
-def test_bad_grants(local_pair: Pair) -> None:
+def test_bad_grants_and_grants_of_caches_that_are_gone_are_refused(local_pair: Pair) -> None:
     both(local_pair)
     assert local_pair.prompt.do(make, "rows", Spec(), 3)
     before = local_pair.prompt.do(picture)
@@ -163,16 +149,8 @@ def test_bad_grants(local_pair: Pair) -> None:
         with pytest.raises(kind, match=text):
             local_pair.prompt.do(grant, blocks, ttl)
     with pytest.raises(ParamError, match="blocks cache"):
-        local_pair.prompt.do(_grant_rows)
+        local_pair.prompt.do(grant, [0], 1.0, "rows")
     assert local_pair.prompt.do(picture) == before
-
-
-def _grant_rows(world: World) -> None:
-    world.caches["rows"].grant([0], 1.0)
-
-
-def test_a_cache_that_is_gone_grants_nothing(local_pair: Pair) -> None:
-    both(local_pair)
     local_pair.prompt.do(forget, "kv")
     with pytest.raises((CacheNotFound, StateError)):
         local_pair.prompt.do(grant, [1])

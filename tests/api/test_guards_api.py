@@ -1,20 +1,23 @@
 """Guards, kept answers and visibility (interface R15): what changes between resolve and copy never passes for
-success."""
+success, and what is kept about a remote cache is never taken for another one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheMismatch, CacheNotFound, TransferFailed
+from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, TransferFailed
 from tests.support.background import in_background
 from tests.support.gates import count_messages, resolves, stopped
+from tests.support.linking import SUCCESS, info, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import cluster_info, fill
+from tests.support.world import fill
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
@@ -25,14 +28,10 @@ KEY = CacheKey(1, 10)
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 TARGET = Spec(blocks=True)
 REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
+ROWS = Spec(keys=(KEY,))
 PULL = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
+PUSH = ("push_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 PAIRS = [(6, 1), (0, 2)]
-
-
-def both(pair: Pair, source: Spec = PAGED, target: Spec = TARGET, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(**settings)
-    pair.prompt.do(count_messages)
-    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
 
 
 def kept(pair: Pair) -> int:
@@ -41,323 +40,286 @@ def kept(pair: Pair) -> int:
     return answers
 
 
-def untouched_but(pair: Pair, before: Bytes, rows: list[int]) -> None:
-    """The addressed rows are undefined, the rest is as it was."""
-    for got, was in zip(pair.decoder.do(show, "kv"), before, strict=True):
-        got[rows] = was[rows]
-        same_bytes([got], [was])
+def refill(world: World, seed: int) -> Bytes:
+    return fill(world.caches["kv"], seed)
 
 
 # --- kept answers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
+@pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 @pytest.mark.parametrize("rca", [False, True])
-def test_a_second_pull_of_a_blocks_cache_asks_nothing(pair: Pair, rca: bool, source: Spec) -> None:
-    src, dst = both(pair, source, rca=rca)
-    for blocks in (1, 2, 3):
-        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [blocks], [blocks])
-    assert pair.prompt.do(resolves) == 1
-    assert kept(pair) == 1
-    assert pair.prompt.do(picture).pins == 0
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(1, 1), (2, 2), (3, 3)]))
+def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_has_the_key(
+    pair: Pair, source: Spec, rca: bool
+) -> None:
+    pair.start(rca=rca)
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(count_messages)
+    target = decoder.do(make, "kv", TARGET, 2)
+
+    def pulled(held: Bytes, asked: int) -> None:
+        """A pull gets these bytes, and the peer has been asked so often by now."""
+        nonlocal target
+        decoder.do(call, *PULL)
+        target = moved(target, held, PAIRS)
+        same_bytes(decoder.do(show, "kv"), target)
+        assert (prompt.do(resolves), kept(pair), prompt.do(picture).pins) == (asked, 1, 0)
+
+    def missing() -> None:
+        with pytest.raises(CacheNotFound) as caught:
+            decoder.do(call, *PULL)
+        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        assert kept(pair) == 0
+        same_bytes(decoder.do(show, "kv"), target)
+
+    missing()
+    pulled(prompt.do(make, "kv", source, 1), 2)  # what appears after a miss is found
+    pulled(prompt.do(show, "kv"), 2)
+    pulled(prompt.do(refill, 7), 2)  # what it holds now
+    prompt.do(forget, "kv")
+    later = prompt.do(make, "later", source, 9)
+    pulled(later, 3)
+    names = ["later"]
+    if source is REGISTERED:  # the newest has the key; the older one is still there
+        pulled(prompt.do(make, "newest", source, 10), 4)
+        names.append("newest")
+    asked = prompt.do(resolves)
+    assert decoder.do(unlink, [info(1, 1)]) == SUCCESS
+    wait_until(lambda: not prompt.do(picture).links)
+    pair.link()
+    assert kept(pair) == 0, "kept answers end with their link"
+    pulled(prompt.do(show, names[-1]), asked + 1)
+    for name in names:
+        prompt.do(forget, name)
+    missing()
 
 
-def test_a_kept_answer_shows_what_the_source_holds_now(pair: Pair) -> None:
-    _, dst = both(pair)
-    pair.decoder.do(call, *PULL)
-    now = pair.prompt.do(_refill, 7)
-    pair.decoder.do(call, *PULL)
-    assert pair.prompt.do(resolves) == 1
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, now, PAIRS))
-
-
-def _refill(world: World, seed: int) -> Bytes:
-    return fill(world.caches["kv"], seed)
-
-
-def test_pushes_keep_their_own_answers(pair: Pair) -> None:
-    both(pair, rca=True)
-    pair.decoder.do(call, *PULL)
-    for _ in range(3):
-        pair.decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [0], [3])
-    assert pair.prompt.do(resolves) == 2
-    assert kept(pair) == 2
-
-
-def test_registered_rows_are_kept_with_rca_only(pair: Pair) -> None:
-    both(pair, Spec(keys=(KEY,), memory="inside"), Spec(), rca=True)
-    for row in range(3):
-        pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 2, 1), Use("kv"), row)
-    assert pair.prompt.do(resolves) == 1
-
-
-@pytest.mark.parametrize("rca", [False, True])
-def test_allocated_rows_are_resolved_every_time(pair: Pair, rca: bool) -> None:
-    both(pair, Spec(keys=(KEY,)), Spec(), rca=rca)
-    for row in range(3):
-        pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1, 1), Use("kv"), row)
-    assert pair.prompt.do(resolves) == 3
-    assert kept(pair) == 0
-    wait_until(lambda: pair.prompt.do(picture).pins == 0)
-
-
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-def test_r15_a_key_that_moved_to_another_cache_is_resolved_again(pair: Pair, source: Spec) -> None:
-    src, dst = both(pair, source)
+def test_r15_an_answer_that_no_longer_fits_is_asked_for_again(pair: Pair) -> None:
+    small = Spec(2, stride=16, blocks=True, blocks_key=BLOCKS)
+    pair.start()
+    pair.prompt.do(make, "kv", PAGED, 1)
+    pair.decoder.do(make, "kv", TARGET, 2)
     pair.decoder.do(call, *PULL)
     pair.prompt.do(forget, "kv")
-    later = pair.prompt.do(make, "later", source, 9)
-    pair.decoder.do(call, *PULL)
-    assert pair.prompt.do(resolves) == 2
-    same_bytes(pair.decoder.do(show, "kv"), moved(moved(dst, src, PAIRS), later, PAIRS))
-
-
-def test_r15_the_newest_registered_blocks_cache_has_the_key(pair: Pair) -> None:
-    src, dst = both(pair, REGISTERED)
-    pair.decoder.do(call, *PULL)
-    later = pair.prompt.do(make, "later", REGISTERED, 9)  # the older one is still registered
-    pair.decoder.do(call, *PULL)
-    assert pair.prompt.do(resolves) == 2
-    same_bytes(pair.decoder.do(show, "kv"), moved(moved(dst, src, PAIRS), later, PAIRS))
-
-
-def test_r15_a_kept_answer_that_no_longer_fits_is_asked_for_again(pair: Pair) -> None:
-    both(pair)
-    pair.decoder.do(call, *PULL)
-    pair.prompt.do(forget, "kv")
-    smaller = pair.prompt.do(make, "later", Spec(2, stride=16, blocks=True, blocks_key=BLOCKS), 9)
+    source = pair.prompt.do(make, "kv", small, 9)
     with pytest.raises(CacheMismatch, match="block sizes differ: source blocks have 16"):
         pair.decoder.do(call, *PULL)
-    dst = pair.decoder.do(make, "kv", Spec(2, stride=16, blocks=True), 4)
-    pair.decoder.do(call, *PULL)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, smaller, PAIRS))
-
-
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-def test_r15_what_is_freed_after_the_link_does_not_exist(pair: Pair, source: Spec) -> None:
-    src, dst = both(pair, source)
-    pair.decoder.do(call, *PULL)
-    pair.prompt.do(forget, "kv")
-    with pytest.raises(CacheNotFound) as caught:
+    for spec, seed in ((small, 4), (PAGED, 5)):
+        if spec is PAGED:
+            pair.prompt.do(forget, "kv")
+            source = pair.prompt.do(make, "kv", PAGED, 10)
+        dst = pair.decoder.do(make, "kv", replace(spec, blocks_key=None), seed)
         pair.decoder.do(call, *PULL)
-    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    assert kept(pair) == 0
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, PAIRS))
+        same_bytes(pair.decoder.do(show, "kv"), moved(dst, source, PAIRS))
 
 
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
 @pytest.mark.parametrize("rca", [False, True])
-def test_r15_what_appears_after_a_miss_is_found_at_the_next_call(pair: Pair, rca: bool, source: Spec) -> None:
-    pair.start(rca=rca)
-    dst = pair.decoder.do(make, "kv", TARGET, 2)
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, *PULL)
-    src = pair.prompt.do(make, "kv", source, 1)
-    pair.decoder.do(call, *PULL)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, PAIRS))
+def test_rows_are_resolved_every_time_but_registered_ones_with_rca(shm_pair: Pair, rca: bool) -> None:
+    shm_pair.start(rca=rca)
+    shm_pair.prompt.do(count_messages)
+    for name, spec in (("rows", ROWS), ("registered", Spec(keys=(CacheKey(1, 11),), memory="inside"))):
+        shm_pair.prompt.do(make, name, spec, 1)
+    shm_pair.decoder.do(make, "kv", Spec(), 2)
+    for cache_id, asked in ((1, 3), (3, 1 if rca else 3)):
+        before = shm_pair.prompt.do(resolves)
+        for row in range(3):
+            shm_pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 1), Use("kv"), row)
+        assert shm_pair.prompt.do(resolves) == before + asked
+        assert kept(shm_pair) == (asked == 1)
+        wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
 
 
-def test_r15_what_is_registered_and_freed_after_the_link_is_seen_by_the_next_push(pair: Pair) -> None:
+def test_r15_pushes_keep_their_own_answers_and_see_what_is_registered_and_freed(pair: Pair) -> None:
     pair.start(rca=True)
-    src = pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    push = ("push_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, *push)
-    for seed in (3, 4):
+    pair.prompt.do(count_messages)
+    src = pair.decoder.do(make, "kv", TARGET, 2)
+    for seed, asked in ((3, 3), (4, 7)):  # a miss, the pull and the push; and the push that misses
+        with pytest.raises(CacheNotFound):
+            pair.decoder.do(call, *PUSH)
         dst = pair.prompt.do(make, "kv", REGISTERED, seed)
-        pair.decoder.do(call, *push)
+        pair.decoder.do(call, *PULL)
+        src = moved(src, dst, PAIRS)
+        for _ in range(3):
+            pair.decoder.do(call, *PUSH)
+        assert (pair.prompt.do(resolves), kept(pair)) == (asked, 2)
         same_bytes(pair.prompt.do(show, "kv"), moved(dst, src, [(0, 1), (3, 6)]))
         pair.prompt.do(forget, "kv")
         with pytest.raises(CacheNotFound):
-            pair.decoder.do(call, *push)
+            pair.decoder.do(call, *PUSH)
     same_bytes(pair.decoder.do(show, "kv"), src)
 
 
-def test_kept_answers_end_with_their_link(pair: Pair) -> None:
-    src, dst = both(pair)
-    pair.decoder.do(call, *PULL)
-    pair.decoder.do(_unlink)
-    wait_until(lambda: not pair.prompt.do(picture).links)
-    pair.link()
-    assert kept(pair) == 0
-    pair.decoder.do(call, *PULL)
-    assert pair.prompt.do(resolves) == 2
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, PAIRS))
+#: Local caches over which one kept answer serves in turn: as many blocks as the source, fewer, more; and what is unfit.
+LOCAL: Final = {
+    "same": Spec(4, 8, blocks=True),
+    "short": Spec(4, 3, blocks=True),
+    "long": Spec(4, 12, blocks=True),
+    "wide": Spec(4, 8, 96, blocks=True),
+    "few": Spec(2, 8, blocks=True),
+}
+HALF: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
 
 
-def _unlink(world: World) -> None:
-    assert world.dd.unlink_clusters([cluster_info(1, 1)], 10_000)[0] is LLMStatusCode.LLM_SUCCESS
+def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_in_turn(pair: Pair) -> None:
+    pair.start(rca=True)
+    source = pair.prompt.do(make, "kv", PAGED, 1)
+    shown = {name: pair.decoder.do(make, name, spec, 10 + n) for n, (name, spec) in enumerate(LOCAL.items())}
+
+    def pull(name: str, src: int, dst: int, **layers: range) -> None:
+        pair.decoder.do(_pull, name, src, dst, layers)
+        tensors = [(0, 2), (1, 3)] if layers else None
+        shown[name] = moved(shown[name], source, [(dst, src)], tensors)
+
+    for round_ in range(2):
+        for name, block in (("same", 7), ("long", 11), ("short", 2)):
+            pull(name, round_ + 3, block)
+        for name, block, kind, says in (
+            ("short", 11, ParamError, r"dst_blocks\[0\]=11"),  # a block that only the cache before had
+            ("wide", 1, CacheMismatch, "block sizes"),
+            ("few", 1, CacheMismatch, "num_tensors"),
+        ):
+            pull("long", 1, 11)
+            with pytest.raises(kind, match=says):
+                pair.decoder.do(_pull, name, 1, block, {})
+        pull("same", 1, 2, **HALF)
+        pull("same", 3, 4)
+        pull("same", 5, 6, **HALF)
+        pair.decoder.do(call, "push_blocks", BLOCKS, Use("short"), [round_], [round_ + 5])
+        source = moved(source, shown["short"], [(round_ + 5, round_)])
+    for name, expected in shown.items():
+        same_bytes(pair.decoder.do(show, name), expected)
+    same_bytes(pair.prompt.do(show, "kv"), source)
+
+
+def _pull(world: World, name: str, src: int, dst: int, layers: dict[str, range]) -> None:
+    call(world, "pull_blocks", BLOCKS, Use(name), [src], [dst], **layers)
 
 
 # --- changes while an operation is on its way -------------------------------------------------------------------------
 
+THEN, NOW = "the bytes of before", "the bytes of after"
+BY_ID: Final = CacheKeyByIdAndIndex(1, 1, 0)
 
-def _replace(world: World, spec: Spec) -> Bytes:
+
+def freed(world: World, spec: Spec) -> Bytes:
+    """The memory is given back; of registered memory return what it holds: it is the user's again."""
+    forget(world, "kv")
+    return show(world, "kv") if spec.memory == "inside" else []
+
+
+def replaced(world: World, spec: Spec) -> Bytes:
     """Free what has the key and give the key to another cache."""
     forget(world, "kv")
     return make(world, "later", spec, 9)
 
 
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-def test_a_rebind_between_resolve_and_copy_is_resolved_once_more(pair: Pair, tmp_path: Path, source: Spec) -> None:
-    _, dst = both(pair, source)
-    with stopped(pair.decoder, "resolved", tmp_path, *PULL) as pulling:
-        later = pair.prompt.do(_replace, source)
-        pulling.finish()
-    assert pair.prompt.do(resolves) == 2
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, later, PAIRS))
-
-
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-def test_a_source_freed_between_resolve_and_copy_does_not_exist(pair: Pair, tmp_path: Path, source: Spec) -> None:
-    _, dst = both(pair, source)
-    with stopped(pair.decoder, "resolved", tmp_path, *PULL) as pulling:
-        pair.prompt.do(forget, "kv")
-        with pytest.raises(CacheNotFound):
-            pulling.finish()
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-
-
-def test_a_key_removed_between_resolve_and_copy_does_not_exist(pair: Pair, tmp_path: Path) -> None:
-    _, dst = both(pair, Spec(keys=(KEY,)), Spec())
-    with stopped(pair.decoder, "resolved", tmp_path, "pull_cache", KEY, Use("kv")) as pulling:
-        pair.prompt.do(call, "remove_cache_key", KEY)
-        with pytest.raises(CacheNotFound):
-            pulling.finish()
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    wait_until(lambda: pair.prompt.do(picture).pins == 0)
-
-
-def test_a_key_rebound_between_resolve_and_copy_gives_the_later_row(pair: Pair, tmp_path: Path) -> None:
-    _, dst = both(pair, Spec(keys=(KEY,)), Spec())
-    with stopped(pair.decoder, "resolved", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
-        pair.prompt.do(call, "remove_cache_key", KEY)
-        later = pair.prompt.do(make, "later", Spec(keys=(CacheKey(1, 7), KEY)), 9)
-        pulling.finish()
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, later, [(3, 1)]))
-    wait_until(lambda: pair.prompt.do(picture).pins == 0)
-    assert [key.key for key in pair.prompt.do(picture).keys] == ["(0, 7, 0)"]
-
-
-@pytest.mark.parametrize("step", ["before copy", "after copy"])
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-@pytest.mark.parametrize("change", [forget, _replace])
-def test_a_source_that_changes_during_the_copy_is_a_failed_transfer(
-    mapped_pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
-) -> None:
-    pair = mapped_pair
-    _, dst = both(pair, source)
-    # In one process the owner waits for a reader of registered memory, which would be freed under it.
-    with (
-        stopped(pair.decoder, step, tmp_path, *PULL) as pulling,
-        in_background(pair.prompt, change, *(["kv"] if change is forget else [source])),
-        pytest.raises(TransferFailed, match="freed, rebound or unregistered") as caught,
-    ):
-        pulling.finish()
-    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-    assert (caught.value.peer, caught.value.phase, caught.value.retryable) == (1, "copy", True)
-    untouched_but(pair, dst, [6, 0])
-    assert kept(pair) == 0
-
-
-@pytest.mark.parametrize("step", ["before copy", "after copy"])
-def test_a_row_key_removed_during_the_copy_is_a_failed_transfer(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
-    pair = mapped_pair
-    _, dst = both(pair, Spec(keys=(KEY,)), Spec())
-    with stopped(pair.decoder, step, tmp_path, "pull_cache", KEY, Use("kv"), 5) as pulling:
-        pair.prompt.do(call, "remove_cache_key", KEY)
-        with pytest.raises(TransferFailed):
-            pulling.finish()
-    untouched_but(pair, dst, [5])
-
-
-def test_rows_pulled_by_id_do_not_mind_a_key_that_goes(pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(pair, Spec(keys=(KEY,)), Spec())
-    by_id = CacheKeyByIdAndIndex(1, 1, 0)
-    with stopped(pair.decoder, "after copy", tmp_path, "pull_cache", by_id, Use("kv"), 5) as pulling:
-        pair.prompt.do(call, "remove_cache_key", KEY)
-        pulling.finish()
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
-
-
-@pytest.mark.parametrize("step", ["before write", "after write"])
-def test_a_target_unregistered_during_a_push_is_a_failed_transfer(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
-    pair = mapped_pair
-    both(pair, REGISTERED, rca=True)
-    src = pair.decoder.do(show, "kv")
-    pushing = ("push_blocks", BLOCKS, Use("kv"), [1], [2])
-    with (
-        stopped(pair.decoder, step, tmp_path, *pushing) as push,
-        in_background(pair.prompt, forget, "kv"),
-        pytest.raises(TransferFailed) as caught,
-    ):
-        push.finish()
-    assert caught.value.phase == "copy"
-    assert "remote bytes" in str(caught.value)
-    same_bytes(pair.decoder.do(show, "kv"), src)
-
-
-def test_memory_of_a_freed_cache_is_reused_under_a_stopped_reader_without_wrong_success(
-    mapped_pair: Pair, tmp_path: Path
-) -> None:
-    pair = mapped_pair
-    _, dst = both(pair)
-    with stopped(pair.decoder, "before copy", tmp_path, *PULL) as pulling:
-        pair.prompt.do(forget, "kv")
-        pair.prompt.do(make, "other", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)  # the same pages
-        with pytest.raises(TransferFailed):
-            pulling.finish()
-    untouched_but(pair, dst, [6, 0])
-
-
-@pytest.mark.parametrize("step", ["before copy", "after copy"])
-@pytest.mark.parametrize("source", [PAGED, REGISTERED])
-@pytest.mark.parametrize("change", [forget, _replace])
-def test_over_lanes_the_owner_judges_a_source_that_changes(
-    tcp_pair: Pair, tmp_path: Path, step: str, source: Spec, change: Any
-) -> None:
-    """Before its first byte it is asked for again, after its last the old bytes were right."""
-    src, dst = both(tcp_pair, source)
-    with stopped(tcp_pair.decoder, step, tmp_path, *PULL) as pulling:
-        later = tcp_pair.prompt.do(change, *(["kv"] if change is forget else [source]))
-        if step == "before copy" and change is forget:
-            with pytest.raises(CacheNotFound):
-                pulling.finish()
-            same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
-        else:
-            pulling.finish()
-            pulled = later if step == "before copy" else src
-            same_bytes(tcp_pair.decoder.do(show, "kv"), moved(dst, pulled, PAIRS))
-
-
-@pytest.mark.parametrize("step", ["before write", "after write"])
-def test_over_lanes_a_target_is_never_written_after_it_was_unregistered(
-    tcp_pair: Pair, tmp_path: Path, step: str
-) -> None:
-    both(tcp_pair, REGISTERED, rca=True)
-    with stopped(tcp_pair.decoder, step, tmp_path, "push_blocks", BLOCKS, Use("kv"), [1], [2]) as push:
-        before = tcp_pair.prompt.do(_unregister_and_show)
-        if step == "before write":
-            with pytest.raises(CacheNotFound):
-                push.finish()
-        else:
-            push.finish()
-    same_bytes(tcp_pair.prompt.do(_memory_of, "kv"), before)
-
-
-def _unregister_and_show(world: World) -> Bytes:
-    """What a forgotten cache's memory holds is the user's again."""
+def reused(world: World, spec: Spec) -> Bytes:
+    """The same pages serve another cache with another key."""
     forget(world, "kv")
-    return _memory_of(world, "kv")
+    return make(world, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)
 
 
-def _memory_of(world: World, name: str) -> Bytes:
-    return show(world, name)
+def unbound(world: World, spec: Spec) -> Bytes:
+    world.cm.remove_cache_key(KEY)
+    return []
+
+
+def rebound(world: World, spec: Spec) -> Bytes:
+    """The key names row 0 of another cache."""
+    world.cm.remove_cache_key(KEY)
+    return make(world, "later", spec, 9)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the owner does while a call stands at a step, and what comes of the call.
+
+    ``mapped``: where the initiator compares the guards by itself. ``lanes``: where the owner judges, before its first
+    byte and after its last.
+    """
+
+    step: str
+    source: Spec
+    change: Callable[[World, Spec], Bytes]
+    mapped: Any
+    lanes: Any
+    by: Any = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        if self.step.endswith("write"):
+            return "push_blocks", BLOCKS, Use("kv"), [1], [2]
+        return PULL if self.source.blocks else ("pull_cache", self.by or KEY, Use("kv"), 5)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return PAIRS if self.source.blocks else [(5, 0)]
+
+
+FAILED: Final = TransferFailed
+CHANGES = [
+    *[Change("resolved", spec, replaced, NOW, NOW) for spec in (PAGED, REGISTERED)],
+    *[Change("resolved", spec, freed, CacheNotFound, CacheNotFound) for spec in (PAGED, REGISTERED)],
+    Change("resolved", ROWS, rebound, NOW, NOW),
+    Change("resolved", ROWS, unbound, CacheNotFound, CacheNotFound),
+    *[Change("before copy", spec, replaced, FAILED, NOW) for spec in (PAGED, REGISTERED)],
+    *[Change("before copy", spec, freed, FAILED, CacheNotFound) for spec in (PAGED, REGISTERED)],
+    Change("before copy", PAGED, reused, FAILED, CacheNotFound),
+    Change("before copy", ROWS, unbound, FAILED, CacheNotFound),
+    *[Change("after copy", spec, replaced, FAILED, THEN) for spec in (PAGED, REGISTERED)],
+    *[Change("after copy", spec, freed, FAILED, THEN) for spec in (PAGED, REGISTERED)],
+    Change("after copy", ROWS, unbound, FAILED, THEN),
+    Change("after copy", ROWS, unbound, THEN, THEN, by=BY_ID),
+    Change("before write", REGISTERED, freed, FAILED, CacheNotFound),
+    Change("after write", REGISTERED, freed, FAILED, THEN),
+]
+
+
+@pytest.mark.parametrize("each", CHANGES, ids=lambda each: f"{each.step}-{each.change.__name__}")
+def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_named(
+    pair: Pair, tmp_path: Path, each: Change
+) -> None:
+    pair.start(rca=each.step.endswith("write"))
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(count_messages)
+    src, dst = prompt.do(make, "kv", each.source, 1), decoder.do(make, "kv", Spec(blocks=each.source.blocks), 2)
+    outcome = each.lanes if pair.transport == "tcp" else each.mapped
+    # In one process the owner waits for a reader of registered memory, which would be freed under it.
+    with stopped(decoder, each.step, tmp_path, *each.args) as pulling, in_background(prompt, each.change, each.source):
+        if isinstance(outcome, str):
+            pulling.finish()
+        else:
+            with pytest.raises(outcome) as caught:
+                pulling.finish()
+    error = None if isinstance(outcome, str) else caught.value
+    if isinstance(error, TransferFailed):
+        assert "freed, rebound or unregistered" in str(error)
+        assert error.status_code is LLMStatusCode.LLM_FAILED
+        assert (error.peer, error.phase, error.retryable) == (1, "copy", True)
+    if each.step.endswith("write"):
+        assert error is None or outcome is CacheNotFound or "remote bytes" in str(error)
+        same_bytes(decoder.do(show, "kv"), dst)
+        if outcome is CacheNotFound:
+            same_bytes(prompt.do(show, "kv"), src)
+        return
+    expected = dst
+    if outcome is FAILED:  # what was addressed is undefined, the rest is as it was
+        found = decoder.do(show, "kv")
+        for tensor, now in zip(expected, found, strict=True):
+            tensor[[to for to, _ in each.pairs]] = now[[to for to, _ in each.pairs]]
+        assert kept(pair) == 0
+    elif outcome in (NOW, THEN):
+        expected = moved(dst, prompt.do(show, "later") if outcome is NOW else src, each.pairs)
+    same_bytes(decoder.do(show, "kv"), expected)
+    assert prompt.do(resolves) == (2 if outcome in (NOW, CacheNotFound) else 1)
+    wait_until(lambda: prompt.do(picture).pins == 0)
 
 
 def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair) -> None:
-    _, dst = both(local_pair)
+    local_pair.start()
+    local_pair.prompt.do(count_messages)
+    local_pair.prompt.do(make, "kv", PAGED, 1)
+    dst = local_pair.decoder.do(make, "kv", TARGET, 2)
     local_pair.decoder.do(_always_late, local_pair.prompt.world)  # type: ignore[attr-defined]  # both ends are here
     with pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
         local_pair.decoder.do(call, *PULL)

@@ -1,29 +1,34 @@
-"""Keys of allocated caches: interface R2, R3, R4, R5 (what this process sees of it), interface R25, and what a peer
-finds by them."""
+"""Keys as the calls show them (interface R2 to R5, R25): what binds and removes them, what a peer finds by them, and
+what consumes them at the producer. The rules are those of `tests/unit/test_registry_machine.py`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
-from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
-from tests.support.memory import desc, pool, refused, settled, state
-from tests.support.world import World, fill, read
+from llm_datadist.errors import CacheNotFound, KeyInUse, LLMException, ParamError
+from tests.support.gates import stopped
+from tests.support.memory import desc, pool, refused, state
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World, fill
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
+    from tests.support.ends import End, LocalEnd
 
-    Bytes = list[NDArray[np.uint8]]
+    #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
+    Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers(
-    "CacheManager: allocate_cache check_cache_key deallocate_cache", "LLMDataDist.statistics", "errors.KeyInUse"
+    "CacheManager: allocate_cache check_cache_key deallocate_cache",
+    "LLMDataDist.statistics",
+    "errors.KeyInUse",
+    "llm.Transport",
 )
 
 PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)
@@ -46,100 +51,59 @@ def request(number: int, model: int = 0) -> str:
     return repr((0, number, model))
 
 
-# --- binding ----------------------------------------------------------------------------------------------------------
-
-
-def test_key_i_names_row_i_and_fewer_keys_than_rows_will_do(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(1, 10), CacheKey(1, 11)])
-    assert bound(world) == {request(10): (1, 0), request(11): (1, 1)}
-
-
-def test_the_cluster_id_of_a_key_does_not_matter_here(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(5, 10)])
-    with refused(world, KeyInUse, "req_id=10"):
-        world.cm.allocate_cache(desc(), [CacheKey(6, 10)])
-    world.cm.remove_cache_key(CacheKey(7, 10))
-    assert bound(world) == {}
-
-
-def test_requests_prefixes_models_and_blocks_have_namespaces_of_their_own(world: World) -> None:
-    keys = [CacheKey(1, 5, 0), CacheKey(1, 5, 1), CacheKey(1, 0, 0, 5), CacheKey(1, 0, 1, 5)]
-    world.cm.allocate_cache(desc(), keys)
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 5))
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    assert len(bound(world)) == 6
-
-
-def test_r02_the_same_key_twice_in_one_allocate_cache_names_the_last_row(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, 1), CacheKey(1, 3)])
-    assert bound(world) == {request(1): (1, 2), request(2): (1, 1), request(3): (1, 3)}
+def test_r02_r04_key_i_names_row_i_the_last_of_equal_keys_wins_placeholders_bind_nothing(world: World) -> None:
+    equal = [CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, 1), CacheKey(1, 3)]
+    for keys, expected in (
+        ([CacheKey(1, 10), CacheKey(1, 11)], {request(10): (1, 0), request(11): (1, 1)}),
+        (equal, {request(1): (2, 2), request(2): (2, 1), request(3): (2, 3)}),
+        ([PLACEHOLDER, CacheKey(1, 4), PLACEHOLDER, PLACEHOLDER], {request(4): (3, 1)}),
+        ([PLACEHOLDER] * 4, {}),
+        # Requests, prefixes, models and blocks have namespaces of their own; a prefix key is no placeholder.
+        ([CacheKey(1, 5, 0), CacheKey(1, 5, 1)], {request(5): (5, 0), request(5, 1): (5, 1)}),
+        ([CacheKey(1, 0, 0, 5), CacheKey(1, INVALID_ID, 1, 5)], {repr((1, 5, 0)): (6, 0), repr((1, 5, 1)): (6, 1)}),
+    ):
+        before = bound(world)
+        world.cm.allocate_cache(desc(), keys)
+        assert bound(world) == before | expected
+    before = bound(world)
+    for model in (5, 0):
+        world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, model))
+    assert bound(world) == before | {repr((2, 0, 5)): (7, 0), repr((2, 0, 0)): (8, 0)}
 
 
 def test_r03_a_key_in_use_is_refused_and_nothing_is_allocated_or_bound(world: World) -> None:
-    world.caches["first"] = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    fill(world.caches["first"], 1)
-    with refused(world, KeyInUse, "req_id=1", "cache 1"):
-        world.cm.allocate_cache(desc(), [CacheKey(1, 2), CacheKey(1, 1)])
-    assert bound(world) == {request(1): (1, 0)}
-
-
-def test_r03_a_key_of_a_deallocated_cache_that_is_not_pulled_yet_is_in_use(world: World) -> None:
-    world.cm.deallocate_cache(world.cm.allocate_cache(desc(), [CacheKey(1, 1)]))
+    """Whatever cluster id it names; also when its cache is deallocated and waits for the pull."""
+    world.caches["first"] = first = world.cm.allocate_cache(desc(), [CacheKey(5, 1)])
+    fill(first, 1)
+    for key in (CacheKey(1, 1), CacheKey(6, 1)):
+        with refused(world, KeyInUse, "req_id=1", "cache 1"):
+            world.cm.allocate_cache(desc(), [CacheKey(1, 2), key])
+    world.cm.deallocate_cache(first)
     with refused(world, KeyInUse, "req_id=1", "cache 1"):
         world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.remove_cache_key(CacheKey(1, 1))
+    world.cm.remove_cache_key(CacheKey(7, 1))
     world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-
-
-def test_r03_a_blocks_key_in_use_is_refused(world: World) -> None:
     world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
     with refused(world, KeyInUse, "BlocksCacheKey", "model_id=3"):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 3))
 
 
-def test_r04_placeholders_bind_nothing_any_number_of_them_anywhere(world: World) -> None:
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    world.cm.allocate_cache(desc(), [PLACEHOLDER, CacheKey(1, 1), PLACEHOLDER, PLACEHOLDER])
-    world.cm.allocate_cache(desc(), [PLACEHOLDER] * 4)
-    world.cm.allocate_cache(desc(), [PLACEHOLDER, PLACEHOLDER, CacheKey(1, 2)])
-    assert bound(world) == {repr((2, 0, 0)): (1, 0), request(1): (2, 1), request(2): (4, 2)}
-
-
-def test_r04_a_prefix_key_without_request_is_no_placeholder(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(1, INVALID_ID, 0, 8)])
-    assert len(bound(world)) == 1
-
-
-# --- removing ---------------------------------------------------------------------------------------------------------
-
-
 def test_r05_a_deallocated_cache_keeps_its_memory_until_the_last_key_is_removed(world: World) -> None:
-    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1), CacheKey(1, 2)])
+    prefix = CacheKey(1, 0, 0, 9)
+    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1), CacheKey(1, 2), prefix])
+    world.cm.remove_cache_key(CacheKey(1, 2))
     used = pool(world).used_bytes
+    assert used > 0
     world.cm.deallocate_cache(cache)
     assert cache.tensor_addrs == []
-    for key in (CacheKey(1, 1), CacheKey(1, 1)):
+    for key in (CacheKey(1, 1), CacheKey(1, 1), CacheKey(1, 0), prefix):
         assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (used, 1)
         world.cm.remove_cache_key(key)
-    world.cm.remove_cache_key(CacheKey(1, 2))
     assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (0, 0)
-
-
-def test_r05_a_key_removed_before_deallocate_does_not_keep_the_memory(world: World) -> None:
     cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
     world.cm.remove_cache_key(CacheKey(1, 1))
     assert pool(world).used_bytes > 0
     world.cm.deallocate_cache(cache)
-    assert pool(world).used_bytes == 0
-
-
-def test_r05_prefix_keys_keep_a_deallocated_cache_too(world: World) -> None:
-    key = CacheKey(1, 0, 0, 9)
-    world.cm.deallocate_cache(world.cm.allocate_cache(desc(), [key]))
-    assert pool(world).used_bytes > 0
-    world.cm.remove_cache_key(CacheKey(1, 0))
-    assert pool(world).used_bytes > 0
-    world.cm.remove_cache_key(key)
     assert pool(world).used_bytes == 0
 
 
@@ -151,120 +115,18 @@ def test_r05_statistics_show_age_and_bytes_of_unconsumed_keys(world: World) -> N
     assert 0.0 <= first.age_seconds <= later.age_seconds
 
 
-def test_r25_removing_a_placeholder_or_an_unknown_key_touches_nothing(world: World) -> None:
+def test_r25_a_key_of_a_registered_cache_is_unbound_unknown_keys_and_placeholders_touch_nothing(world: World) -> None:
     world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
     world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 4))
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    before = state(world)
+    cache = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 1)])
+    before, keys = state(world), bound(world)
     for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 2), CacheKey(1, 1, 9), CacheKey(1, 1, 0, 1)):
         world.cm.remove_cache_key(key)
     assert state(world) == before
-
-
-def test_r25_the_key_of_a_registered_cache_is_unbound(world: World) -> None:
-    cache = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 1)])
     world.cm.remove_cache_key(CacheKey(1, 1))
-    assert bound(world) == {}
+    assert bound(world) == {key: where for key, where in keys.items() if key != request(1)}
     assert world.dd.statistics().caches.registered == 1
     assert cache.tensor_addrs == [4096, 8192]
-
-
-# --- what a peer finds ------------------------------------------------------------------------------------------------
-
-
-def publish_rows(world: World, keys: list[CacheKey]) -> Bytes:
-    world.caches["kv"] = world.cm.allocate_cache(desc(), keys)
-    return fill(world.caches["kv"], 1)
-
-
-def deallocate(world: World) -> None:
-    world.cm.deallocate_cache(world.caches.pop("kv"))
-
-
-def remove(world: World, key: CacheKey) -> None:
-    world.cm.remove_cache_key(key)
-
-
-def used(world: World, nbytes: int) -> int:
-    """Bytes of the device pool in use: as expected, once the peer's releases have arrived."""
-    return settled(lambda: int(pool(world).used_bytes), nbytes)
-
-
-def register_rows(world: World, keys: list[CacheKey]) -> Bytes:
-    memory = world.cm.allocate_cache(desc())
-    world.caches["kv"] = world.cm.register_cache(desc(), list(memory.tensor_addrs), keys)
-    world.caches["owner"] = memory
-    return fill(world.caches["kv"], 1)
-
-
-def pull_row(world: World, key: CacheKey | CacheKeyByIdAndIndex, row: int) -> tuple[Bytes, Bytes]:
-    cache = world.cm.allocate_cache(desc())
-    before = fill(cache, 2)
-    try:
-        world.cm.pull_cache(key, cache, row)
-        return before, read(cache)
-    finally:
-        world.cm.deallocate_cache(cache)
-
-
-def pull_refused(world: World, key: CacheKey) -> tuple[LLMStatusCode, bool]:
-    cache = world.cm.allocate_cache(desc())
-    before = fill(cache, 2)
-    try:
-        with pytest.raises(CacheNotFound) as caught:
-            world.cm.pull_cache(key, cache, 0)
-        untouched = all(np.array_equal(one, other) for one, other in zip(before, read(cache), strict=True))
-        return caught.value.status_code, untouched
-    finally:
-        world.cm.deallocate_cache(cache)
-
-
-def content(world: World) -> Bytes:
-    return read(world.caches["kv"])
-
-
-def check_row(source: Bytes, source_row: int, before: Bytes, after: Bytes, row: int) -> None:
-    for s, b, a in zip(source, before, after, strict=True):
-        b[row] = s[source_row]
-        np.testing.assert_array_equal(a, b)
-
-
-def test_r02_a_peer_gets_the_last_row(pair: Pair) -> None:
-    pair.start()
-    source = pair.prompt.do(publish_rows, [CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, 1)])
-    before, after = pair.decoder.do(pull_row, CacheKey(1, 1), 3)
-    check_row(source, 2, before, after, 3)
-    for one, other in zip(source, pair.prompt.do(content), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_r05_a_deallocated_cache_answers_until_its_key_is_removed(pair: Pair) -> None:
-    pair.start()
-    source = pair.prompt.do(publish_rows, [CacheKey(1, 1), CacheKey(1, 0, 0, 5)])
-    pair.prompt.do(deallocate)
-    before, after = pair.decoder.do(pull_row, CacheKey(1, INVALID_ID, 0, 5), 0)
-    check_row(source, 1, before, after, 0)
-    pair.prompt.do(remove, CacheKey(1, 0, 0, 5))
-    not_there = (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, True)
-    assert pair.decoder.do(pull_refused, CacheKey(1, INVALID_ID, 0, 5)) == not_there
-    assert pair.prompt.do(used, 8192) == 8192
-    pair.prompt.do(remove, CacheKey(1, 1))
-    assert pair.prompt.do(used, 0) == 0
-    assert pair.decoder.do(pull_refused, CacheKey(1, 1)) == not_there
-
-
-def test_r25_a_peer_finds_no_removed_key_of_a_registered_cache_but_its_id(pair: Pair) -> None:
-    pair.start()
-    source = pair.prompt.do(register_rows, [CacheKey(1, 1)])
-    before, after = pair.decoder.do(pull_row, CacheKey(1, 1), 1)
-    check_row(source, 0, before, after, 1)
-    pair.prompt.do(remove, CacheKey(1, 1))
-    assert pair.decoder.do(pull_refused, CacheKey(1, 1)) == (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, True)
-    before, after = pair.decoder.do(pull_row, CacheKeyByIdAndIndex(1, 2, 3), 0)
-    check_row(source, 3, before, after, 0)
-
-
-# --- check_cache_key --------------------------------------------------------------------------------------------------
 
 
 def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
@@ -273,3 +135,205 @@ def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
     for key in (PLACEHOLDER, CacheKey(1, 1, 0, 1)):
         with refused(world, ParamError, f"req_id={key.req_id}", f"prefix_id={key.prefix_id}"):
             world.cm.check_cache_key(key)
+
+
+def test_r02_r05_r25_what_a_peer_finds_by_keys(shm_pair: Pair) -> None:
+    """The last row of equal keys; what is deallocated until its key is removed; of a registered cache then its id."""
+    shm_pair.start()
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prefix, other, mine = CacheKey(1, INVALID_ID, 0, 5), CacheKey(1, 1), CacheKey(1, 3)
+    source = prompt.do(make, "kv", Spec(keys=(other, prefix, other)), 1)
+    registered = prompt.do(make, "registered", Spec(keys=(mine,), memory="inside"), 2)
+    target = decoder.do(make, "kv", Spec(), 3)
+    alone = prompt.do(used) // 2
+    for key, row in ((prefix, 2), (CacheKeyByIdAndIndex(1, 1, 2), 4)):
+        decoder.do(call, "pull_cache", key, Use("kv"), row)
+    target = moved(target, source, [(2, 1), (4, 2)])
+    wait_until(lambda: list(prompt.do(bound)) == ["(1, 5, 0)", "(0, 3, 0)"])
+    prompt.do(forget, "kv")
+    decoder.do(call, "pull_cache", prefix, Use("kv"), 0)
+    decoder.do(call, "pull_cache", mine, Use("kv"), 1)
+    target = moved(moved(target, source, [(0, 1)]), registered, [(1, 0)])
+    wait_until(lambda: prompt.do(picture).pins == 0)
+    assert prompt.do(used) == 2 * alone
+    for key in (prefix, mine):
+        prompt.do(call, "remove_cache_key", key)
+        with pytest.raises(CacheNotFound) as caught:
+            decoder.do(call, "pull_cache", key, Use("kv"), 0)
+        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert prompt.do(used) == alone
+    decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 3, 3), Use("kv"), 3)
+    same_bytes(decoder.do(show, "kv"), moved(target, registered, [(3, 3)]))
+    same_bytes(prompt.do(show, "registered"), registered)
+
+
+def used(world: World) -> int:
+    return int(pool(world).used_bytes)
+
+
+# --- what consumes ----------------------------------------------------------------------------------------------------
+
+STRIDE, TENSORS = 48, 4
+WHOLE, HALF = STRIDE * TENSORS, STRIDE * TENSORS // 2
+KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
+PREFIX = CacheKey(1, 2**64 - 1, prefix_id=30)  # of row 7; row 8 has no key
+SOURCE = Spec(rows=9, keys=(*KEYS, PREFIX))
+REGISTERED = Spec(rows=4, keys=(CacheKey(1, 90), CacheKey(1, 91)), memory="inside")
+UNFIT = {"tensors": Spec(6, rows=4, keys=(CacheKey(1, 80),)), "stride": Spec(stride=40, keys=(CacheKey(1, 81),))}
+FIRST: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
+SECOND: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1, 2)}
+SECOND_TO_FIRST: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
+KV: Final = Use("kv")
+
+
+def by_row(row: int, cache_id: int = 1) -> CacheKeyByIdAndIndex:
+    return CacheKeyByIdAndIndex(1, cache_id, row)
+
+
+def left(end: End) -> dict[str, int]:
+    """Return key -> bytes that wait with it, once no transfer runs any more."""
+    wait_until(lambda: end.do(picture).pins == 0)
+    return {key.key: key.unconsumed_bytes for key in end.do(picture).keys}
+
+
+def shown(row: int) -> str:
+    """Return how statistics() shows the key of a row of "kv"."""
+    return "(1, 30, 0)" if row == 7 else f"(0, {10 + row}, 0)"
+
+
+def gone(pair: Pair, key: Any) -> None:
+    with pytest.raises(CacheNotFound) as caught:
+        pair.decoder.do(call, "pull_cache", key, KV)
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert caught.value.peer == 1
+
+
+def leave(pair: Pair, steps: list[Step]) -> None:
+    """Make the calls in turn; after each, exactly what it says is left at the producer."""
+    waiting = left(pair.prompt)
+    for step in steps:
+        method, args, kwargs, changes = step
+        pair.decoder.do(_called, method, args, kwargs)
+        waiting |= {shown(row): nbytes for row, nbytes in changes.items()}
+        waiting = {key: nbytes for key, nbytes in waiting.items() if nbytes}
+        wait_until(lambda expected=waiting: left(pair.prompt) == expected)  # type: ignore[misc]
+
+
+def _called(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call(world, method, *args, **kwargs)
+
+
+PULLS: list[Step] = [
+    # Complete means successful, whatever the size and the number of blocks.
+    ("pull_cache", (KEYS[0], KV, 0), {}, {0: 0}),
+    ("pull_cache", (KEYS[1], KV, 1, 1), {}, {1: 0}),
+    ("pull_blocks", (KEYS[2], Use("blocks"), [], [5]), {}, {2: 0}),
+    # By id and row it is the row's key, if it has one; the row is there for as long as the cache is.
+    ("pull_cache", (by_row(3), KV, 3), {}, {3: 0}),
+    ("pull_cache", (by_row(3), KV, 1), {}, {}),
+    ("pull_cache", (by_row(8), KV, 2), {}, {}),
+    # Prefix keys, blocks keys and keys of registered caches are never consumed.
+    *[("pull_cache", (key, KV, 4), {}, {}) for key in (PREFIX, PREFIX, by_row(7))],
+    *[("pull_cache", (key, KV, 5), {}, {}) for key in (CacheKey(1, 90), CacheKey(1, 90), by_row(1, 3), by_row(1, 3))],
+    *[("pull_blocks", (BLOCKS, Use("paged"), list(range(8)), list(range(8))), {}, {})] * 2,
+    # Layers of the source are united, for each key alone, whether pulled by key, by row or into blocks.
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {4: HALF}),
+    ("pull_cache", (KEYS[4], KV, 6), FIRST, {}),
+    ("pull_cache", (KEYS[5], KV, 7), SECOND_TO_FIRST, {5: HALF}),
+    ("pull_cache", (by_row(4), KV, 6), SECOND, {4: 0}),
+    ("pull_blocks", (KEYS[5], Use("blocks"), [], [0, 1]), FIRST, {5: 0}),
+    ("pull_cache", (KEYS[6], KV, 8), SECOND, {6: HALF}),
+    ("pull_cache", (KEYS[6], KV, 8), {}, {6: 0}),
+]
+PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
+REFUSED: Final = [{"size": 49}, {"src_layer_range": range(1)}, {"tensor_num_per_layer": 0}, {"batch_index": 99}]
+
+
+def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
+    pair.start()
+    prompt, decoder = pair.prompt, pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)  # cache 3, in the memory of cache 2
+    prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
+    decoder.do(make, "paged", Spec(blocks=True), 5)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    for seed, (name, spec) in enumerate(UNFIT.items()):
+        prompt.do(make, name, spec, seed)
+    before = left(prompt)
+    assert {shown(row): WHOLE for row in range(8)}.items() <= before.items()
+    assert len(before) == 8 + 2 + 1 + 2
+    for key, fault in [*((KEYS[0], fault) for fault in REFUSED), (CacheKey(1, 80), {}), (CacheKey(1, 81), {})]:
+        with pytest.raises(LLMException):
+            decoder.do(_called, "pull_cache", (key, KV), fault)
+        assert left(prompt) == before
+    leave(pair, PULLS)
+    for consumed in KEYS:
+        gone(pair, consumed)
+    expected = moved(moved(dst, src, PULLED), registered, [(5, 1)])
+    for tensor, half in zip(expected[:2], src[2:], strict=True):
+        tensor[7] = half[5]
+    same_bytes(decoder.do(show, "kv"), expected)
+    prompt.do(forget, "registered")
+    for lost in (CacheKey(1, 90), by_row(1, 3)):
+        gone(pair, lost)
+    assert "(0, 90, 0)" not in left(prompt)
+
+
+PUSHES: list[Step] = [
+    # With remote cache access a pull consumes nothing: there it is the producer who removes, or a push.
+    ("pull_cache", (by_row(0), KV), {}, {}),
+    ("pull_blocks", (by_row(0), Use("blocks"), [], [0]), {}, {}),
+    ("pull_blocks", (KEYS[0], Use("blocks"), [], [0]), {}, {}),
+    ("push_cache", (by_row(1), KV), {}, {1: 0}),
+    ("push_cache", (by_row(8), KV), {}, {}),
+    ("push_cache", (by_row(7), KV), {}, {}),
+    ("push_cache", (by_row(2), KV, 0, range(1), range(1, 2)), {}, {2: HALF}),
+    ("push_cache", (by_row(2), KV, 0, range(1), range(1)), {}, {2: 0}),
+    ("push_cache", (by_row(1, 3), KV, 1), {}, {}),  # the registered cache
+    ("push_cache", (by_row(3, 3), KV, 2), {}, {}),
+]
+
+
+def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_pulls_nothing(pair: Pair) -> None:
+    pair.start(rca=True)
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(make, "kv", SOURCE, 1)
+    src = decoder.do(make, "kv", Spec(rows=9), 2)
+    registered = prompt.do(make, "registered", REGISTERED, 3)
+    decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
+    leave(pair, PUSHES)
+    same_bytes(prompt.do(show, "registered"), moved(registered, decoder.do(show, "kv"), [(1, 1), (3, 2)]))
+    same_bytes([tensor[1:] for tensor in decoder.do(show, "kv")], [tensor[1:] for tensor in src])
+    prompt.do(call, "remove_cache_key", KEYS[0])
+    assert shown(0) not in left(prompt)
+    # The last keys of a cache that was given back: a push frees it.
+    prompt.do(forget, "registered")
+    prompt.do(call, "remove_cache_key", PREFIX)
+    prompt.do(forget, "kv")
+    held = prompt.do(used)
+    assert prompt.do(picture).caches.deferred == 1
+    for row in (3, 4, 5, 6):
+        assert prompt.do(used) == held
+        decoder.do(call, "push_cache", by_row(row), KV)
+    wait_until(lambda: prompt.do(used) < held)
+    assert left(prompt) == {}
+
+
+def test_r05_of_two_pulls_at_once_the_first_release_consumes_and_the_other_leaves_a_later_binding_alone(
+    local_pair: Pair, tmp_path: Path
+) -> None:
+    local_pair.start()
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
+    whole = left(prompt)
+    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
+    with stopped(decoder, "release", tmp_path, "pull_cache", KEYS[0], KV, 1) as pulling:
+        assert prompt.do(picture).pins == 1
+        decoder.do(call, "pull_cache", KEYS[0], KV, 2)
+        gone(local_pair, KEYS[0])
+        later = prompt.do(make, "later", Spec(rows=1, keys=(KEYS[0],)), 9)
+        pulling.finish()
+    assert left(prompt) == whole  # the later binding's bytes
+    decoder.do(call, "pull_cache", KEYS[0], KV, 3)
+    same_bytes(decoder.do(show, "kv"), moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)]))
+    gone(local_pair, KEYS[0])

@@ -14,7 +14,7 @@ from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,7 @@ PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 PRIVATE = Spec(blocks=True, blocks_key=BLOCKS, memory="private")
 LARGE = Spec(2, 4, 4 << 20, blocks=True, blocks_key=BLOCKS)
 POOL = '{"memory_size": 67108864, "page_shift": 12}'
+PATIENT = {"llm.PeerTimeout": "600"}
 CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
 
 
@@ -55,8 +56,7 @@ def _shut_out(world: World) -> None:
     assert libc.capset(header, struct.pack("<6I", *words)) == 0
 
 
-@pytest.mark.parametrize("spec", [PAGED, PRIVATE])
-def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd], spec: Spec) -> None:
+def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = strangers
     for role, cluster_id, end in (("PROMPT", 1, prompt), ("DECODER", 2, decoder)):
         end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
@@ -65,11 +65,13 @@ def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[Ch
         there = end.do(_explain, peer)
         assert (there.transport, there.private_transport) == ("shm", "tcp")
         assert "not by cma: the kernel does not let us into pid" in there.reason
-    src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
-    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
-    same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
-    decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
-    same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+    for spec in (PAGED, PRIVATE):
+        src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
+        same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
+        decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
+        same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+        prompt.do(forget, "kv")
     for end in strangers:
         # Where memory is mapped no lane engine is needed; where the link has lanes, it is there.
         assert end.do(_lane_threads) > 0
@@ -124,30 +126,33 @@ def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
         prompt.stop()
 
 
-def _lanes(world: World, peer: int) -> int:
+def _group(world: World, peer: int) -> Any:
+    """Return the lanes of a link."""
     assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer).connection.shared._group)  # type: ignore[attr-defined]
+    return world.dd._engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
+
+
+def _lanes(world: World, peer: int) -> int:
+    return len(_group(world, peer))
 
 
 def _break_lanes(world: World, peer: int, keep: int) -> None:
     """What a network does that forgets connections: the lanes end, the control connection stays."""
-    assert world.dd._engine is not None
-    engine = world.dd._engine
-    group = engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
+    group = _group(world, peer)
     for lane in list(group._loads)[keep:]:
-        engine._lanes.engine.drop_lane(lane)
+        world.dd._engine._lanes.engine.drop_lane(lane)  # type: ignore[union-attr]
         group.discard(lane)
 
 
-def paged(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
+def paged(pair: Pair, spec: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
     pair.start(**settings)
-    return pair.prompt.do(make, "kv", PAGED, 1), pair.decoder.do(make, "kv", PAGED, 2)
+    return pair.prompt.do(make, "kv", spec, 1), pair.decoder.do(make, "kv", spec, 2)
 
 
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("breaker", ["prompt", "decoder"])
 def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair, breaker: str, keep: int) -> None:
-    src, dst = paged(tcp_pair, rca=True)
+    src, dst = paged(tcp_pair, PAGED, rca=True)
     ends = {"prompt": (tcp_pair.prompt, 2), "decoder": (tcp_pair.decoder, 1)}
     for block in range(4):
         end, peer = ends[breaker]
@@ -159,7 +164,7 @@ def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair, breaker: 
 
 
 def test_the_end_that_was_linked_waits_for_the_other_to_dial_its_lanes_again(tcp_pair: Pair) -> None:
-    src, dst = paged(tcp_pair, rca=True)
+    src, dst = paged(tcp_pair, PAGED, rca=True)
     key = BlocksCacheKey(2, 0)
     tcp_pair.prompt.do(_break_lanes, 2, 0)
     tcp_pair.prompt.do(call, "pull_blocks", key, Use("kv"), [3], [1])
@@ -167,32 +172,19 @@ def test_the_end_that_was_linked_waits_for_the_other_to_dial_its_lanes_again(tcp
 
 
 @pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
-def test_r07_after_a_timeout_over_lanes_the_link_goes_on(children: tuple[ChildEnd, ChildEnd], method: str) -> None:
-    prompt, decoder = children
-    options: dict[str, Any] = {
-        "mem_pool_cfg": POOL,
-        "enable_remote_cache_accessible": True,
-        "extra": {"llm.Transport": "tcp", "llm.PeerTimeout": "600"},
-    }
-    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **options)
-    decoder.start("DECODER", 2, sync_kv_timeout=300, **options)
-    try:
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        src, dst = prompt.do(make, "kv", LARGE, 1), decoder.do(make, "kv", LARGE, 2)
-        decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
-        with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
-            decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
-        assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
-        pushed = method == "push_blocks"
-        changed, theirs = (prompt, decoder.do(show, "kv")) if pushed else (decoder, prompt.do(show, "kv"))
-        wait_until(lambda: decoder.do(_tries, method))
-        result = changed.do(show, "kv")
-        same_bytes([tensor[1:2] for tensor in result], [tensor[2:3] for tensor in theirs])
-        same_bytes((decoder if pushed else prompt).do(show, "kv"), dst if pushed else src)
-        assert prompt.do(picture).pins == 0
-    finally:
-        for end in (decoder, prompt):
-            end.stop()
+def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair, method: str) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    assert isinstance(prompt, ChildEnd)
+    src, dst = paged(tcp_pair, LARGE, rca=True, mem_pool_cfg=POOL, sync_kv_timeout=300, extra=PATIENT)
+    decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
+    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+        decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
+    assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
+    source, target, sent = (decoder, prompt, dst) if method == "push_blocks" else (prompt, decoder, src)
+    wait_until(lambda: decoder.do(_tries, method))
+    same_bytes([tensor[1:2] for tensor in target.do(show, "kv")], [tensor[2:3] for tensor in sent])
+    same_bytes(source.do(show, "kv"), sent)
+    assert prompt.do(picture).pins == 0
 
 
 def _tries(world: World, method: str) -> bool:
@@ -204,33 +196,20 @@ def _tries(world: World, method: str) -> bool:
     return True
 
 
-def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(children: tuple[ChildEnd, ChildEnd]) -> None:
+def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(tcp_pair: Pair) -> None:
     """A write that is given up half way costs its lane: what else is on that lane is tried again."""
-    prompt, decoder = children
-    options: dict[str, Any] = {
-        "mem_pool_cfg": POOL,
-        "enable_remote_cache_accessible": True,
-        "extra": {"llm.Transport": "tcp", "llm.PeerTimeout": "600"},
-    }
-    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **options)
-    decoder.start("DECODER", 2, **options)
-    try:
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
-        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
-        with frozen(prompt):
-            decoder.do(begin_there, "pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 5])
-            wait_until(lambda: decoder.do(_jobs, 1) == 1)
-            decoder.do(_break_lanes, 1, 0)
-        assert decoder.do(result_there, "pull") is None
-        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
-    finally:
-        for end in (decoder, prompt):
-            end.stop()
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    assert isinstance(prompt, ChildEnd)
+    src, dst = paged(tcp_pair, PAGED, rca=True, extra=PATIENT)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
+    with frozen(prompt):
+        decoder.do(begin_there, "pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 5])
+        wait_until(lambda: decoder.do(_jobs, 1) == 1)
+        decoder.do(_break_lanes, 1, 0)
+    assert decoder.do(result_there, "pull") is None
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
 
 
 def _jobs(world: World, peer: int) -> int:
     """Bytes on their way, as 0 or 1."""
-    assert world.dd._engine is not None
-    group = world.dd._engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
-    return int(sum(group._loads.values()) > 0)
+    return int(sum(_group(world, peer)._loads.values()) > 0)

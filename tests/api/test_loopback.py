@@ -8,29 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole, RegisterMemStatus
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, RegisterMemStatus
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.testing import loopback_links
 from tests.support.ends import LocalEnd
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
 from tests.support.ranks import settle
-from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llm_datadist import Cache
 
 OK = RegisterMemStatus.OK
 EMPTY = '{"version": "1.0", "status": "completed", "server_count": "0", "server_list": []}'
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = residue()
-    yield
-    assert LLMDataDist.llm_engine_instance is None
-    assert settled(before) == before
 
 
 def registered(datadist: LLMDataDist, fill: int, model_id: int = 0) -> tuple[Cache, np.ndarray]:
@@ -41,28 +30,25 @@ def registered(datadist: LLMDataDist, fill: int, model_id: int = 0) -> tuple[Cac
     return datadist.cache_manager.register_blocks_cache(desc, [tensor.ctypes.data for tensor in memory], key), memory
 
 
-@pytest.mark.parametrize("rank_table", [EMPTY, "{}", "", "not even JSON"])
 @pytest.mark.parametrize("rca", [True, False])
-def test_link_is_ok_when_it_returns_and_bytes_are_real(rank_table: str, rca: bool) -> None:
-    datadist = LLMDataDist(LLMRole.DECODER, 1)
-    datadist.init(make_config(enable_remote_cache_accessible=rca))
+def test_link_is_ok_when_it_returns_and_bytes_are_real(end: LocalEnd, rca: bool) -> None:
+    end.start("DECODER", 1, enable_remote_cache_accessible=rca)
+    datadist = end.world.dd
     with loopback_links() as peers:
-        comm_id = datadist.link("link", {1: 0, 2: 1}, rank_table)
-        assert (comm_id, datadist.query_register_mem_status(comm_id)) == (1, OK)
-        there, source = registered(peers[2], 7)
-        here, target = registered(datadist, 0)
-        datadist.cache_manager.pull_blocks(BlocksCacheKey(2, 0), here, [0, 1], [1, 3])
-        wanted = np.zeros_like(target)
-        wanted[:, [1, 3]] = 7
-        np.testing.assert_array_equal(target, wanted)
-        assert (source == 7).all()
-        peers[2].cache_manager.pull_blocks(BlocksCacheKey(1, 0), there, [0], [2])
-        assert (source[:, 2] == 0).all()
-        datadist.unlink(comm_id)
-        assert datadist.statistics().links == ()
-        assert datadist.link("link", {1: 0, 2: 1}, rank_table) == 2
-        assert datadist.query_register_mem_status(2) is OK
-    datadist.finalize()
+        for number, rank_table in enumerate((EMPTY, "{}", "", "not even JSON"), start=1):
+            comm_id = datadist.link("link", {1: 0, 2: 1}, rank_table)
+            assert (comm_id, datadist.query_register_mem_status(comm_id)) == (number, OK)
+            there, source = registered(peers[2], 7)
+            here, target = registered(datadist, 0)
+            datadist.cache_manager.pull_blocks(BlocksCacheKey(2, 0), here, [0, 1], [1, 3])
+            wanted = np.zeros_like(target)
+            wanted[:, [1, 3]] = 7
+            np.testing.assert_array_equal(target, wanted)
+            assert (source == 7).all()
+            peers[2].cache_manager.pull_blocks(BlocksCacheKey(1, 0), there, [0], [2])
+            assert (source[:, 2] == 0).all()
+            datadist.unlink(comm_id)
+            assert datadist.statistics().links == ()
 
 
 def test_the_members_are_gone_afterwards_and_link_reads_its_table_again(end: LocalEnd) -> None:

@@ -1,4 +1,5 @@
-"""allocate_cache, deallocate_cache, allocate_blocks_cache, deallocate_blocks_cache (interface §6.1, §6.2, §6.4, §7)."""
+"""Allocating, registering and giving back caches, and the pools they come from (interface §6.1 to §6.7, §6.15, §7).
+Wrong arguments by themselves: test_bad_input_*.py."""
 
 from __future__ import annotations
 
@@ -9,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMConfig, LLMStatusCode, Placement
+from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMStatusCode, MemInfo, Memtype, Placement
+from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import Effects
 from llm_datadist._cache.store import CacheStore
-from llm_datadist._checks import INVALID_ID
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.config import Options
-from llm_datadist.errors import NoneArgument, OutOfMemory, ParamError
+from llm_datadist.errors import NotLinked, OutOfMemory, ParamError
 from llm_datadist.types import LLMRole
-from tests.support.memory import cpu_cache, desc, equal, pool, refused, state
+from tests.support.memory import cpu_cache, desc, equal, pool, refused, state, user_memory
 from tests.support.world import World, fill, make_config, read
 
 if TYPE_CHECKING:
+    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
 
 pytestmark = pytest.mark.covers(
@@ -31,14 +33,16 @@ pytestmark = pytest.mark.covers(
     "Cache.cache_id",
     "CacheKeyByIdAndIndex.cache_id",
     "CacheManager: allocate_blocks_cache allocate_cache deallocate_blocks_cache deallocate_cache",
-    "CacheManager: remove_cache_key",
+    "CacheManager: register_blocks_cache register_cache remap_registered_memory remove_cache_key unregister_cache",
     "LLMDataDist.check_integrity",
     "LLMStatusCode.LLM_OUT_OF_MEMORY",
     "PoolOptions.parse",
-    "errors.OutOfMemory",
+    "MemInfo",
+    "errors: NotLinked OutOfMemory",
 )
 
 PAGE = 4096
+FAKE = [1, 4096]
 
 
 @pytest.fixture
@@ -68,25 +72,17 @@ def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_t
         equal(fill(cache, 1), read(cache))
 
 
-def test_cache_ids_count_from_one_and_are_not_reused(world: World) -> None:
-    first = world.cm.allocate_cache(desc())
-    second = world.cm.allocate_blocks_cache(desc())
-    assert [first.cache_id, second.cache_id] == [1, 2]
-    world.cm.deallocate_cache(first)
-    world.cm.deallocate_blocks_cache(second)
-    assert world.cm.allocate_cache(desc()).cache_id == 3
-    assert (first.is_blocks_cache, second.is_blocks_cache) == (False, True)
-
-
-def test_one_descriptor_serves_both_kinds_of_cache(world: World) -> None:
+def test_ids_count_from_one_and_one_descriptor_serves_both_kinds_of_cache(world: World) -> None:
     shared = desc()
-    blocks = world.cm.allocate_blocks_cache(shared)
-    cache = world.cm.allocate_cache(shared)
-    assert (blocks.is_blocks_cache, cache.is_blocks_cache) == (True, False)
+    rows, blocks = world.cm.allocate_cache(shared), world.cm.allocate_blocks_cache(shared)
+    assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [(1, False), (2, True)]
     with refused(world, ParamError, "cache", "blocks"):
         world.cm.deallocate_cache(blocks)
     with refused(world, ParamError, "cache", "not a blocks cache"):
-        world.cm.deallocate_blocks_cache(cache)
+        world.cm.deallocate_blocks_cache(rows)
+    world.cm.deallocate_cache(rows)
+    world.cm.deallocate_blocks_cache(blocks)
+    assert world.cm.allocate_cache(desc()).cache_id == 3
 
 
 @pytest.mark.parametrize("kind", ["cache", "blocks_cache"])
@@ -105,7 +101,7 @@ def test_deallocate_gives_the_memory_back_empties_the_handle_and_is_a_noop_again
     assert totals(world) == nothing
 
 
-def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once(world: World) -> None:
+def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once_and_takes_a_cpu_cache(world: World) -> None:
     key = BlocksCacheKey(1, 7)
     cache = world.cm.allocate_blocks_cache(desc(), key)
     assert [each.cache_id for each in world.dd.statistics().keys] == [1]
@@ -113,14 +109,10 @@ def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once(world: World) -
     assert totals(world) == (0, 0)
     assert world.dd.statistics().keys == ()
     world.cm.deallocate_blocks_cache(cache)
-    again = world.cm.allocate_blocks_cache(desc(), key)
-    assert again.cache_id == 2
-
-
-def test_r27_deallocate_blocks_cache_takes_a_cpu_cache(world: World) -> None:
-    cache = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
-    world.cm.deallocate_blocks_cache(cache)
-    assert cache.tensor_addrs == []
+    assert world.cm.allocate_blocks_cache(desc(), key).cache_id == 2
+    cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
+    world.cm.deallocate_blocks_cache(cpu)
+    assert cpu.tensor_addrs == []
 
 
 def test_a_registered_cache_is_emptied_by_deallocate_and_stays_registered(world: World) -> None:
@@ -133,20 +125,112 @@ def test_a_registered_cache_is_emptied_by_deallocate_and_stays_registered(world:
     assert len(world.dd.statistics().keys) == 1
 
 
+# --- registering ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fake_address_is_registered_untouched_and_unregistered(world: World) -> None:
+    nothing = state(world)
+    for number, placement in enumerate(Placement):
+        for register in (world.cm.register_cache, world.cm.register_blocks_cache):
+            cache = register(desc(placement=placement), FAKE)
+            assert cache.tensor_addrs == FAKE
+            assert cache.is_blocks_cache is (register == world.cm.register_blocks_cache)
+            assert world.dd.statistics().caches.registered == 1
+            world.cm.unregister_cache(cache.cache_id)
+            assert state(world) == nothing
+        assert cache.cache_id == 2 * number + 2
+
+
+@pytest.mark.parametrize("call", ["register_cache", "register_blocks_cache"])
+def test_registering_and_unregistering_change_no_byte_of_the_memory(world: World, call: str) -> None:
+    addrs = user_memory(world, "mine", desc())
+    for array in world.memory["mine"]:
+        array[:] = np.arange(array.size) % 251
+    before = [array.copy() for array in world.memory["mine"]]
+    cache = getattr(world.cm, call)(desc(), addrs)
+    equal([tensor.reshape(-1) for tensor in read(cache)], before)
+    world.cm.unregister_cache(cache.cache_id)
+    equal(world.memory["mine"], before)
+
+
+def test_addresses_may_repeat_and_be_of_numpy_and_ids_come_from_the_same_counter_as_allocations(world: World) -> None:
+    first = world.cm.register_blocks_cache(desc(), FAKE)
+    allocated = world.cm.allocate_cache(desc())
+    second = world.cm.register_cache(desc(), FAKE)
+    assert [first.cache_id, allocated.cache_id, second.cache_id] == [1, 2, 3]
+    world.cm.unregister_cache(3)
+    cache = world.cm.register_cache(desc(), [np.uint64(2**40), np.int64(4096)])  # type: ignore[list-item]
+    assert (cache.cache_id, cache.tensor_addrs) == (4, [2**40, 4096])
+    assert all(type(address) is int for address in cache.tensor_addrs)
+
+
+def test_registered_keys_do_not_disturb_allocated_ones(world: World) -> None:
+    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
+    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1), CacheKey(1, 2**64 - 1)])
+    assert [(each.key, each.cache_id) for each in world.dd.statistics().keys] == [("(0, 1, 0)", 1)]
+
+
+# --- unregistering ----------------------------------------------------------------------------------------------------
+
+
+def test_unregister_drops_keys_and_is_a_noop_for_ids_that_are_not_registered(world: World) -> None:
+    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1), CacheKey(1, 2)])
+    allocated = world.caches["allocated"] = world.cm.allocate_cache(desc(), [CacheKey(1, 3)])
+    world.cm.unregister_cache(1)
+    assert [each.cache_id for each in world.dd.statistics().keys] == [allocated.cache_id]
+    once = state(world)
+    for cache_id in (1, 999, 0, -1, -(2**63), 2**63 - 1, allocated.cache_id):
+        world.cm.unregister_cache(cache_id)
+    assert state(world) == once
+
+
+def test_memory_of_a_pool_registered_again_survives_unregister(world: World) -> None:
+    memory = world.cm.allocate_blocks_cache(desc())
+    alias = world.cm.register_blocks_cache(desc(), list(memory.tensor_addrs))
+    before = fill(memory, 1)
+    equal(read(alias), before)
+    world.cm.unregister_cache(alias.cache_id)
+    equal(read(memory), before)
+    world.cm.deallocate_blocks_cache(memory)
+    assert pool(world).used_bytes == 0
+
+
+# --- remap ------------------------------------------------------------------------------------------------------------
+
+GOOD = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)
+
+
+def remap(world: World, infos: Any) -> None:
+    before = state(world)
+    world.cm.remap_registered_memory(infos)
+    assert state(world) == before
+
+
+def test_remap_checks_and_does_nothing_when_linked(local_pair: Pair) -> None:
+    local_pair.start()
+    for infos in (GOOD, [GOOD], [GOOD, GOOD]):
+        local_pair.prompt.do(remap, infos)
+
+
+def test_remap_without_a_link_is_not_yet_link(world: World) -> None:
+    with refused(world, NotLinked, "remap_registered_memory", status=LLMStatusCode.LLM_NOT_YET_LINK):
+        world.cm.remap_registered_memory(GOOD)
+
+
 # --- out of memory ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["cache", "blocks_cache"])
-def test_out_of_memory_names_the_figures_and_leaves_nothing_behind(world: World, kind: str) -> None:
-    allocate = getattr(world.cm, f"allocate_{kind}")
-    keep = world.caches["keep"] = allocate(desc(1, (1, 2**22)))
+def test_out_of_memory_names_the_figures_and_leaves_nothing_behind(world: World) -> None:
+    keep = world.caches["keep"] = world.cm.allocate_cache(desc(1, (1, 2**22)))
     fill(keep, 1)
-    keys = [CacheKey(1, 5)] if kind == "cache" else BlocksCacheKey(1, 5)
     figures = ("pool device", "2 x 16777216 bytes", "requested 33554432", "free 16777216", "largest hole 16777216")
-    with refused(world, OutOfMemory, *figures, status=LLMStatusCode.LLM_OUT_OF_MEMORY):
-        allocate(desc(2, (1, 2**22)), keys)
+    large, status = desc(2, (1, 2**22)), LLMStatusCode.LLM_OUT_OF_MEMORY
+    with refused(world, OutOfMemory, *figures, status=status):
+        world.cm.allocate_cache(large, [CacheKey(1, 5)])
+    with refused(world, OutOfMemory, *figures, status=status):
+        world.cm.allocate_blocks_cache(large, BlocksCacheKey(1, 5))
     assert world.dd.statistics().keys == ()
-    allocate(desc(1, (1, 2**22)), keys)
+    world.cm.allocate_cache(desc(1, (1, 2**22)), [CacheKey(1, 5)])
 
 
 def test_a_full_guard_table_leaves_nothing_behind() -> None:
@@ -155,7 +239,7 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
     store._guards.close()
     small = store._guards = GuardTable(slots=4)
     soon = Deadline(10_000)
-    geometry = store.allocate(_geometry(), [], soon).geometry
+    geometry = store.allocate(Geometry.of(desc(), CacheKind.CACHE), [], soon).geometry
     keys = [(CacheKey(1, n), n) for n in range(2)]
     for _ in range(3):
         with pytest.raises(OutOfMemory, match="guard table is full"):
@@ -211,12 +295,6 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
     world.cm.deallocate_cache(other)
 
 
-def _geometry() -> Any:
-    from llm_datadist._cache.geometry import CacheKind, Geometry
-
-    return Geometry.of(desc(), CacheKind.CACHE)
-
-
 # --- no pool ----------------------------------------------------------------------------------------------------------
 
 
@@ -248,42 +326,6 @@ def test_r12_without_any_pool_giving_back_is_a_noop(end: LocalEnd) -> None:
 # --- pools at init ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mem_pool_cfg", "host_mem_pool_cfg"])
-@pytest.mark.parametrize("value", [None, 1, {"memory_size": 65536}, b"{}"])
-def test_r11_pool_setters_take_text_only(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=name):
-        setattr(LLMConfig(), name, value)
-
-
-@pytest.mark.parametrize("name", ["mem_pool_cfg", "host_mem_pool_cfg"])
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("{", ["JSON"]),
-        ('[{"memory_size": 65536}]', ["JSON object"]),
-        ("{}", ["memory_size is missing"]),
-        ('{"memory_size": 0}', ["memory_size is 0"]),
-        ('{"memory_size": -65536}', ["memory_size is -65536"]),
-        ('{"memory_size": 65536.0}', ["memory_size is 65536.0"]),
-        ('{"memory_size": true}', ["memory_size is True"]),
-        ('{"memory_size": "65536"}', ["memory_size is '65536'"]),
-        ('{"memory_size": 65535}', ["memory_size is 65535", "65536"]),
-        ('{"memory_size": 65536, "page_shift": 9}', ["page_shift is 9"]),
-        ('{"memory_size": 4294967296, "page_shift": 31}', ["page_shift is 31"]),
-        ('{"memory_size": 65536, "page_shift": 16.0}', ["page_shift is 16.0"]),
-    ],
-)
-def test_r11_a_bad_pool_text_fails_init_and_init_can_be_repeated(
-    end: LocalEnd, name: str, text: str, parts: list[str]
-) -> None:
-    with pytest.raises(ParamError) as caught:
-        end.start("PROMPT", 1, **{name: text})
-    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-    end.world.dd.init(make_config())
-    assert [each.capacity_bytes for each in end.world.dd.statistics().pools] == [2**25, 2**25]
-
-
 def test_r11_i6_page_shift_is_16_unless_given_and_capacity_whole_pages(end: LocalEnd) -> None:
     end.start(
         "PROMPT",
@@ -295,19 +337,6 @@ def test_r11_i6_page_shift_is_16_unless_given_and_capacity_whole_pages(end: Loca
     assert [pool(end.world, name).capacity_bytes for name in ("device", "host")] == [3 * 65536, 195 * 1024]
 
 
-def test_r11_unknown_fields_give_one_warning_naming_them(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
-    end.start("PROMPT", 1, mem_pool_cfg='{"memory_size": 65536, "colour": 1, "page_size": 2}')
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "llm.MemPoolConfig" in warnings[0]
-    assert "colour, page_size" in warnings[0]
-
-
-def test_r11_a_host_pool_above_20_gib_is_refused(end: LocalEnd) -> None:
-    with pytest.raises(ParamError, match=r"memory_size is 21474836481, above the limit of 21474836480"):
-        end.start("PROMPT", 1, host_mem_pool_cfg='{"memory_size": 21474836481}')
-
-
 def test_r11_a_pool_larger_than_the_host_is_out_of_memory_naming_both_figures(end: LocalEnd) -> None:
     most, source = host_memory_limit()
     size = (most // 65536 + 1) * 65536
@@ -316,54 +345,3 @@ def test_r11_a_pool_larger_than_the_host_is_out_of_memory_naming_both_figures(en
     assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
     assert f"{size} bytes" in str(caught.value)
     assert f"{most} bytes of {source}" in str(caught.value)
-
-
-# --- wrong arguments --------------------------------------------------------------------------------------------------
-
-BAD_SHAPES = [
-    (CacheDesc(0, [4, 16], DataType.DT_FLOAT), ["num_tensors", "0"]),
-    (CacheDesc(1, [0, 16], DataType.DT_FLOAT), ["shape", "[0, 16]"]),
-    (CacheDesc(1, [4, -1], DataType.DT_FLOAT), ["shape", "[4, -1]"]),
-    (CacheDesc(1, [1] * 32, DataType.DT_FLOAT), ["shape", "32"]),
-    (CacheDesc(1, [2**62, 2**62], DataType.DT_FLOAT), ["shape", "beyond"]),
-]
-
-
-@pytest.mark.parametrize("call", ["allocate_cache", "allocate_blocks_cache"])
-@pytest.mark.parametrize(("bad", "parts"), BAD_SHAPES)
-def test_r01_impossible_shapes_are_refused(world: World, call: str, bad: CacheDesc, parts: list[str]) -> None:
-    with refused(world, ParamError, *parts):
-        getattr(world.cm, call)(bad)
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "kind", "parts"),
-    [
-        ("allocate_cache", (None,), NoneArgument, ["cache_desc", "None"]),
-        ("allocate_cache", ({"num_tensors": 1},), TypeError, ["cache_desc", "dict"]),
-        ("allocate_cache", (desc(), None), NoneArgument, ["cache_keys", "None"]),
-        ("allocate_cache", (desc(), CacheKey(1, 1)), TypeError, ["cache_keys", "CacheKey"]),
-        ("allocate_cache", (desc(), {CacheKey(1, 1)}), TypeError, ["cache_keys", "set"]),
-        ("allocate_cache", (desc(), [CacheKey(1, 1), None]), NoneArgument, ["cache_keys[1]", "None"]),
-        ("allocate_cache", (desc(), [BlocksCacheKey(1)]), TypeError, ["cache_keys[0]", "BlocksCacheKey"]),
-        ("allocate_cache", (desc(), [CacheKey(1, n) for n in range(5)]), ParamError, ["cache_keys", "5 keys", "4"]),
-        ("allocate_cache", (desc(), [CacheKey(1, INVALID_ID)] * 5), ParamError, ["cache_keys", "5 keys", "4"]),
-        ("allocate_blocks_cache", (None,), NoneArgument, ["cache_desc", "None"]),
-        ("allocate_blocks_cache", ([1],), TypeError, ["cache_desc", "list"]),
-        ("allocate_blocks_cache", (desc(), CacheKey(1, 1)), TypeError, ["blocks_cache_key", "CacheKey"]),
-        ("allocate_blocks_cache", (desc(), [BlocksCacheKey(1)]), TypeError, ["blocks_cache_key", "list"]),
-        ("deallocate_cache", (None,), NoneArgument, ["cache", "None"]),
-        ("deallocate_cache", (1,), TypeError, ["cache", "int"]),
-        ("deallocate_blocks_cache", (None,), NoneArgument, ["cache", "None"]),
-        ("deallocate_blocks_cache", ("1",), TypeError, ["cache", "str"]),
-        ("remove_cache_key", (None,), NoneArgument, ["cache_key", "None"]),
-        ("remove_cache_key", (BlocksCacheKey(1),), TypeError, ["cache_key", "BlocksCacheKey"]),
-        ("remove_cache_key", ((1, 1),), TypeError, ["cache_key", "tuple"]),
-    ],
-)
-def test_r01_wrong_arguments_are_refused_and_nothing_happens(
-    world: World, call: str, arguments: tuple[Any, ...], kind: type[Exception], parts: list[str]
-) -> None:
-    world.caches["there"] = world.cm.allocate_cache(desc(), [CacheKey(1, 77)])
-    with refused(world, kind, *parts):
-        getattr(world.cm, call)(*arguments)

@@ -52,66 +52,45 @@ def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
         yield pushed
 
 
-def _lost_writers(world: World) -> int:
-    return world.dd.statistics().lost_writers
-
-
-def _free_bytes(world: World) -> int:
-    (pool,) = world.dd.statistics().pools
-    return int(pool.free_bytes)
-
-
-@pytest.mark.parametrize("step", ["before write", "after write"])
-def test_memory_under_a_stopped_writer_is_not_used_again(pushed: Pushed, tmp_path: Path, step: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [("before write", "goes on"), ("after write", "goes on"), ("before write", "killed"), ("before write", "unlinked")],
+)
+def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
+    pushed: Pushed, tmp_path: Path, step: str, how: str
+) -> None:
+    """A lost link proves nothing about it: its page is still looked at."""
     both(pushed, ROWS, STRIDE, sync_kv_timeout=SHORT, **small_pool())
     owner, pusher = pushed.owner, pushed.pusher
+    pid = pusher.pid
     with stopped(pusher, step, tmp_path, *PUSH) as push:
         freeze(pusher)
+        if how == "unlinked":
+            owner.do(_unlink_by_force)
+        assert owner.world.dd.statistics().lost_writers == (how == "unlinked")
         forget(owner.world, "kv")
         assert quarantined(owner.world) == NBYTES
         other = make(owner.world, "other", SMALL, 3)
         with pytest.raises(OutOfMemory) as caught:
             make(owner.world, "second", SECOND, 4)
-        pusher.signal(signal.SIGCONT)
-        with pytest.raises(TransferFailed, match="freed, rebound or unregistered"):
-            push.finish()
+        if how == "killed":
+            pusher.signal(signal.SIGKILL)
+            with pytest.raises(EOFError):
+                push.finish()
+        else:
+            pusher.signal(signal.SIGCONT)
+            with pytest.raises((PeerLost, TransferFailed)) as failed:
+                push.finish()
+            assert how == "unlinked" or "freed, rebound or unregistered" in str(failed.value)
     error = caught.value
     assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, (1 << 20) - NBYTES - 64 * STRIDE)
-    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pusher.pid} on " in str(error)
-    wait_until(lambda: quarantined(owner.world) == 0)
+    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pid} on " in str(error)
+    wait_until(lambda: quarantined(owner.world) == 0 and owner.world.dd.statistics().lost_writers == 0)
     same_bytes(show(owner.world, "other"), other)
+    forget(owner.world, "other")
+    (pool,) = owner.world.dd.statistics().pools
+    assert pool.free_bytes == 1 << 20
     make(owner.world, "second", SECOND, 4)
-
-
-def test_memory_comes_back_when_the_stopped_writer_is_killed(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, **small_pool())
-    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-        freeze(pushed.pusher)
-        forget(pushed.owner.world, "kv")
-        assert quarantined(pushed.owner.world) == NBYTES
-        pushed.pusher.signal(signal.SIGKILL)
-        wait_until(lambda: quarantined(pushed.owner.world) == 0)
-        assert _free_bytes(pushed.owner.world) == 1 << 20
-        with pytest.raises(EOFError):
-            push.finish()
-
-
-def test_a_lost_link_proves_nothing_about_a_stopped_writer(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, sync_kv_timeout=SHORT, **small_pool())
-    owner, pusher = pushed.owner, pushed.pusher
-    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
-        freeze(pusher)
-        owner.do(_unlink_by_force)
-        assert _lost_writers(owner.world) == 1
-        forget(owner.world, "kv")  # after the link is gone: its page is still looked at
-        assert quarantined(owner.world) == NBYTES
-        with pytest.raises(OutOfMemory):
-            make(owner.world, "second", SECOND, 4)
-        pusher.signal(signal.SIGCONT)
-        with pytest.raises((PeerLost, TransferFailed)):
-            push.finish()
-    wait_until(lambda: quarantined(owner.world) == 0 and _lost_writers(owner.world) == 0)
-    assert _free_bytes(owner.world) == 1 << 20
 
 
 def _unlink_by_force(world: World) -> None:
@@ -126,18 +105,27 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
     with stopped(pusher, "resolved", tmp_path, *PUSH) as push:
         freeze(pusher)
         owner.do(_unlink_by_force)
-        assert _lost_writers(owner.world) == 0
+        assert owner.world.dd.statistics().lost_writers == 0
         pusher.signal(signal.SIGCONT)
         with pytest.raises(PeerLost):
             push.finish()
     same_bytes(show(owner.world, "kv"), before)
 
 
-def test_an_allocation_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, **small_pool())
+def test_an_allocation_waits_only_for_writers_of_what_was_given_back_and_only_if_that_can_be_enough(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
     owner = pushed.owner
+    make(owner.world, "idle", SMALL, 3)
     with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        assert owner.do(writing, "kv") == 1
+        forget(owner.world, "idle")
+        assert quarantined(owner.world) == 0
         forget(owner.world, "kv")
+        with pytest.raises(OutOfMemory) as caught:
+            make(owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
+        assert caught.value.quarantined == NBYTES
         with in_background(owner, _allocate_beside_a_guard):
             assert not ended(owner.world)
             with pytest.raises(TransferFailed):
@@ -148,28 +136,6 @@ def test_an_allocation_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_
 def _allocate_beside_a_guard(world: World) -> None:
     make(world, "a sign of life", Spec(1, 1, STRIDE, blocks=True), 5)
     make(world, "second", SECOND, 4)
-
-
-def test_what_cannot_be_enough_is_not_waited_for(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
-    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-        forget(pushed.owner.world, "kv")
-        with pytest.raises(OutOfMemory) as caught:
-            make(pushed.owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
-        with pytest.raises(TransferFailed):
-            push.finish()
-    assert caught.value.quarantined == NBYTES
-
-
-def test_only_the_writers_of_a_cache_hold_its_memory(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, **small_pool())
-    owner = pushed.owner
-    make(owner.world, "idle", SMALL, 3)
-    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-        forget(owner.world, "idle")
-        assert quarantined(owner.world) == 0
-        push.finish()
-    assert owner.do(writing, "kv") == 0
 
 
 def test_a_writer_stopped_inside_the_copy(pushed: Pushed) -> None:
@@ -233,39 +199,37 @@ def test_unregister_names_the_writer_it_waited_for_in_vain(private: Pushed, tmp_
         pusher.do(call, *PUSH)
 
 
-def test_unregister_succeeds_once_the_writer_is_killed(private: Pushed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
+def test_unregister_waits_for_a_writer_that_ends_in_time(private: Pushed, tmp_path: Path, killed: bool) -> None:
     both(private, 8, STRIDE, "private")
-    with stopped(private.pusher, "before write", tmp_path, *PUSH) as push:
-        freeze(private.pusher)
-        with in_background(private.owner, _unregister):
-            assert not ended(private.owner.world)
-            private.pusher.signal(signal.SIGKILL)
-        after = show(private.owner.world, "kv")
-        with pytest.raises(EOFError):
-            push.finish()
-    same_bytes(show(private.owner.world, "kv"), after)
+    owner, pusher = private.owner, private.pusher
+    with stopped(pusher, "before write" if killed else "after write", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        with in_background(owner, _unregister):
+            assert not ended(owner.world)
+            pusher.signal(signal.SIGKILL if killed else signal.SIGCONT)
+            if not killed:
+                with pytest.raises(TransferFailed):
+                    push.finish()
+        after = show(owner.world, "kv")
+        if killed:
+            with pytest.raises(EOFError):
+                push.finish()
+    same_bytes(show(owner.world, "kv"), after)
 
 
-def test_unregister_waits_for_a_writer_that_ends_in_time(private: Pushed, tmp_path: Path) -> None:
-    both(private, 8, STRIDE, "private")
-    with stopped(private.pusher, "after write", tmp_path, *PUSH) as push, in_background(private.owner, _unregister):
-        assert not ended(private.owner.world)
-        with pytest.raises(TransferFailed):
-            push.finish()
-
-
-def test_finalize_names_who_still_writes_registered_memory(
-    private: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    both(private, 8, STRIDE, "private", sync_kv_timeout=SHORT)
-    with stopped(private.pusher, "before write", tmp_path, *PUSH) as push:
-        freeze(private.pusher)
-        private.owner.world.dd.finalize()
-        private.pusher.signal(signal.SIGCONT)
-        with pytest.raises((PeerLost, TransferFailed)):
-            push.finish()
+def test_finalize_names_the_writer_of_registered_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pushed_over("cma") as pushed:
+        both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
+        with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+            freeze(pushed.pusher)
+            pushed.owner.world.dd.finalize()
+            pushed.pusher.signal(signal.SIGCONT)
+            with pytest.raises((PeerLost, TransferFailed)):
+                push.finish()
+        pid = pushed.pusher.pid
     (text,) = [record.getMessage() for record in caplog.records if "finalize" in record.getMessage()]
-    assert f"cluster 2 (pid {private.pusher.pid} on " in text
+    assert f"cluster 2 (pid {pid} on " in text
     assert "\n" not in text
 
 
@@ -312,38 +276,31 @@ def _unregister_within(world: World, milliseconds: int) -> None:
 
 
 def _unregister_and_wipe(world: World) -> None:
-    """What a user does: free the memory. Whoever were still at it would show."""
+    """What a user does: free the memory. What still writes there would show."""
     _unregister(world)
     for array in world.memory["kv"]:
         array[:] = 0xEE
     np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
 
 
-def test_in_one_process_a_reader_of_a_pool_holds_nothing_up(local_pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("push", [False, True])
+def test_in_one_process_writers_quarantine_pool_memory_and_readers_hold_nothing_up(
+    local_pair: Pair, tmp_path: Path, push: bool
+) -> None:
     local_pair.start(rca=True)
     local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
     local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    with stopped(local_pair.decoder, "before copy", tmp_path, "pull_blocks", KEY, Use("kv"), [1], [2]) as pull:
+    step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
+    with stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move:
         local_pair.prompt.do(forget, "kv")
-        assert local_pair.prompt.do(quarantined) == 0
+        assert local_pair.prompt.do(quarantined) == (4 * 4096 if push else 0)
         with pytest.raises(TransferFailed):
-            pull.finish()
-
-
-def test_in_one_process_a_writer_quarantines_pool_memory(local_pair: Pair, tmp_path: Path) -> None:
-    local_pair.start(rca=True)
-    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    with stopped(local_pair.decoder, "before write", tmp_path, "push_blocks", KEY, Use("kv"), [1], [2]) as push:
-        local_pair.prompt.do(forget, "kv")
-        assert local_pair.prompt.do(quarantined) == 4 * 4096
-        with pytest.raises(TransferFailed):
-            push.finish()
+            move.finish()
     assert local_pair.prompt.do(quarantined) == 0
 
 
-def test_over_tcp_nobody_is_waited_for(tmp_path: Path) -> None:
-    """The owner's own lanes write: they stop before the call returns, whoever asked for it."""
+def test_over_tcp_no_writer_is_waited_for(tmp_path: Path) -> None:
+    """The owner's own lanes write: they stop before the call returns, for whichever peer they do."""
     with pushed_over("tcp") as pushed:
         both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
         with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:

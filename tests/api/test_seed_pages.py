@@ -1,295 +1,292 @@
-"""The seed pages, entry by entry, with the values that they and the samples print (interface §14, B11)."""
+"""The printed examples of the interface's pages, with the values that they print, as flows of one or two ends
+(interface §6, §7, §14, B11, R14, R27, R31)."""
 
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMStatusCode,
+    Placement,
+)
 from llm_datadist._memory.host import host_memory_limit
-from llm_datadist.errors import CacheNotFound, OutOfMemory, ParamError
+from llm_datadist.errors import CacheNotFound, KeyInUse, OutOfMemory, ParamError
 from llm_datadist.views import tensor_views
-from tests.support.memory import cpu_cache, equal, pool, refused, settled
-from tests.support.world import World, fill, make_config, read
+from tests.support.memory import pool, refused
+from tests.support.moves import Use, call, moved, picture, same_bytes, show, wait_until
+from tests.support.world import fill, make_config, read
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
-
-    Bytes = list[NDArray[np.uint8]]
+    from tests.support.ends import End, LocalEnd
+    from tests.support.moves import Bytes
+    from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "CacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_blocks_cache",
-    "CacheManager: deallocate_cache remove_cache_key swap_blocks",
-    "LLMConfig.mem_pool_cfg",
+    "CacheManager: deallocate_cache push_blocks remove_cache_key swap_blocks",
+    "LLMConfig: host_mem_pool_cfg mem_pool_cfg",
+    "LLMStatusCode: LLM_KV_CACHE_NOT_EXIST LLM_NOT_YET_LINK",
+    "llm: HostMemPoolConfig MemPoolConfig",
 )
 
-POOL_64_MIB = json.dumps({"memory_size": 64 * 1024 * 1024})
-PAGE_EXAMPLE = json.dumps({"memory_size": 18737418240, "page_shift": 16})
-KEYS = [CacheKey(1, 0), CacheKey(1, 1)]
+#: What the page prints for mem_pool_cfg, and the same pages in a pool of 32 MiB.
+PAGE_POOL = {"memory_size": 18737418240, "page_shift": 16}
+SMALL_POOL = '{"memory_size": 33554432, "page_shift": 16}'
+PAGE = 1 << 16
+#: The request id of a placeholder, as the page prints it: this row has no key.
+NO_KEY = 2**64 - 1
+#: The older samples: 4 tensors of 10 blocks; those of C++: 4 tensors of 8 blocks.
+SAMPLE = CacheDesc(4, [10, 128], DataType.DT_FLOAT16)
+CPP_SAMPLE = CacheDesc(4, [8, 16], DataType.DT_INT32)
 
 
-def rows_desc() -> CacheDesc:
-    """pull_cache_sample: 4 tensors of float16 [2, 16384]."""
-    return CacheDesc(4, [2, 16384], DataType.DT_FLOAT16)
+# --- what the tests send to an end ------------------------------------------------------------------------------------
 
 
-def blocks_desc(placement: Placement = Placement.DEVICE) -> CacheDesc:
-    """The older samples: 4 tensors of [10, 128]."""
-    return CacheDesc(4, [10, 128], DataType.DT_FLOAT16, placement)
+def rows(world: World, shape: Sequence[int], requests: Sequence[int], seed: int, name: str = "kv") -> Bytes:
+    """Allocate 4 fp16 tensors with a request's key per row, and fill them."""
+    desc = CacheDesc(4, list(shape), DataType.DT_FLOAT16)
+    world.caches[name] = cache = world.cm.allocate_cache(desc, [CacheKey(1, request) for request in requests])
+    return fill(cache, seed)
 
 
-# --- at the ends of a pair --------------------------------------------------------------------------------------------
+def blocks(world: World, model: int | None, seed: int, desc: CacheDesc = SAMPLE) -> Bytes:
+    """Allocate a blocks cache, with the key of a model or without, and fill it."""
+    key = None if model is None else BlocksCacheKey(1, model)
+    world.caches["kv"] = cache = world.cm.allocate_blocks_cache(desc, key)
+    return fill(cache, seed)
 
 
-def allocate(world: World, keys: list[CacheKey], seed: int) -> Bytes:
-    world.caches["kv"] = world.cm.allocate_cache(rows_desc(), keys)
-    return fill(world.caches["kv"], seed)
+def cpu(world: World, seed: int) -> Bytes:
+    """Make the CPU cache "host" over NumPy memory, and fill it."""
+    world.memory["host"] = [np.zeros(SAMPLE.size, np.uint8) for _ in range(SAMPLE.num_tensors)]
+    desc = CacheDesc(SAMPLE.num_tensors, list(SAMPLE.shape), SAMPLE.data_type, Placement.HOST)
+    world.caches["host"] = cache = Cache.create_cpu_cache(desc, [each.ctypes.data for each in world.memory["host"]])
+    return fill(cache, seed)
 
 
-def allocate_blocks(world: World, key: BlocksCacheKey | None, seed: int) -> Bytes:
-    world.caches["kv"] = world.cm.allocate_blocks_cache(blocks_desc(), key)
-    return fill(world.caches["kv"], seed)
+def used(world: World) -> int:
+    """Bytes taken of the device pool; the tables are checked on the way."""
+    world.dd.check_integrity()
+    count: int = pool(world).used_bytes
+    return count
 
 
-def deallocate(world: World) -> list[int]:
-    cache = world.caches.pop("kv")
-    call = world.cm.deallocate_blocks_cache if cache.is_blocks_cache else world.cm.deallocate_cache
-    call(cache)
-    return cache.tensor_addrs
+def give_back(world: World, kind: str, name: str = "kv") -> list[int]:
+    """Deallocate twice: the second time is a no-op. Return what is left in the handle."""
+    for _ in range(2):
+        getattr(world.cm, f"deallocate_{kind}")(world.caches[name])
+    return world.caches[name].tensor_addrs
 
 
-def remove_key(world: World, key: CacheKey) -> None:
-    world.cm.remove_cache_key(key)
-
-
-def content(world: World) -> Bytes:
-    return read(world.caches["kv"])
-
-
-def in_use(world: World, nbytes: int, keys: int) -> tuple[int, int]:
-    """Bytes of the device pool in use, and keys bound: as expected, once the peer's releases have arrived."""
-    return settled(lambda: (pool(world).used_bytes, len(world.dd.statistics().keys)), (nbytes, keys))
-
-
-def pull_cache(world: World, key: CacheKey, row: int) -> Bytes:
-    world.cm.pull_cache(key, world.caches["kv"], row)
-    return read(world.caches["kv"])
-
-
-def pull_blocks(world: World, key: BlocksCacheKey, src: list[int], dst: list[int]) -> Bytes:
-    world.cm.pull_blocks(key, world.caches["kv"], src, dst)
-    return read(world.caches["kv"])
-
-
-def not_exist(world: World, key: CacheKey | BlocksCacheKey) -> LLMStatusCode:
-    """The status of a pull that finds nothing; not a byte has changed."""
-    before = read(world.caches["kv"])
+def not_there(end: End, method: str, key: CacheKey | BlocksCacheKey, *args: Any) -> None:
+    """A pull by that key finds nothing, and leaves every byte of "kv" alone."""
+    before = end.do(show, "kv")
     with pytest.raises(CacheNotFound) as caught:
-        _ = pull_blocks(world, key, [0], [0]) if isinstance(key, BlocksCacheKey) else pull_cache(world, key, 0)
-    equal(read(world.caches["kv"]), before)
-    return caught.value.status_code
+        end.do(call, method, key, Use("kv"), *args)
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    same_bytes(end.do(show, "kv"), before)
 
 
-NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+def resident_shared_bytes() -> int:
+    """Bytes of shared memory that this process has touched."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["RssShmem"].split()[0]) * 1024
 
 
-def test_seed_allocate_cache(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    source = pair.prompt.do(allocate, KEYS, 1)
-    expected = pair.decoder.do(allocate, [], 2)
-    for row, key in enumerate(KEYS):
-        for tensor, from_tensor in zip(expected, source, strict=True):
-            tensor[row] = from_tensor[row]
-        equal(pair.decoder.do(pull_cache, key, row), expected)
-    equal(expected, source)
-    equal(pair.prompt.do(content), source)
-    assert pair.prompt.do(in_use, 4 * 65536, 0) == (4 * 65536, 0)  # 2 x 32768 bytes a tensor: one page of 64 KiB each
-    assert [pair.decoder.do(not_exist, key) for key in KEYS] == [NOT_EXIST, NOT_EXIST]
+# --- caches of rows ---------------------------------------------------------------------------------------------------
 
 
-def test_seed_allocate_cache_with_a_placeholder_at_an_unused_row(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    source = pair.prompt.do(allocate, [CacheKey(1, req_id=2**64 - 1), CacheKey(1, 7)], 1)
-    expected = pair.decoder.do(allocate, [], 2)
-    for tensor, from_tensor in zip(expected, source, strict=True):
-        tensor[0] = from_tensor[1]
-    equal(pair.decoder.do(pull_cache, CacheKey(1, 7), 0), expected)
+def test_seed_rows_are_allocated_with_keys_pulled_deallocated_and_their_keys_removed(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    tcp_pair.start(mem_pool_cfg=SMALL_POOL)
+    # Placeholders at rows 1 and 3, none for the last row, and request 7 twice: the last row wins.
+    src = prompt.do(rows, [6, 16384 + 8], [7, NO_KEY, 9, NO_KEY, 7], 1)
+    assert prompt.do(used) == 4 * 4 * PAGE  # 196704 bytes a tensor: three pages and 96 bytes
+    dst = decoder.do(rows, [2, 16384 + 8], [], 2)
+    for row, (request, source) in enumerate([(9, 2), (7, 4)]):
+        decoder.do(call, "pull_cache", CacheKey(1, request), Use("kv"), row)
+        dst = moved(dst, src, [(row, source)])
+        not_there(decoder, "pull_cache", CacheKey(1, request), 0)
+    not_there(decoder, "pull_cache", CacheKey(1, 8), 0)
+    same_bytes(decoder.do(show, "kv"), dst)
+    same_bytes(prompt.do(show, "kv"), src)
+    assert prompt.do(give_back, "cache") == []
+    wait_until(lambda: prompt.do(used) == 0)
+
+    # The handle is empty at once; the memory stays until the last key has been pulled, or removed.
+    src = prompt.do(rows, [3, 16384 + 8], [0, 1, 5], 3)
+    assert prompt.do(give_back, "cache") == []
+    prompt.do(call, "remove_cache_key", CacheKey(1, 0))
+    not_there(decoder, "pull_cache", CacheKey(1, 0), 0)
+    decoder.do(call, "pull_cache", CacheKey(1, 1), Use("kv"), 0)
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 1)]))
+    wait_until(lambda: len(prompt.do(picture).keys) == 1)
+    assert prompt.do(used) == 4 * 2 * PAGE
+    for _ in range(2):  # a key that is gone is a no-op
+        prompt.do(call, "remove_cache_key", CacheKey(1, 5))
+        assert prompt.do(used) == 0
+    not_there(decoder, "pull_cache", CacheKey(1, 5), 0)
 
 
-def test_seed_deallocate_cache_keeps_the_memory_until_the_keys_are_pulled(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    source = pair.prompt.do(allocate, KEYS, 1)
-    assert pair.prompt.do(deallocate) == []
-    assert pair.prompt.do(in_use, 4 * 65536, 2) == (4 * 65536, 2)
-    expected = pair.decoder.do(allocate, [], 2)
-    for row, key in enumerate(KEYS):
-        for tensor, from_tensor in zip(expected, source, strict=True):
-            tensor[1 - row] = from_tensor[row]
-        equal(pair.decoder.do(pull_cache, key, 1 - row), expected)
-        assert pair.decoder.do(not_exist, key) is NOT_EXIST
-    assert pair.prompt.do(in_use, 0, 0) == (0, 0)
+def test_seed_copy_cache_page(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
+    end.start("DECODER", 2)
+    src = end.do(rows, [2, 1024], [], 1, "src")
+    dst = end.do(rows, [4, 1024], [], 2)
+    copies: list[tuple[dict[str, int], int, int, slice]] = [
+        ({}, 0, 0, slice(0, 2048)),
+        ({"dst_batch_index": 3, "src_batch_index": 1}, 3, 1, slice(0, 2048)),
+        ({"dst_batch_index": 1, "offset": 128}, 1, 0, slice(128, 2048)),
+        ({"dst_batch_index": 2, "src_batch_index": 1, "offset": 5, "size": 7, "req_id": 4711}, 2, 1, slice(5, 12)),
+    ]
+    for arguments, dst_row, src_row, part in copies:
+        with caplog.at_level(logging.INFO, "LLM_DATADIST"):
+            assert call(end.world, "copy_cache", Use("kv"), Use("src"), **arguments) is None
+        for to, of in zip(dst, src, strict=True):
+            to[dst_row, part] = of[src_row, part]
+        same_bytes(end.do(show, "kv"), dst)
+        same_bytes(end.do(show, "src"), src)
+    records = [record.getMessage() for record in caplog.records if record.getMessage().startswith("copy_cache")]
+    assert ["req_id=4711" in text for text in records] == [False] * 6 + [True] * 2
 
 
-def test_seed_remove_cache_key(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    pair.prompt.do(allocate, KEYS, 1)
-    pair.decoder.do(allocate, [], 2)
-    pair.prompt.do(remove_key, KEYS[0])
-    pair.prompt.do(remove_key, KEYS[0])
-    assert pair.decoder.do(not_exist, KEYS[0]) is NOT_EXIST
-    pair.decoder.do(pull_cache, KEYS[1], 0)
-    pair.prompt.do(remove_key, KEYS[1])
-    pair.prompt.do(deallocate)
-    assert pair.prompt.do(in_use, 0, 0) == (0, 0)
+# --- caches of blocks -------------------------------------------------------------------------------------------------
 
 
-def test_seed_allocate_blocks_cache(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    source = pair.prompt.do(allocate_blocks, BlocksCacheKey(1, 0), 1)
-    expected = pair.decoder.do(allocate_blocks, None, 2)
-    for _ in range(2):  # a blocks key is never consumed
-        for tensor, from_tensor in zip(expected, source, strict=True):
-            tensor[[2, 3]] = from_tensor[[0, 1]]
-        equal(pair.decoder.do(pull_blocks, BlocksCacheKey(1, 0), [0, 1], [2, 3]), expected)
-    equal(pair.prompt.do(content), source)
+def test_seed_blocks_are_allocated_pulled_copied_swapped_and_deallocated(shm_pair: Pair) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    shm_pair.start(mem_pool_cfg=SMALL_POOL)
+    key = BlocksCacheKey(1, 0)
+    src = prompt.do(blocks, 0, 1)
+    assert prompt.do(used) == 4 * PAGE
+    with pytest.raises(KeyInUse) as caught:  # one blocks cache per model
+        prompt.do(blocks, 0, 2)
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert prompt.do(used) == 4 * PAGE
+    dst = decoder.do(blocks, None, 3)
+    host = decoder.do(cpu, 4)
+    for to in ([2, 3], [9, 0]):  # a blocks key is not consumed
+        decoder.do(call, "pull_blocks", key, Use("kv"), [0, 1], to)
+        dst = moved(dst, src, zip(to, [0, 1], strict=True))
+    decoder.do(call, "copy_blocks", Use("kv"), {2: [0, 1], 3: [8]})
+    dst = moved(dst, src, [(0, 0), (1, 0), (8, 1)])
+    same_bytes(decoder.do(show, "kv"), dst)
+    # Swapped out, pulled over, swapped in again.
+    decoder.do(call, "swap_blocks", Use("kv"), Use("host"), {2: 0, 3: 1})
+    decoder.do(call, "pull_blocks", key, Use("kv"), [8, 9], [2, 3])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(2, 8), (3, 9)]))
+    decoder.do(call, "swap_blocks", Use("host"), Use("kv"), {0: 2, 1: 3})
+    same_bytes(decoder.do(show, "kv"), dst)
+    same_bytes(decoder.do(show, "host"), moved(host, src, [(0, 0), (1, 1)]))
+    same_bytes(prompt.do(show, "kv"), src)
+
+    # Memory and key go at once, although a peer may still want to pull; the key is free for the next cache.
+    assert prompt.do(give_back, "blocks_cache") == []
+    assert prompt.do(used) == 0
+    not_there(decoder, "pull_blocks", key, [0], [0])
+    src = prompt.do(blocks, 0, 5)
+    decoder.do(call, "pull_blocks", key, Use("kv"), [4], [5])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 4)]))
+    same_bytes(prompt.do(show, "kv"), src)
 
 
-def test_seed_deallocate_blocks_cache(pair: Pair) -> None:
-    pair.start(mem_pool_cfg=POOL_64_MIB)
-    pair.prompt.do(allocate_blocks, BlocksCacheKey(1, 0), 1)
-    pair.decoder.do(allocate_blocks, None, 2)
-    pair.decoder.do(pull_blocks, BlocksCacheKey(1, 0), [0, 1], [2, 3])
-    assert pair.prompt.do(in_use, 4 * 65536, 1) == (4 * 65536, 1)
-    assert pair.prompt.do(deallocate) == []
-    assert pair.prompt.do(in_use, 0, 0) == (0, 0)
-    assert pair.decoder.do(not_exist, BlocksCacheKey(1, 0)) is NOT_EXIST
+#: Layers of the source and of the destination, tensors per layer, and (dst, src) tensors that move.
+LAYERS: list[tuple[range | None, range | None, int, list[tuple[int, int]]]] = [
+    (range(1), range(1), 1, [(0, 0)]),
+    (range(1), range(1), 2, [(0, 0), (1, 1)]),
+    (range(3, 4), range(3, 4), 1, [(3, 3)]),
+    (range(2), range(2, 4), 1, [(2, 0), (3, 1)]),
+    (None, None, 9, [(t, t) for t in range(4)]),
+]
 
 
-# --- inside one process -----------------------------------------------------------------------------------------------
+def test_seed_r14_r31_copy_and_push_kv_blocks_through_the_calls_of_v2(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    tcp_pair.start(rca=True)
+    index = CacheKeyByIdAndIndex(1, 1)  # CacheIndex{cluster 1, cache 1, batch 0} of the C++ interface
+    src, dst = decoder.do(blocks, None, 1, CPP_SAMPLE), prompt.do(blocks, 0, 2, CPP_SAMPLE)
+    # One list to several; block 1 is in both: the later one wins.
+    decoder.do(call, "copy_blocks", Use("kv"), {5: [0, 4], 6: [1, 3], 7: [2, 1]})
+    src = moved(src, src, [(0, 5), (4, 5), (1, 6), (3, 6), (2, 7), (1, 7)])
+    decoder.do(call, "push_blocks", index, Use("kv"), [1, 2], [3, 4])
+    decoder.do(call, "push_blocks", BlocksCacheKey(1, 0), Use("kv"), [3], [5])  # both ways of addressing are one cache
+    dst = moved(dst, src, [(3, 1), (4, 2), (5, 3)])
+    same_bytes(prompt.do(show, "kv"), dst)
+    for at, (here, there, per_layer, tensors) in enumerate(LAYERS):
+        decoder.do(call, "push_blocks", index, Use("kv"), [at, 7], [6, 7 - at], here, there, per_layer)
+        dst = moved(dst, src, [(6, at), (7 - at, 7)], tensors)
+        same_bytes(prompt.do(show, "kv"), dst)
+    same_bytes(decoder.do(show, "kv"), src)
 
 
-@pytest.fixture
-def world(end: LocalEnd) -> World:
-    """An end with a pool of 64 MiB."""
-    end.start("DECODER", 1, mem_pool_cfg=POOL_64_MIB)
-    return end.world
-
-
-def test_seed_copy_cache(world: World) -> None:
-    src, dst = world.cm.allocate_cache(rows_desc()), world.cm.allocate_cache(rows_desc())
-    source, expected = fill(src, 1), fill(dst, 2)
-    world.cm.copy_cache(dst, src, 1, 0, req_id=0)
-    for tensor, from_tensor in zip(expected, source, strict=True):
-        tensor[1] = from_tensor[0]
-    equal(read(dst), expected)
-    equal(read(src), source)
-
-
-def test_seed_copy_blocks(world: World) -> None:
-    cache = world.cm.allocate_blocks_cache(blocks_desc(), BlocksCacheKey(1, 0))
-    expected = fill(cache, 1)
-    world.cm.copy_blocks(cache, {2: [0, 1]})
-    for tensor in expected:
-        tensor[[0, 1]] = tensor[2]
-    equal(read(cache), expected)
-
-
-def test_seed_swap_blocks(world: World) -> None:
-    device = world.cm.allocate_blocks_cache(blocks_desc(), BlocksCacheKey(1, 0))
-    cpu = cpu_cache(world, "cpu", blocks_desc(Placement.HOST))
-    there, away = fill(device, 1), fill(cpu, 2)
-    world.cm.swap_blocks(device, cpu, {0: 0, 1: 1})
-    for tensor, from_tensor in zip(away, there, strict=True):
-        tensor[[0, 1]] = from_tensor[[0, 1]]
-    equal(read(cpu), away)
-    equal(read(device), there)
-    for view in tensor_views(device):
-        view[[0, 1]] = 0
-    world.cm.swap_blocks(cpu, device, {0: 0, 1: 1})
-    equal(read(device), there)
-    equal(read(cpu), away)
+# --- pools ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mem_pool_cfg", "host_mem_pool_cfg"])
 def test_seed_pool_of_18737418240_bytes(end: LocalEnd, name: str) -> None:
-    """The test for mem_pool_cfg and host_mem_pool_cfg, with the value that their page prints."""
-    other = {"mem_pool_cfg": None, "host_mem_pool_cfg": None} | {name: PAGE_EXAMPLE}
+    size = PAGE_POOL["memory_size"]
+    settings: dict[str, Any] = {"mem_pool_cfg": None, "host_mem_pool_cfg": None} | {name: json.dumps(PAGE_POOL)}
     most, source = host_memory_limit()
-    if most < 18737418240:  # the other half of interface R11: this host is too small for the example, and is told so
-        with pytest.raises(OutOfMemory, match=f"18737418240 bytes, larger than the {most} bytes of {source}"):
-            end.start("PROMPT", 1, **other)
+    if most < size:  # the other half of interface R11: this host is too small for the example, and is told so
+        with pytest.raises(OutOfMemory, match=f"{size} bytes, larger than the {most} bytes of {source}"):
+            end.start("PROMPT", 1, **settings)
         return
     placement = Placement.DEVICE if name == "mem_pool_cfg" else Placement.HOST
-    end.start("PROMPT", 1, **other)
+    before = resident_shared_bytes()
+    end.start("PROMPT", 1, **settings)
     (figures,) = end.world.dd.statistics().pools
-    assert (figures.page_bytes, figures.capacity_bytes) == (65536, 18737418240 // 65536 * 65536)
-    # Most of it, at once; pages are only taken when they are used, so a byte at either end is all that it costs.
+    assert (figures.name, figures.page_bytes) == (placement.name.lower(), PAGE)
+    assert figures.capacity_bytes == size // PAGE * PAGE
+    # Most of it, at once; the pages are reserved, not touched: a byte at either end is all that it costs.
     cache = end.world.cm.allocate_cache(CacheDesc(1, [17, 2**30], DataType.DT_INT8, placement), [CacheKey(1, 1)])
     (view,) = tensor_views(cache)
     view[0, 0] = view[16, -1] = 1
     assert (view[0, 0], view[8, 5], view[16, -1]) == (1, 0, 1)
-    assert pool(end.world, placement.name.lower()).used_bytes == 17 * 2**30
+    assert pool(end.world, figures.name).used_bytes == 17 * 2**30
+    assert resident_shared_bytes() - before < 16 << 20
     with refused(end.world, OutOfMemory, "18737397760", status=LLMStatusCode.LLM_OUT_OF_MEMORY):
         end.world.cm.allocate_cache(CacheDesc(1, [1, 2**31], DataType.DT_INT8, placement))
     end.world.cm.deallocate_cache(cache)
+    end.world.cm.remove_cache_key(CacheKey(1, 1))
+    assert pool(end.world, figures.name).used_bytes == 0
     del view
     end.world.dd.finalize()
-    end.world.dd.init(make_config(**other))
+    assert resident_shared_bytes() - before < 1 << 20
+    end.world.dd.init(make_config(**settings))
 
 
-# --- CopyKvBlocks through the v2 calls --------------------------------------------------------------------------------
-
-
-def int32_desc(placement: Placement, **change: Any) -> CacheDesc:
-    """The C++ samples: 4 tensors of int32 [8, 16]."""
-    values: dict[str, Any] = {"num_tensors": 4, "shape": [8, 16], "data_type": DataType.DT_INT32} | change
-    return CacheDesc(**values, placement=placement)
-
-
-def test_seed_copy_kv_blocks_device_to_device_one_list_to_several(world: World) -> None:
-    cache = world.cm.allocate_blocks_cache(int32_desc(Placement.DEVICE))
-    expected = fill(cache, 1)
-    sources, destinations = [5, 6, 7], [[0, 1, 2], [4, 3, 1]]  # block 1 is in both: the later list wins
-    world.cm.copy_blocks(cache, {src: [each[i] for each in destinations] for i, src in enumerate(sources)})
-    for targets in destinations:
-        for tensor in expected:
-            tensor[targets] = tensor[sources]
-    equal(read(cache), expected)
-
-
-@pytest.mark.parametrize("to", ["host", "device"])
-def test_seed_copy_kv_blocks_between_device_and_host_one_list_to_several(world: World, to: str) -> None:
-    device = world.cm.allocate_blocks_cache(int32_desc(Placement.DEVICE))
-    host = cpu_cache(world, "host", int32_desc(Placement.HOST))
-    src, dst = (device, host) if to == "host" else (host, device)
-    source, expected = fill(src, 1), fill(dst, 2)
-    for targets in ([0, 1, 2], [7, 6, 5]):
-        world.cm.swap_blocks(src, dst, dict(zip([5, 6, 7], targets, strict=True)))
-        for tensor, from_tensor in zip(expected, source, strict=True):
-            tensor[targets] = from_tensor[[5, 6, 7]]
-    equal(read(dst), expected)
-    equal(read(src), source)
-
-
-def test_seed_copy_kv_blocks_refusals(world: World) -> None:
-    device = world.caches["device"] = world.cm.allocate_blocks_cache(int32_desc(Placement.DEVICE))
-    host, other = (cpu_cache(world, name, int32_desc(Placement.HOST)) for name in ("host", "other"))
-    small = cpu_cache(world, "small", int32_desc(Placement.HOST, shape=[8, 8]))
-    few = cpu_cache(world, "few", int32_desc(Placement.HOST, num_tensors=3))
-    for src, dst, text in (
-        (host, other, "both on HOST"),
-        (device, small, "block sizes differ"),
-        (few, device, "num_tensors differ"),
-    ):
-        with refused(world, ParamError, text):
-            world.cm.swap_blocks(src, dst, {0: 0})
-    with refused(world, ParamError, "8"):
-        world.cm.swap_blocks(device, host, {0: 0, 8: 1})
-    with refused(world, ParamError, "8"):
-        world.cm.copy_blocks(device, {5: [0, 8]})
+def test_seed_host_mem_pool_cfg(end: LocalEnd) -> None:
+    with pytest.raises(ParamError, match=str((20 << 30) + 1)) as caught:
+        end.start("PROMPT", 1, host_mem_pool_cfg=json.dumps({"memory_size": (20 << 30) + 1}))
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert "memory_size" in str(caught.value)
+    # Two pools, independent of each other: the placement says which one serves a cache.
+    end.start("PROMPT", 1, mem_pool_cfg=SMALL_POOL, host_mem_pool_cfg='{"memory_size": 1048576, "page_shift": 12}')
+    cm, caches, contents = end.world.cm, end.world.caches, {}
+    for seed, placement in enumerate((Placement.HOST, Placement.DEVICE)):
+        desc = CacheDesc(2, [3, 1400], DataType.DT_FLOAT16, placement)  # 8400 bytes: three pages of 4 KiB
+        caches[placement.name] = cm.allocate_cache(desc)
+        contents[placement.name] = fill(caches[placement.name], seed)
+    assert (pool(end.world, "host").used_bytes, pool(end.world, "host").page_bytes) == (2 * 3 * 4096, 4096)
+    assert (pool(end.world).used_bytes, pool(end.world).page_bytes) == (2 * PAGE, PAGE)
+    cm.copy_cache(caches["HOST"], caches["DEVICE"], 1, 2)
+    same_bytes(read(caches["HOST"]), moved(contents["HOST"], contents["DEVICE"], [(1, 2)]))
+    same_bytes(read(caches["DEVICE"]), contents["DEVICE"])
+    cm.deallocate_cache(caches.pop("HOST"))
+    assert pool(end.world, "host").used_bytes == 0
+    assert pool(end.world).used_bytes == 2 * PAGE

@@ -3,18 +3,19 @@ addresses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig
+from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
 from llm_datadist._cache.geometry import LayerPlan
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import ParamError
 from tests.conftest import _pair
+from tests.faults.gates import Gate
+from tests.support.gates import open_there, shut_there
 from tests.support.layers import (
     FAILED,
     INVALID,
@@ -33,24 +34,64 @@ from tests.support.layers import (
     spanned,
     wait_asked,
 )
+from tests.support.linking import alone
+from tests.support.memory import pool
 from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from llm_datadist._cache.geometry import CachePair
     from llm_datadist._native import Plan
     from tests.conftest import Pair
     from tests.support.layers import Span
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+    #: The receiver's cache, the sender's, its row and the receiver's (None: a blocks key, or address), lists of blocks
+    #: and the size of a piece, and what arrives.
+    Shape = tuple[Spec, Spec, int, int | None, tuple[Any, ...], list[Span]]
 
 pytestmark = pytest.mark.covers(
     "CacheTask", "CacheManager.transfer_cache_async", "CacheTask.errors", "llm: Checksum Transport"
 )
 
 ROWS, STRIDE, LAYERS = 8, 48, 2
+TOTAL = ROWS * STRIDE
+KEY = BlocksCacheKey(1, 0)
 CACHE = Spec(2 * LAYERS, ROWS, STRIDE)
-BLOCKS = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True, blocks_key=BlocksCacheKey(1, 0))
+BLOCKS = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True, blocks_key=KEY)
 PAGED = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True)
+LARGE, MIB = Spec(2 * LAYERS, 2, 1 << 20), 1 << 20
+
+
+def in_pieces(source: Spec, unit: int, targets: list[int]) -> Shape:
+    """A whole tensor goes in pieces; the last may be short."""
+    spans = [(block * unit, i * unit, min(unit, TOTAL - i * unit)) for i, block in enumerate(targets)]
+    return Spec(2 * LAYERS, ROWS, unit, blocks=True, blocks_key=KEY), source, 0, None, (None, targets, unit), spans
+
+
+def block_by_block(source: Spec, *size: int | None) -> Shape:
+    spans = [(to * STRIDE, block * STRIDE, STRIDE) for block, to in zip([1, 2, 3, 7], [4, 5, 0, 1], strict=True)]
+    return BLOCKS, source, 0, None, ([1, 2, 3, 7], [4, 5, 0, 1], *size), spans
+
+
+SHAPES: list[Shape] = [
+    (CACHE, CACHE, 2, 5, (), [(5 * STRIDE, 2 * STRIDE, STRIDE)]),
+    (Spec(2 * LAYERS, 3, 2 * STRIDE), CACHE, 7, 0, (), [(0, 7 * STRIDE, STRIDE)]),  # into a longer row
+    (LARGE, LARGE, 0, 1, (), [(MIB, 0, MIB)]),
+    (BLOCKS, PAGED, 0, None, (), [(0, 0, STRIDE)]),  # of a blocks cache, and to one, block 0
+    (BLOCKS, CACHE, 0, None, (), [(0, 0, STRIDE)]),
+    in_pieces(CACHE, 96, [6, 0, 3, 2]),
+    in_pieces(CACHE, 100, [7, 0, 1, 3]),
+    in_pieces(CACHE, 96, [5]),
+    in_pieces(CACHE, 96, [4, 3, 2]),
+    in_pieces(PAGED, 96, [1, 0, 5]),
+    *[block_by_block(source, *size) for source in (PAGED, CACHE) for size in ((), (None,), (0,), (STRIDE,))],
+    # A block that is named twice holds the last one (interface R26).
+    (BLOCKS, PAGED, 0, None, ([1, 2, 6], [3, 3, 3]), [(3 * STRIDE, block * STRIDE, STRIDE) for block in (1, 2, 6)]),
+]
 
 #: (ends that the fixture makes, llm.Transport, RCA): by key, and by address, over everything that can move the bytes.
 ROUTES = [
@@ -64,139 +105,66 @@ ROUTES = [
 ]
 
 
-@dataclass
-class Route:
-    """A started pair: the decoder sends to the prompt, by key with RCA, by raw addresses without."""
-
-    pair: Pair
-    rca: bool
-
-    def config(self, row: int = 0, dst_row: int | None = None, layers: range = range(LAYERS), **more: Any) -> Any:
-        if self.rca:
-            return keyed(self.pair.prompt, "kv", layers, row=row, dst_row=dst_row, **more)
-        return raw(self.pair.prompt, "kv", layers, row=row, offset=(dst_row or 0) * STRIDE)
-
-    def sent(self, dst: Spec, src: Spec, spans: list[Span], config: dict[str, Any], *blocks: Any) -> None:
-        before, source = make_both(self.pair.prompt, self.pair.decoder, dst, src)
-        result = self.pair.decoder.do(send, "kv", [self.config(**config)], *blocks)
-        assert (result.results, result.first) == ([OK], OK), result.errors
-        same_bytes(received(self.pair.prompt), spanned(before, source, spans))
-        same_bytes(self.pair.decoder.do(show, "kv"), source)
+def to(pair: Pair, rca: bool, row: int, dst_row: int | None, stride: int, layers: range = range(LAYERS)) -> Any:
+    """Return a config to "kv" of the prompt: by key with remote cache access, by address without."""
+    if rca:
+        return keyed(pair.prompt, "kv", layers, row=row, dst_row=dst_row)
+    return raw(pair.prompt, "kv", layers, row=row, offset=(dst_row or 0) * stride)
 
 
 @pytest.fixture(params=ROUTES, ids=["-".join([t, "key" if rca else "address"]) for _, t, rca in ROUTES])
-def route(request: pytest.FixtureRequest) -> Iterator[Route]:
+def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, bool]]:
+    """A started pair, and whether it has remote cache access."""
     ends, transport, rca = request.param
     for pair in _pair(request, ends):
-        pair.start(rca=rca, extra={"llm.Transport": transport})
-        yield Route(pair, rca)
+        pair.transport = transport
+        pair.start(rca=rca)
+        yield pair, rca
 
 
-# --- data shapes -----------------------------------------------------------------------------------------------------
+def test_r26_every_shape_arrives_and_each_layer_before_the_next_is_asked_for(route: tuple[Pair, bool]) -> None:
+    pair, rca = route
+    for dst, src, row, dst_row, blocks, spans in SHAPES:
+        before, source = make_both(pair.prompt, pair.decoder, dst, src)
+        result = pair.decoder.do(send, "kv", [to(pair, rca, row, dst_row, dst.stride)], *blocks)
+        assert (result.results, result.first) == ([OK], OK), (dst, src, blocks, result.errors)
+        same_bytes(received(pair.prompt), spanned(before, source, spans))
+        same_bytes(pair.decoder.do(show, "kv"), source)
+        for end in (pair.prompt, pair.decoder):
+            end.do(forget, "kv")
+    layers_arrive_in_order(pair, rca)
 
 
-def test_a_row_goes_to_a_row(route: Route) -> None:
-    route.sent(CACHE, CACHE, [(5 * STRIDE, 2 * STRIDE, STRIDE)], {"row": 2, "dst_row": 5})
-
-
-def test_a_row_goes_into_a_longer_row(route: Route) -> None:
-    longer = Spec(2 * LAYERS, 3, 2 * STRIDE)
-    route.sent(longer, CACHE, [(0, 7 * STRIDE, STRIDE)], {"row": 7, "dst_row": 0})
-
-
-def test_of_a_blocks_cache_block_0_goes_to_block_0(route: Route) -> None:
-    route.sent(BLOCKS, PAGED, [(0, 0, STRIDE)], {})
-
-
-def test_a_row_goes_to_block_0(route: Route) -> None:
-    route.sent(BLOCKS, CACHE, [(0, 0, STRIDE)], {})
-
-
-@pytest.mark.parametrize(("unit", "targets"), [(96, [6, 0, 3, 2]), (100, [7, 0, 1, 3]), (96, [5]), (96, [4, 3, 2])])
-def test_a_whole_tensor_goes_in_pieces_the_last_may_be_short(route: Route, unit: int, targets: list[int]) -> None:
-    total = ROWS * STRIDE
-    spans = [(block * unit, i * unit, min(unit, total - i * unit)) for i, block in enumerate(targets)]
-    paged = Spec(2 * LAYERS, ROWS, unit, blocks=True, blocks_key=BlocksCacheKey(1, 0))
-    route.sent(paged, CACHE, spans, {}, None, targets, unit)
-
-
-def test_a_blocks_cache_goes_in_pieces_too(route: Route) -> None:
-    spans = [(block * 96, i * 96, 96) for i, block in enumerate([1, 0, 5])]
-    paged = Spec(2 * LAYERS, ROWS, 96, blocks=True, blocks_key=BlocksCacheKey(1, 0))
-    route.sent(paged, PAGED, spans, {}, None, (1, 0, 5), 96)
-
-
-@pytest.mark.parametrize("source", [PAGED, CACHE], ids=["blocks", "rows"])
-@pytest.mark.parametrize("size", [None, 0, STRIDE])
-def test_blocks_go_to_blocks_pair_by_pair(route: Route, source: Spec, size: int | None) -> None:
-    spans = [(to * STRIDE, block * STRIDE, STRIDE) for block, to in zip([1, 2, 3, 7], [4, 5, 0, 1], strict=True)]
-    route.sent(BLOCKS, source, spans, {}, [1, 2, 3, 7], [4, 5, 0, 1], size)
-
-
-def test_r26_a_block_that_is_named_twice_holds_the_last_one(route: Route) -> None:
-    spans = [(3 * STRIDE, block * STRIDE, STRIDE) for block in (1, 2, 6)]
-    route.sent(BLOCKS, PAGED, spans, {}, [1, 2, 6], [3, 3, 3])
-
-
-def test_large_layers_go_whole(route: Route) -> None:
-    large, mib = Spec(4, 4, 1 << 20), 1 << 20
-    before, source = make_both(route.pair.prompt, route.pair.decoder, large, large)
-    if route.rca:
-        config: Any = keyed(route.pair.prompt, "kv", range(2), row=3, dst_row=2)
-    else:
-        config = raw(route.pair.prompt, "kv", None, 3, offset=2 * mib)
-    assert route.pair.decoder.do(send, "kv", [config]).results == [OK]
-    same_bytes(received(route.pair.prompt), spanned(before, source, [(2 * mib, 3 * mib, mib)]))
-
-
-# --- layers ----------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_layers_of_the_config_are_sent_and_asked_for(route: Route) -> None:
+def layers_arrive_in_order(pair: Pair, rca: bool) -> None:
+    """By what the receiver holds: layer 1 has arrived whole while layer 3 is still computed; 0 and 2 go nowhere."""
     four = Spec(8, 2, STRIDE)
-    before, source = make_both(route.pair.prompt, route.pair.decoder, four, four)
-    configs = [
-        route.config(row=1, dst_row=0, layers=range(1, 2)),
-        route.config(row=0, dst_row=1, layers=range(3, 4)),
-    ]
-    route.pair.decoder.do(begin, "kv", configs)
-    route.pair.decoder.do(ready, 0, 1, 2, 3)
-    assert route.pair.decoder.do(finish).results == [OK, OK]
-    assert route.pair.decoder.do(asked) == [1, 3]
+    before, source = make_both(pair.prompt, pair.decoder, four, four)
+    configs = [to(pair, rca, 1, 0, STRIDE, range(1, 2)), to(pair, rca, 0, 1, STRIDE, range(3, 4))]
+    pair.decoder.do(begin, "kv", configs)
+    pair.decoder.do(wait_asked, 1)
+    same_bytes(received(pair.prompt), before)
+    pair.decoder.do(ready, 0, 1, 2)
+    pair.decoder.do(wait_asked, 3)
     middle = spanned(before, source, [(0, STRIDE, STRIDE)], [(2, 2), (3, 3)])
-    same_bytes(received(route.pair.prompt), spanned(middle, source, [(STRIDE, 0, STRIDE)], [(6, 6), (7, 7)]))
+    same_bytes(received(pair.prompt), middle)
+    pair.decoder.do(ready, 3)
+    assert pair.decoder.do(finish).results == [OK, OK]
+    assert pair.decoder.do(asked) == [1, 3]
+    same_bytes(received(pair.prompt), spanned(middle, source, [(STRIDE, 0, STRIDE)], [(6, 6), (7, 7)]))
 
 
-def test_layer_k_is_there_before_layer_k_plus_1_is_ready(route: Route) -> None:
-    """The order, by what the receiver holds: layer 0 has arrived whole while layer 1 is still computed."""
-    before, source = make_both(route.pair.prompt, route.pair.decoder, CACHE, CACHE)
-    route.pair.decoder.do(begin, "kv", [route.config(row=1, dst_row=2)])
-    route.pair.decoder.do(wait_asked, 0)
-    same_bytes(received(route.pair.prompt), before)
-    route.pair.decoder.do(ready, 0)
-    route.pair.decoder.do(wait_asked, 1)
-    first = spanned(before, source, [(2 * STRIDE, STRIDE, STRIDE)], [(0, 0), (1, 1)])
-    same_bytes(received(route.pair.prompt), first)
-    route.pair.decoder.do(ready, 1)
-    assert route.pair.decoder.do(finish).first is OK
-    same_bytes(received(route.pair.prompt), spanned(before, source, [(2 * STRIDE, STRIDE, STRIDE)]))
-
-
-def test_r18_dst_layer_range_counts_from_the_start_of_the_source_range(shm_pair: Pair) -> None:
+def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_no_key_is_consumed(
+    shm_pair: Pair,
+) -> None:
     shm_pair.start(rca=True)
-    four = Spec(8, 2, STRIDE)
-    before, source = make_both(shm_pair.prompt, shm_pair.decoder, four, four)
-    config = keyed(shm_pair.prompt, "kv", range(2, 4), range(2), row=0, dst_row=1)
+    before, source = make_both(
+        shm_pair.prompt, shm_pair.decoder, Spec(8, 2, STRIDE, keys=(CacheKey(1, 5),)), Spec(8, 2, STRIDE)
+    )
+    config = keyed(shm_pair.prompt, "kv", range(2, 4), range(2), row=1, dst_row=0)
     assert shm_pair.decoder.do(send, "kv", [config]).results == [OK]
     tensors = [(0, 4), (1, 5), (2, 6), (3, 7)]
-    same_bytes(received(shm_pair.prompt), spanned(before, source, [(STRIDE, 0, STRIDE)], tensors))
-
-
-def test_r05_a_transfer_consumes_no_key(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    shm_pair.prompt.do(make, "kv", Spec(4, 2, STRIDE, keys=(CacheKey(1, 5, 0),)), 1)
-    shm_pair.decoder.do(make, "kv", Spec(4, 2, STRIDE), 2)
-    assert shm_pair.decoder.do(send, "kv", [keyed(shm_pair.prompt, "kv", range(2), dst_row=0)]).first is OK
+    same_bytes(received(shm_pair.prompt), spanned(before, source, [(0, STRIDE, STRIDE)], tensors))
+    assert shm_pair.decoder.do(send, "kv", [keyed(shm_pair.prompt, "kv", range(4), dst_row=0)]).first is OK
     wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
     assert len(shm_pair.prompt.do(picture).keys) == 1
 
@@ -207,113 +175,77 @@ def test_r05_a_transfer_consumes_no_key(shm_pair: Pair) -> None:
 @pytest.fixture(params=["inproc", "auto", "tcp"])
 def by_address(request: pytest.FixtureRequest) -> Iterator[Pair]:
     for pair in _pair(request, {"auto": "shm"}.get(request.param, request.param)):
-        pair.start(extra={"llm.Transport": request.param})
+        pair.transport = request.param
+        pair.start()
         yield pair
 
 
-@pytest.mark.parametrize("memory", ["pool", "inside", "private"])
-def test_k_and_v_may_lie_in_different_caches_anywhere_in_them(by_address: Pair, memory: str) -> None:
-    keys, values = Spec(3, 4, STRIDE, memory=memory), Spec(2, 6, 64, blocks=True, memory=memory)
-    ks, vs = by_address.prompt.do(make, "k", keys, 1), by_address.prompt.do(make, "v", values, 2)
-    source = by_address.decoder.do(make, "kv", Spec(4, 2, STRIDE), 3)
-    k_at, v_at = by_address.prompt.do(addresses, "k"), by_address.prompt.do(addresses, "v")
-    config = TransferConfig(1, [k_at[2] + 7, v_at[1] + 200, k_at[0] + 96, v_at[0]], None, 1)
-    result = by_address.decoder.do(send, "kv", [config])
-    assert result.results == [OK], result.errors
-    want_k = spanned(ks, source, [(7, STRIDE, STRIDE)], [(2, 0)])
-    same_bytes(received(by_address.prompt, "k"), spanned(want_k, source, [(96, STRIDE, STRIDE)], [(0, 2)]))
-    want_v = spanned(vs, source, [(200, STRIDE, STRIDE)], [(1, 1)])
-    same_bytes(received(by_address.prompt, "v"), spanned(want_v, source, [(0, STRIDE, STRIDE)], [(0, 3)]))
+def test_k_and_v_may_lie_in_different_caches_anywhere_in_them(by_address: Pair) -> None:
+    prompt, decoder = by_address.prompt, by_address.decoder
+    source = decoder.do(make, "kv", Spec(4, 2, STRIDE), 3)
+    for memory in ("pool", "inside", "private"):
+        ks = prompt.do(make, "k", Spec(3, 4, STRIDE, memory=memory), 1)
+        vs = prompt.do(make, "v", Spec(2, 6, 64, blocks=True, memory=memory), 2)
+        k_at, v_at = prompt.do(addresses, "k"), prompt.do(addresses, "v")
+        config = TransferConfig(1, [k_at[2] + 7, v_at[1] + 200, k_at[0] + 96, k_at[1] + 5], None, 1)
+        result = decoder.do(send, "kv", [config])
+        assert result.results == [OK], result.errors
+        for offset, pair in ((7, (2, 0)), (96, (0, 2)), (5, (1, 3))):
+            ks = spanned(ks, source, [(offset, STRIDE, STRIDE)], [pair])
+        same_bytes(received(prompt, "k"), ks)
+        same_bytes(received(prompt, "v"), spanned(vs, source, [(200, STRIDE, STRIDE)], [(1, 1)]))
 
 
-@pytest.mark.parametrize("wrong", ["nowhere", "before", "past the end", "just past", "largest", "zero"])
-def test_r18_an_address_that_is_in_no_cache_is_invalid_and_nothing_moves(by_address: Pair, wrong: str) -> None:
-    by_address.prompt.do(make, "kv", CACHE, 1)
-    by_address.decoder.do(make, "kv", CACHE, 2)
-    where = by_address.prompt.do(addresses, "kv")
-    where[3] = {
-        "nowhere": 4096,
-        "before": where[0] - 1,
-        "past the end": where[3] + ROWS * STRIDE,
-        "just past": where[3] + (ROWS - 1) * STRIDE + 1,
-        "largest": 2**64 - 1,
-        "zero": 0,
-    }[wrong]
-    ends = (by_address.prompt, by_address.decoder)
+def test_r18_r16_an_address_in_no_cache_that_a_peer_may_write_is_invalid_and_nothing_moves(by_address: Pair) -> None:
+    prompt, decoder = by_address.prompt, by_address.decoder
+    prompt.do(make, "kv", BLOCKS, 1)
+    prompt.do(make, "hidden", Spec(4, ROWS, STRIDE, memory="private", accessible=False), 1)
+    decoder.do(make, "kv", PAGED, 2)
+    where, hidden = prompt.do(addresses, "kv"), prompt.do(addresses, "hidden")
+
+    def refused(last: int, *blocks: list[int], text: str = "dst_addrs") -> None:
+        result = decoder.do(send, "kv", [TransferConfig(1, [*where[:3], last])], *blocks)
+        assert (result.results, result.first) == ([INVALID], INVALID), hex(last)
+        assert text in result.errors[0]
+        assert f"{last:#x}" in result.errors[0] or blocks
 
     def attempt() -> None:
-        result = by_address.decoder.do(send, "kv", [TransferConfig(1, where)])
-        assert (result.results, result.first) == ([INVALID], INVALID)
-        assert f"{where[3]:#x}" in result.errors[0]
-        assert "dst_addrs" in result.errors[0]
+        for wrong in (4096, min(where) - 1, where[3] + TOTAL, where[3] + TOTAL - STRIDE + 1, 2**64 - 1, 0):
+            refused(wrong)
+        refused(hidden[3], text="remote_accessible=False")
+        refused(where[3], [0, 1], [0, ROWS], text="")
 
-    nothing_happens(ends, ["kv"], attempt)
-    assert by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")]).first is OK, "the link is as usable"
-
-
-def test_a_block_that_leaves_the_tensor_is_invalid(by_address: Pair) -> None:
-    by_address.prompt.do(make, "kv", BLOCKS, 1)
-    by_address.decoder.do(make, "kv", PAGED, 2)
-    before = received(by_address.prompt)
-    result = by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")], [0, 1], [0, ROWS])
-    assert result.results == [INVALID]
-    same_bytes(received(by_address.prompt), before)
-    assert by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")], [0, 1], [0, ROWS - 1]).results == [OK]
+    nothing_happens((prompt, decoder), ["kv", "hidden"], attempt)
+    assert decoder.do(send, "kv", [raw(prompt, "kv")]).first is OK, "the link is as usable"
+    assert decoder.do(send, "kv", [raw(prompt, "kv")], [0, 1], [0, ROWS - 1]).results == [OK]
 
 
-def test_r16_memory_that_is_not_remote_accessible_is_refused(by_address: Pair) -> None:
-    by_address.prompt.do(make, "kv", Spec(4, ROWS, STRIDE, memory="private", accessible=False), 1)
-    by_address.decoder.do(make, "kv", CACHE, 2)
-    before = received(by_address.prompt)
-    result = by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")])
-    assert result.results == [INVALID]
-    assert "remote_accessible=False" in result.errors[0]
-    same_bytes(received(by_address.prompt), before)
+def test_memory_that_is_given_up_meanwhile_is_not_written_and_found_again_when_registered_anew(
+    by_address: Pair,
+) -> None:
+    prompt, decoder = by_address.prompt, by_address.decoder
+    source = decoder.do(make, "kv", CACHE, 2)
+    private = Spec(4, ROWS, STRIDE, memory="private")
+    for spec, change in ((CACHE, forget), (BLOCKS, forget), (private, forget), (private, register_again)):
+        prompt.do(make, "kv", spec, 1)
+        decoder.do(begin, "kv", [raw(prompt, "kv")])
+        decoder.do(ready, 0)
+        decoder.do(wait_asked, 1)
+        prompt.do(change, "kv")
+        before = received(prompt) if spec is private else []
+        decoder.do(ready, 1)
+        result = decoder.do(finish)
+        if change is forget:
+            assert (result.results, result.first) == ([INVALID], INVALID), result.errors
+            assert "in none of the" in result.errors[0]
+        else:
+            assert result.first is OK
+            before = spanned(before, source, [(0, 0, STRIDE)], [(2, 2), (3, 3)])
+        if spec is private:  # what was unregistered is the user's, and the view of it still there
+            same_bytes(received(prompt), before)
 
 
-@pytest.mark.parametrize("spec", [CACHE, BLOCKS, Spec(4, ROWS, STRIDE, memory="private")])
-def test_memory_that_is_given_up_meanwhile_is_not_written(by_address: Pair, spec: Spec) -> None:
-    by_address.prompt.do(make, "kv", spec, 1)
-    by_address.decoder.do(make, "kv", CACHE, 2)
-    by_address.decoder.do(begin, "kv", [raw(by_address.prompt, "kv")])
-    by_address.decoder.do(ready, 0)
-    by_address.decoder.do(wait_asked, 1)
-    kept = by_address.prompt.do(_forget_keeping, "kv")
-    by_address.decoder.do(ready, 1)
-    result = by_address.decoder.do(finish)
-    assert (result.results, result.first) == ([INVALID], INVALID), result.errors
-    assert "in none of the" in result.errors[0]
-    if kept is not None:
-        assert by_address.prompt.do(_unchanged), "what had been unregistered was written"
-
-
-def _forget_keeping(world: Any, name: str) -> object:
-    """Give a cache up; memory of the user stays, to be looked at."""
-    arrays = world.memory.get(name)
-    forget(world, name)
-    if arrays is not None:
-        world.memory["was"] = [array.copy() for array in arrays]
-    return None if arrays is None else True
-
-
-def _unchanged(world: Any) -> bool:
-    return all((a == b).all() for a, b in zip(world.memory["was"], world.memory["kv"], strict=True))
-
-
-def test_memory_that_is_registered_anew_meanwhile_is_found_again(by_address: Pair) -> None:
-    by_address.prompt.do(make, "kv", Spec(4, ROWS, STRIDE, memory="private"), 1)
-    source = by_address.decoder.do(make, "kv", CACHE, 2)
-    by_address.decoder.do(begin, "kv", [raw(by_address.prompt, "kv")])
-    by_address.decoder.do(ready, 0)
-    by_address.decoder.do(wait_asked, 1)
-    by_address.prompt.do(_register_again, "kv")
-    before = received(by_address.prompt)
-    by_address.decoder.do(ready, 1)
-    assert by_address.decoder.do(finish).first is OK
-    same_bytes(received(by_address.prompt), spanned(before, source, [(0, 0, STRIDE)], [(2, 2), (3, 3)]))
-
-
-def _register_again(world: Any, name: str) -> None:
+def register_again(world: World, name: str) -> None:
     cache, arrays = world.caches[name], world.memory[name]
     world.cm.unregister_cache(cache.cache_id)
     world.caches[name] = world.cm.register_cache(cache.cache_desc, [array.ctypes.data for array in arrays])
@@ -332,7 +264,7 @@ def test_shm_alone_cannot_write_sealed_pools_and_says_what_to_set(shm_pair: Pair
 def test_by_address_checksums_compare_what_arrived(by_address: Pair) -> None:
     for end in (by_address.decoder, by_address.prompt):
         end.stop()
-    by_address.start(extra={"llm.Checksum": "1"} | _transport_of(by_address))
+    by_address.start(extra={"llm.Checksum": "1"})
     before, source = make_both(by_address.prompt, by_address.decoder, BLOCKS, PAGED)
     result = by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")], [1, 2], [3, 0])
     assert result.results == [OK], result.errors
@@ -341,67 +273,148 @@ def test_by_address_checksums_compare_what_arrived(by_address: Pair) -> None:
     assert by_address.decoder.do(picture).links[0].verified_bytes == 2 * STRIDE * 4
 
 
-def _transport_of(pair: Pair) -> dict[str, str]:
-    return {"llm.Transport": {"shm": "auto"}.get(pair.transport, pair.transport)}
+# --- layers of one destination go to one place ------------------------------------------------------------------------
+
+SIX = Spec(6, 4, STRIDE)
+SIX_BLOCKS = Spec(6, 4, STRIDE, blocks=True, blocks_key=KEY)
+SIX_PAGED = Spec(6, 4, STRIDE, blocks=True)
 
 
-# --- several configs -------------------------------------------------------------------------------------------------
+def refused_midway(pair: Pair, config: Any, change: Callable[[Pair], Bytes], text: str) -> None:
+    """Send layer 0 of "kv" of the decoder; after the change no other layer arrives."""
+    pair.decoder.do(begin, "kv", [config])
+    pair.decoder.do(ready, 0)
+    pair.decoder.do(wait_asked, 1)
+    before = change(pair)
+    pair.decoder.do(ready, 1, 2)
+    result = pair.decoder.do(finish)
+    assert (result.results, result.first) == ([FAILED], FAILED), result
+    assert text in result.errors[0]
+    assert "send all of it again" in result.errors[0]
+    same_bytes(received(pair.prompt), before)
 
 
-def test_r18_two_configs_to_one_cluster_each_have_their_own_result(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    before, source = make_both(shm_pair.prompt, shm_pair.decoder, CACHE, CACHE)
-    good = keyed(shm_pair.prompt, "kv", range(1), row=1, dst_row=3)
-    bad = keyed(shm_pair.prompt, "kv", range(1), range(7, 8), dst_row=4)
-    later = keyed(shm_pair.prompt, "kv", range(1, 2), dst_row=5)
-    result = shm_pair.decoder.do(send, "kv", [good, later, bad])
-    assert (result.results, result.first) == ([OK, FAILED, INVALID], INVALID)
-    assert "layer 7" in result.errors[2]
-    assert "layer 7" in result.errors[1], "the unfinished config says why it is unfinished"
-    assert result.errors[0] == ""
-    same_bytes(received(shm_pair.prompt), spanned(before, source, [(3 * STRIDE, STRIDE, STRIDE)], [(0, 0), (1, 1)]))
+def initialised_anew(pair: Pair) -> Bytes:
+    """Finalize the prompt, initialise it again with a cache like the one before, and link."""
+    pair.prompt.stop()
+    alone(pair.decoder)
+    extra = {"llm.Transport": pair.transport}
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, enable_remote_cache_accessible=True)
+    before = pair.prompt.do(make, "kv", SIX_BLOCKS, 7)
+    pair.link()
+    assert pair.prompt.do(cache_id, "kv") == 1, "the same name means the new one"
+    return before
 
 
-def test_r18_an_unlinked_cluster_fails_its_config_and_stops_the_others(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    make_both(shm_pair.prompt, shm_pair.decoder, CACHE, CACHE)
-    nobody = keyed(shm_pair.prompt, "kv", range(2), dst_row=0)
-    nobody.cache_key = CacheKeyByIdAndIndex(99, 1, 0)
-    result = shm_pair.decoder.do(send, "kv", [keyed(shm_pair.prompt, "kv", range(2), dst_row=0), nobody])
-    assert (result.results, result.first) == ([FAILED, LLMStatusCode.LLM_NOT_YET_LINK], LLMStatusCode.LLM_NOT_YET_LINK)
+def bound_anew(pair: Pair) -> Bytes:
+    pair.prompt.do(forget, "kv")
+    return pair.prompt.do(make, "kv", SIX_BLOCKS, 7)
+
+
+def allocated_anew(pair: Pair) -> Bytes:
+    """The addresses are those of another cache now, of another request."""
+    where = pair.prompt.do(addresses, "kv")
+    pair.prompt.do(give_back)
+    wait_until(lambda: pair.prompt.do(pool).used_bytes == 0)  # the pin of the first layer may still be on its way
+    before = pair.prompt.do(make, "kv", SIX, 7)
+    assert pair.prompt.do(addresses, "kv") == where
+    return before
+
+
+def give_back(world: World) -> None:
+    """Give "kv" back, and what it was registered in."""
+    under = world.caches.get("memory of kv")
+    forget(world, "kv")
+    if under is not None:
+        world.cm.deallocate_blocks_cache(under)
 
 
 @pytest.mark.parametrize(
-    ("dst", "blocks", "text"),
+    ("route", "by", "change"),
     [
-        (Spec(4, ROWS, STRIDE - 1), (), "do not fit"),
-        (Spec(4, ROWS, 2 * STRIDE, blocks=True, blocks_key=BlocksCacheKey(1, 0)), ([0], [0]), "block sizes differ"),
-        (Spec(4, 2, STRIDE, blocks=True, blocks_key=BlocksCacheKey(1, 0)), ([0], [2]), "2 blocks"),
-        (Spec(4, ROWS, STRIDE), ([0], [0]), "no blocks"),
-        (BLOCKS, (None, [0], 96), "block sizes differ"),
+        *[(ROUTES[n], "key", initialised_anew) for n in range(3)],
+        (ROUTES[1], "id", initialised_anew),
+        *[(ROUTES[n], "key", bound_anew) for n in range(3)],
+        *[(ROUTES[n], memory, allocated_anew) for n in (4, 6) for memory in ("pool", "inside")],
     ],
+    indirect=["route"],
 )
-def test_r17_what_does_not_fit_the_destination_is_invalid_and_nothing_moves(
-    shm_pair: Pair, dst: Spec, blocks: tuple[Any, ...], text: str
+def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
+    route: tuple[Pair, bool], by: str, change: Callable[[Pair], Bytes]
 ) -> None:
-    shm_pair.start(rca=True)
-    shm_pair.prompt.do(make, "kv", dst, 1)
-    shm_pair.decoder.do(make, "kv", PAGED, 2)
-    config = keyed(shm_pair.prompt, "kv", range(2), dst_row=None if dst.blocks else 0)
-
-    def attempt() -> None:
-        result = shm_pair.decoder.do(send, "kv", [config], *blocks)
-        assert (result.results, result.first) == ([INVALID], INVALID), result.errors
-        assert text in result.errors[0]
-
-    nothing_happens((shm_pair.prompt, shm_pair.decoder), ["kv"], attempt)
+    pair, rca = route
+    pair.prompt.do(make, "kv", SIX_BLOCKS if rca else Spec(6, 4, STRIDE, memory=by), 1)
+    pair.decoder.do(make, "kv", SIX_PAGED, 2)
+    if rca:
+        config: Any = keyed(pair.prompt, "kv", range(3), dst_row=0 if by == "id" else None)
+    else:
+        config = raw(pair.prompt, "kv")
+    refused_midway(pair, config, change, change.__name__.replace("_", " "))
+    assert pair.decoder.do(send, "kv", [config]).first is OK, "a transfer that begins now may go there"
 
 
-def test_no_config_is_a_task_that_is_over(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    shm_pair.decoder.do(make, "kv", CACHE, 2)
-    result = shm_pair.decoder.do(send, "kv", [])
-    assert (result.results, result.first) == ([], OK)
+@pytest.mark.parametrize("by_address", ["auto", "tcp"], indirect=True)
+def test_by_address_a_peer_that_is_initialised_anew_does_not_get_the_rest(by_address: Pair) -> None:
+    """Its memory lies where it lay: it is memory of the user."""
+    prompt, decoder = by_address.prompt, by_address.decoder
+    prompt.do(make, "kv", Spec(6, 4, STRIDE, memory="private"), 1)
+    decoder.do(make, "kv", SIX_PAGED, 2)
+    config = raw(prompt, "kv")
+
+    def change(pair: Pair) -> Bytes:
+        prompt.do(stop_but_keep)
+        alone(decoder)
+        prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": pair.transport})
+        prompt.do(register_kept)
+        pair.link()
+        before = received(prompt)
+        # Another transfer has been told where its addresses lie: the leave to write is there.
+        assert decoder.do(send, "kv", [TransferConfig(1, config.dst_addrs[:2], range(1))]).first is OK
+        source = decoder.do(show, "kv")
+        return spanned(before, source, [(0, 0, STRIDE)], [(0, 0), (1, 1)])
+
+    refused_midway(by_address, config, change, "initialised anew")
+
+
+def stop_but_keep(world: World) -> None:
+    """Finalize; the user's memory lives on."""
+    kept = world.memory["kv"]
+    world.stop()
+    world.memory["kv"] = kept
+
+
+def register_kept(world: World) -> None:
+    """Register the user's memory, in which nothing is of before."""
+    for seed, array in enumerate(world.memory["kv"]):
+        array[:] = seed
+    where = [array.ctypes.data for array in world.memory["kv"]]
+    world.caches["kv"] = world.cm.register_cache(SIX.desc, where)
+
+
+@pytest.mark.parametrize("by_address", ["auto"], indirect=True)
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_r07_by_address_what_the_sender_may_still_write_is_given_to_no_other_cache(
+    by_address: Pair, tmp_path: Path, blocks: bool
+) -> None:
+    """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
+    prompt, decoder = by_address.prompt, by_address.decoder
+    prompt.do(make, "kv", Spec(6, 4, STRIDE, blocks=blocks), 1)
+    decoder.do(make, "kv", SIX_PAGED, 2)
+    where = prompt.do(addresses, "kv")
+    decoder.do(shut_there, "before write", tmp_path, 1)
+    decoder.do(begin, "kv", [raw(prompt, "kv")])
+    decoder.do(ready, 0, 1, 2)
+    Gate(tmp_path).wait()
+    prompt.do(forget, "kv")
+    kept = prompt.do(picture)
+    assert (kept.quarantined_bytes > 0, kept.pins > 0) == (blocks, not blocks)
+    before = prompt.do(make, "kv", SIX, 7)
+    assert not set(where) & set(prompt.do(addresses, "kv"))
+    Gate(tmp_path).open()
+    assert decoder.do(finish).first is not OK
+    decoder.do(open_there)
+    same_bytes(received(prompt), before)
+    wait_until(lambda: (prompt.do(picture).quarantined_bytes, prompt.do(picture).pins) == (0, 0))
 
 
 # --- leave to write --------------------------------------------------------------------------------------------------
@@ -438,7 +451,7 @@ def test_r16_over_lanes_the_leave_is_asked_for_at_each_write(tcp_pair: Pair) -> 
     same_bytes(received(tcp_pair.prompt), after)
 
 
-def _push(world: Any, name: str, number: int) -> None:
+def _push(world: World, name: str, number: int) -> None:
     """Push block 0 by cache id, as an initiator that does not keep to the rules."""
     engine = world.dd._require_engine("test")
     entry = engine.store.registry.lookup(world.caches[name].cache_id)
@@ -450,5 +463,5 @@ def _push(world: Any, name: str, number: int) -> None:
     engine.initiator.run(TransferOp(RemoteName(1, cache_id=number), entry, plan, Deadline(5000), "a push", push=True))
 
 
-def _take_back(world: Any) -> None:
+def _take_back(world: World) -> None:
     world.dd._require_engine("test").links.get(2).caches.located.clear()

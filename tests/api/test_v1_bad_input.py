@@ -17,21 +17,38 @@ from llm_datadist import (
     DataType,
     KvCache,
     KvCacheManager,
-    LLMException,
     LLMStatusCode,
     Placement,
 )
-from llm_datadist.errors import CacheMismatch, CacheNotFound, NoneArgument, ParamError
-from tests.support.moves import Use, refused
+from llm_datadist.errors import ParamError
+from tests.support.moves import Use
+from tests.support.refusals import (
+    BLOCK_LIST,
+    COPY_PAIRS,
+    GONE,
+    LAYERS,
+    MISMATCH,
+    NONE,
+    RULE,
+    SWAP_PAIRS,
+    TYPE,
+    UNEQUAL_LAYERS,
+    Kind,
+    Spec,
+    Table,
+    attempt,
+    bad,
+    integer,
+    no_op,
+    raises,
+    refuse,
+)
 from tests.support.v1 import desc, kv_call, kv_make, start_end, start_v1
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World
-
-    #: Role of the end that calls, method, arguments, keyword arguments, exception class, parts of its text.
-    Case = tuple[str, str, tuple[Any, ...], dict[str, Any], type[Exception], tuple[str, ...]]
 
 pytestmark = pytest.mark.covers(
     "KvCacheManager",
@@ -41,252 +58,174 @@ pytestmark = pytest.mark.covers(
 
 KEY, BLOCKS = CacheKey(1, 10), BlocksCacheKey(1, 3)
 BY_ID = CacheKeyByIdAndIndex(1, 1, 0)
+NO_ID, TWO_IDS = CacheKey(1, 2**64 - 1), CacheKey(1, 5, 0, 6)
 HOST = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
 KV, PAGED, CPU = Use("kv"), Use("paged"), Use("cpu")
 V2_CACHE = Cache(1, desc(), [1, 2, 3, 4])
-P, D = "PROMPT", "DECODER"
 
+# --- kinds of arguments that only v1 has ------------------------------------------------------------------------------
 
-def wrong_types(*wrong: Any, broken: tuple[Any, ...] = ()) -> list[tuple[Any, type[Exception]]]:
-    """Return each value with TypeError, None with NoneArgument, and what breaks a rule with ParamError."""
-    kinds: list[tuple[Any, type[Exception]]] = [(value, TypeError) for value in wrong]
-    return [*kinds, (None, NoneArgument), *((value, ParamError) for value in broken)]
+KV_CACHE: Final = Spec((1, desc(), V2_CACHE))
+KV_ROWS: Final = Spec(KV_CACHE.wrong, (PAGED, RULE, "{}: a blocks cache"), (CPU, RULE, "{}: placement is HOST"))
+CACHE_KEY: Final = Spec((7, "key", BLOCKS, BY_ID))
+ANY_ROW: Final = Spec((10, "key", BLOCKS))
+DESCRIPTOR: Final = Spec(
+    ("desc", 1, KEY),
+    *((CacheDesc(1, dims, DataType.DT_UINT8), RULE, "shape") for dims in ([0, 8], [-1, 8], [2**40] * 2, [1] * 32)),
+    (CacheDesc(0, [8], DataType.DT_UINT8), RULE, "num_tensors=0"),
+    (HOST, RULE, "{}"),
+)
+KEYS: Final = Spec(
+    (KEY, {KEY}, "keys"), *(([KEY, each], kind, "{}[1]") for each, kind in ((BLOCKS, TYPE), (7, TYPE), (None, NONE)))
+)
+ROW: Final = integer(0, 2**32 - 1, 8)
+SIZE: Final = Spec(("8", 8.0), *((value, RULE, "{}") for value in (0, -2, 49, 2**63)))
+OFFSET: Final = Spec(("0", 1.0), (-1, RULE, "{}"), (2**64, RULE, "{}"), none_ok=True)
 
-
-def _allocations() -> list[Case]:
-    cases: list[Case] = []
-    for method in ("allocate_cache", "allocate_blocks_cache"):
-        for value, kind in wrong_types("desc", 1, KEY):
-            cases.append((P, method, (value,), {}, kind, ("cache_desc",)))
-        cases.append((P, method, (HOST,), {}, ParamError, ("cache_desc", "HOST", "DEVICE")))
-        cases += [
-            (P, method, (CacheDesc(1, dims, DataType.DT_UINT8),), {}, ParamError, ("shape",))
-            for dims in ([0, 8], [-1, 8], [2**40, 2**40], [1] * 32)
-        ]
-        cases.append((P, method, (CacheDesc(0, [8], DataType.DT_UINT8),), {}, ParamError, ("num_tensors=0",)))
-    for value, kind in wrong_types(KEY, {KEY}, "keys"):
-        cases.append((P, "allocate_cache", (desc(), value), {}, kind, ("cache_keys",)))
-    for value, kind in wrong_types(BLOCKS, 7):
-        cases.append((P, "allocate_cache", (desc(), [KEY, value]), {}, kind, ("cache_keys[1]",)))
-    cases += [
-        (P, "allocate_blocks_cache", (desc(), wrong), {}, TypeError, ("blocks_cache_key",)) for wrong in (KEY, BY_ID, 7)
-    ]
-    cases += [
-        (P, "allocate_cache", (desc(rows=1), [CacheKey(1, 20), CacheKey(1, 21)]), {}, ParamError, ("2 keys", "1")),
-        (D, "allocate_cache", (desc(), [CacheKey(1, 20)]), {}, ParamError, ("cache_keys", "PROMPT", "DECODER")),
-        (D, "allocate_cache", (desc(), [CacheKey(1, 2**64 - 1)]), {}, ParamError, ("cache_keys", "PROMPT")),
-        (D, "allocate_blocks_cache", (desc(), BlocksCacheKey(1)), {}, ParamError, ("blocks_cache_key", "DECODER")),
-    ]
-    return cases
-
-
-def _ends_of_caches() -> list[Case]:
-    cases: list[Case] = []
-    for value, kind in wrong_types(1, desc(), V2_CACHE):
-        cases.append((P, "deallocate_cache", (value,), {}, kind, ("cache",)))
-    cases.append((P, "deallocate_cache", (CPU,), {}, ParamError, ("cache", "HOST")))
-    for value, kind in wrong_types(7, BLOCKS, BY_ID):
-        cases.append((P, "remove_cache_key", (value,), {}, kind, ("cache_key",)))
-    cases.append((D, "remove_cache_key", (KEY,), {}, ParamError, ("remove_cache_key", "PROMPT", "DECODER")))
-    for value, kind in wrong_types(7, BLOCKS, BY_ID):
-        cases.append((P, "check_cache_key", (value,), {}, kind, ("cache_key",)))
-    none, both = CacheKey(1, 2**64 - 1), CacheKey(1, 5, 0, 6)
-    cases += [(P, "check_cache_key", (key,), {}, ParamError, ("exactly one",)) for key in (none, both)]
-    return cases
-
-
-def _pull_cache() -> list[Case]:
-    def case(args: tuple[Any, ...], kind: type[Exception], *parts: str, **keywords: Any) -> Case:
-        return D, "pull_cache", args, keywords, kind, parts
-
-    cases: list[Case] = [(P, "pull_cache", (KEY, KV), {}, ParamError, ("pull_cache", "DECODER", "PROMPT"))]
-    for value, kind in wrong_types(10, BLOCKS, "key"):
-        cases.append(case((value, KV), kind, "cache_key"))
-    for value, kind in wrong_types(10, V2_CACHE, desc()):
-        cases.append(case((KEY, value), kind, "kv_cache"))
-    for value, kind in wrong_types(
-        "0",
-        1.0,
-        broken=(
-            -1,
-            2**32,
-            8,
-        ),
-    ):
-        cases.append(case((KEY, KV, value), kind, "batch_index"))
-    sizes = wrong_types(
-        "8",
-        8.0,
-        broken=(
-            0,
-            -2,
-            49,
-            2**63,
-        ),
-    )
-    for value, kind in sizes:
-        cases.append(case((KEY, KV, 0, value), kind, "size"))
-    for name in ("src_cache_offset", "dst_cache_offset"):
-        for value, kind in (("0", TypeError), (1.0, TypeError), (-1, ParamError), (2**64, ParamError)):
-            cases.append(case((KEY, KV), kind, name, **{name: value}))
-    cases += [
-        case((KEY, KV), ParamError, "dst_cache_offset=48", dst_cache_offset=48),
-        case((KEY, KV, 0, 8), ParamError, "dst_cache_offset=41", dst_cache_offset=41),
-        case((KEY, KV, 0, 8), CacheMismatch, "41", src_cache_offset=41),
-        case((KEY, KV), CacheMismatch, "1", src_cache_offset=1),  # size -1 is the whole destination row
-        case((KEY, PAGED), ParamError, "blocks cache"),
-        case((KEY, CPU), ParamError, "kv_cache", "HOST"),
-        case((CacheKey(1, 2**64 - 1), KV), ParamError, "exactly one"),
-        case((CacheKey(1, 1, 0, 1), KV), ParamError, "exactly one"),
-    ]
-    return cases + _layers("pull_cache", (KEY, KV))
-
-
-def _layers(method: str, args: tuple[Any, ...]) -> list[Case]:
-    cases: list[Case] = []
-    for name in ("src_layer_range", "dst_layer_range"):
-        cases += [(D, method, args, {name: value}, TypeError, (name,)) for value in (1, (0, 1), slice(1))]
-        ranges = (range(0, 2, 2), range(-1, 1), range(3))
-        cases += [(D, method, args, {name: value}, ParamError, ("layer",)) for value in ranges]
-    for value, kind in wrong_types(
-        "2",
-        2.0,
-        broken=(
-            -1,
-            0,
-            2**32,
-        ),
-    ):
-        cases.append((D, method, args, {"tensor_num_per_layer": value}, kind, ("tensor_num_per_layer",)))
-    layers = {"src_layer_range": range(1), "dst_layer_range": range(1)}
-    unequal = {"src_layer_range": range(1), "dst_layer_range": range(2)}
-    cases.append((D, method, args, layers | {"tensor_num_per_layer": 3}, ParamError, ("tensor_num_per_layer=3",)))
-    cases.append((D, method, args, unequal, ParamError, ("equal lengths",)))
-    return cases
-
-
-def _pull_blocks() -> list[Case]:
-    def case(args: tuple[Any, ...], kind: type[Exception], *parts: str) -> Case:
-        return D, "pull_blocks", args, {}, kind, parts
-
-    whole = (BLOCKS, PAGED, [0], [0])
-    cases: list[Case] = [(P, "pull_blocks", whole, {}, ParamError, ("pull_blocks", "DECODER", "PROMPT"))]
-    for value, kind in wrong_types(3, KEY, BY_ID):
-        cases.append(case((value, *whole[1:]), kind, "prompt_cache_key"))
-    for value, kind in wrong_types(3, V2_CACHE):
-        cases.append(case((BLOCKS, value, [0], [0]), kind, "decoder_kv_cache"))
-    for position, name in ((2, "prompt_blocks"), (3, "decoder_blocks")):
-        broken: tuple[Any, ...] = ([-1], [2**64], [8], [], [0, 1])
-        lists = wrong_types((0,), 0, np.zeros(1, np.int64), ["0"], [0.0], [[0]], [None], broken=broken)
-        for value, kind in lists:
-            args = (*whole[:position], value, *whole[position + 1 :])
-            cases.append(case(args, kind, "block" if isinstance(value, list) else name))
-    cases += [
-        case((BLOCKS, PAGED, [], []), ParamError, "prompt_blocks is empty"),
-        case((BLOCKS, KV, [0], [0]), ParamError, "decoder_kv_cache", "not a blocks cache"),
-        case((BLOCKS, CPU, [0], [0]), ParamError, "decoder_kv_cache", "HOST"),
-        case((BLOCKS, Use("other size"), [0], [0]), CacheMismatch, "block sizes differ"),
-    ]
-    return cases + _layers("pull_blocks", whole)
-
-
-def _copies() -> list[Case]:
-    def case(method: str, args: tuple[Any, ...], kind: type[Exception], *parts: str) -> Case:
-        return D, method, args, {}, kind, parts
-
-    cases: list[Case] = []
-    for value, kind in wrong_types(1, V2_CACHE):
-        cases.append(case("copy_cache", (value, KV), kind, "dst"))
-        cases.append(case("copy_cache", (KV, value), kind, "src"))
-        cases.append(case("copy_blocks", (value, {0: [1]}), kind, "cache"))
-        cases.append(case("swap_blocks", (value, CPU, {0: 1}), kind, "src"))
-        cases.append(case("swap_blocks", (CPU, value, {0: 1}), kind, "dst"))
-    for position, name in ((2, "dst_batch_index"), (3, "src_batch_index")):
-        for value, kind in wrong_types(
-            "0",
-            0.0,
-            broken=(
-                -1,
-                2**32,
-                8,
-            ),
-        ):
-            rows = [0, 0]
-            rows[position - 2] = value
-            cases.append(case("copy_cache", (KV, KV, *rows), kind, name))
-    for value, kind in wrong_types(
-        "0",
-        0.0,
-        broken=(
-            -1,
-            2**64,
-            48,
-        ),
-    ):
-        cases.append(case("copy_cache", (KV, KV, 0, 1, value), kind, "offset"))
-    for value, kind in wrong_types(
-        "8",
-        8.0,
-        broken=(
-            0,
-            -2,
-            49,
-        ),
-    ):
-        cases.append(case("copy_cache", (KV, KV, 0, 1, 0, value), kind, "size"))
-    for req_id, kind in wrong_types("7", 7.5, broken=(-1, 2**64)):
-        if req_id is not None:  # which says that there is none
-            cases.append(case("copy_cache", (KV, KV, 0, 1, 0, -1, req_id), kind, "req_id"))
-    cases += [
-        case("copy_cache", (PAGED, KV), ParamError, "dst", "blocks cache"),
-        case("copy_cache", (KV, PAGED), ParamError, "src", "blocks cache"),
-        case("copy_cache", (CPU, KV), ParamError, "dst", "HOST"),
-        case("copy_cache", (KV, CPU), ParamError, "src", "HOST"),
-        case("copy_blocks", (KV, {0: [1]}), ParamError, "blocks cache"),
-        case("copy_blocks", (CPU, {0: [1]}), ParamError, "HOST"),
-    ]
-    wrong: tuple[Any, ...] = ([(0, [1])], "x", {0: 1}, {0: (1,)}, {"0": [1]}, {0: ["1"]}, {0.0: [1]})
-    broken: tuple[Any, ...] = ({-1: [1]}, {0: [-1]}, {0: [2**64]}, {8: [1]}, {0: [8]})
-    for pairs, kind in wrong_types(*wrong, broken=broken):
-        cases.append(case("copy_blocks", (PAGED, pairs), kind, "copy_block_info"))
-    wrong, broken = ([(0, 1)], {0: [1]}, {"0": 1}, {0: 1.0}), ({-1: 1}, {0: -1}, {8: 1}, {0: 8})
-    for pairs, kind in wrong_types(*wrong, broken=broken):
-        cases.append(case("swap_blocks", (PAGED, CPU, pairs), kind, "src_to_dst"))
-    cases += [
-        case(
-            "swap_blocks",
-            (PAGED, Use("other size"), {0: 1}),
-            CacheMismatch,
-            "block sizes differ: blocks of src have",
-            "of dst",
-        ),
-        case("swap_blocks", (PAGED, KV, {0: 1}), ParamError, "src and dst are both on DEVICE"),
-        case("swap_blocks", (CPU, CPU, {0: 1}), ParamError, "src and dst are both on HOST"),
-        case("swap_blocks", (PAGED, Use("cpu of 3"), {0: 1}), CacheMismatch, "num_tensors differ: src has 4, dst 3"),
-        case("swap_blocks", (PAGED, Use("cpu at 0"), {0: 1}), ParamError, "dst: tensor_addrs[0]=0"),
-        case("swap_blocks", (Use("freed"), CPU, {0: 1}), ParamError, "src: it has no memory any more (deallocated)"),
-        case("get_cache_tensors", (Use("freed"), 0), ParamError, "deallocated"),
-    ]
-    for value, kind in wrong_types(1, V2_CACHE):
-        cases.append(case("get_cache_tensors", (value,), kind, "cache"))
-    for value, kind in wrong_types(
-        "0",
-        0.0,
-        broken=(
-            -1,
-            4,
-            2**31,
-        ),
-    ):
-        cases.append(case("get_cache_tensors", (KV, value), kind, "tensor_index"))
-    return cases
-
-
-CASES: Final = [*_allocations(), *_ends_of_caches(), *_pull_cache(), *_pull_blocks(), *_copies()]
+#: Calls of the end that serves.
+PROMPT: Final = (
+    Table(
+        "v1.allocate_cache",
+        {"cache_desc": desc()},
+        {"cache_desc": DESCRIPTOR, "cache_keys": KEYS},
+        bad(RULE, "cache_desc", "HOST", "DEVICE", cache_desc=HOST),
+        bad(RULE, "2 keys", "1", cache_desc=desc(rows=1), cache_keys=[CacheKey(1, 20), CacheKey(1, 21)]),
+    ),
+    Table(
+        "v1.allocate_blocks_cache",
+        {"cache_desc": desc(), "blocks_cache_key": None},
+        {"cache_desc": DESCRIPTOR, "blocks_cache_key": Spec((KEY, BY_ID, 7), none_ok=True)},
+        bad(RULE, "cache_desc", "HOST", "DEVICE", cache_desc=HOST),
+    ),
+    Table("v1.deallocate_cache", {"cache": KV}, {"cache": KV_CACHE}, bad(RULE, "cache", "HOST", cache=CPU)),
+    Table("v1.remove_cache_key", {"cache_key": KEY}, {"cache_key": CACHE_KEY}),
+    Table(
+        "v1.check_cache_key",
+        {"cache_key": KEY},
+        {"cache_key": CACHE_KEY},
+        bad(RULE, "exactly one", cache_key=NO_ID),
+        bad(RULE, "exactly one", cache_key=TWO_IDS),
+    ),
+    Table("v1.pull_cache", {"cache_key": KEY, "kv_cache": KV}, {}, bad(RULE, "pull_cache", "DECODER", "PROMPT")),
+    Table(
+        "v1.pull_blocks",
+        {"prompt_cache_key": BLOCKS, "decoder_kv_cache": PAGED, "prompt_blocks": [0], "decoder_blocks": [0]},
+        {},
+        bad(RULE, "pull_blocks", "DECODER", "PROMPT"),
+    ),
+)
+#: Calls of the end that pulls, each but for those of the other role.
+DECODER: Final = (
+    Table(
+        "v1.pull_cache",
+        {"cache_key": KEY, "kv_cache": KV},
+        {
+            "cache_key": ANY_ROW,
+            "kv_cache": KV_CACHE,
+            "batch_index": ROW,
+            "size": SIZE,
+            "src_cache_offset": OFFSET,
+            "dst_cache_offset": OFFSET,
+            **LAYERS,
+        },
+        bad(RULE, "dst_cache_offset=48", dst_cache_offset=48),
+        bad(RULE, "dst_cache_offset=41", size=8, dst_cache_offset=41),
+        bad(MISMATCH, "41", size=8, src_cache_offset=41),
+        bad(MISMATCH, "1", src_cache_offset=1),  # size -1 is the whole destination row
+        bad(RULE, "blocks cache", kv_cache=PAGED),
+        bad(RULE, "kv_cache", "HOST", kv_cache=CPU),
+        bad(RULE, "exactly one", cache_key=NO_ID),
+        bad(RULE, "exactly one", cache_key=CacheKey(1, 1, 0, 1)),
+        *UNEQUAL_LAYERS,
+    ),
+    Table(
+        "v1.pull_blocks",
+        {"prompt_cache_key": BLOCKS, "decoder_kv_cache": PAGED, "prompt_blocks": [0, 5], "decoder_blocks": [1, 2]},
+        {
+            "prompt_cache_key": Spec((3, KEY, BY_ID)),
+            "decoder_kv_cache": KV_CACHE,
+            "prompt_blocks": BLOCK_LIST,
+            "decoder_blocks": BLOCK_LIST,
+            **LAYERS,
+        },
+        bad(TYPE, prompt_blocks=(0, 5)),
+        bad(TYPE, decoder_blocks=(1, 2)),
+        bad(TYPE, prompt_blocks=np.zeros(2, np.int64)),
+        bad(TYPE, decoder_blocks=np.zeros(2, np.int64)),
+        bad(RULE, "equal lengths", prompt_blocks=[0]),
+        bad(RULE, "equal lengths", decoder_blocks=[0]),
+        bad(RULE, "prompt_blocks is empty", prompt_blocks=[], decoder_blocks=[]),
+        bad(RULE, "decoder_kv_cache", "not a blocks cache", decoder_kv_cache=KV),
+        bad(RULE, "decoder_kv_cache", "HOST", decoder_kv_cache=CPU),
+        bad(MISMATCH, "block sizes differ", decoder_kv_cache=Use("other size")),
+        bad(GONE, "id", decoder_kv_cache=Use("freed")),
+        *UNEQUAL_LAYERS,
+    ),
+    Table(
+        "v1.copy_cache",
+        {"dst": KV, "src": KV, "src_batch_index": 1},
+        {
+            "dst": KV_ROWS,
+            "src": KV_ROWS,
+            "dst_batch_index": ROW,
+            "src_batch_index": ROW,
+            "offset": integer(0, 2**64 - 1, 48),
+            "size": SIZE,
+            "req_id": Spec(("7", 7.5), (-1, RULE, "{}"), (2**64, RULE, "{}"), none_ok=True),
+        },
+    ),
+    Table(
+        "v1.copy_blocks",
+        {"cache": PAGED, "copy_block_info": {0: [1]}},
+        {"cache": KV_CACHE, "copy_block_info": COPY_PAIRS},
+        bad(RULE, "blocks cache", cache=KV),
+        bad(RULE, "HOST", cache=CPU),
+        bad(GONE, "id", cache=Use("freed")),
+        no_op(copy_block_info={}),
+        no_op(copy_block_info={1: []}),
+    ),
+    Table(
+        "v1.swap_blocks",
+        {"src": PAGED, "dst": CPU, "src_to_dst": {0: 1}},
+        {"src": KV_CACHE, "dst": KV_CACHE, "src_to_dst": SWAP_PAIRS},
+        bad(RULE, "src_to_dst", "8", src_to_dst={8: 1}),
+        bad(RULE, "src_to_dst", "8", src_to_dst={0: 8}),
+        bad(MISMATCH, "block sizes differ: blocks of src have", "of dst", dst=Use("other size")),
+        bad(MISMATCH, "num_tensors differ: src has 4, dst 3", dst=Use("cpu of 3")),
+        bad(RULE, "src and dst are both on DEVICE", dst=KV),
+        bad(RULE, "src and dst are both on HOST", src=CPU),
+        bad(RULE, "dst: tensor_addrs[0]=0", dst=Use("cpu at 0")),
+        bad(RULE, "src: it has no memory any more (deallocated)", src=Use("freed")),
+        no_op(src_to_dst={}),
+    ),
+    Table(
+        "v1.get_cache_tensors",
+        {"cache": KV, "tensor_index": 0},
+        {"cache": KV_CACHE, "tensor_index": integer(-(2**31), 2**31 - 1, -1, 4)},
+        bad(RULE, "deallocated", cache=Use("freed")),
+    ),
+)
+#: What only a PROMPT does.
+WRONG_ROLE: Final = (
+    Table(
+        "v1.allocate_cache",
+        {"cache_desc": desc()},
+        {},
+        bad(RULE, "cache_keys", "PROMPT", "DECODER", cache_keys=[CacheKey(1, 20)]),
+        bad(RULE, "cache_keys", "PROMPT", cache_keys=[NO_ID]),
+    ),
+    Table(
+        "v1.allocate_blocks_cache",
+        {"cache_desc": desc()},
+        {},
+        bad(RULE, "blocks_cache_key", "DECODER", blocks_cache_key=BLOCKS),
+    ),
+    Table("v1.remove_cache_key", {"cache_key": KEY}, {}, bad(RULE, "remove_cache_key", "PROMPT", "DECODER")),
+)
 
 
 def _host(world: World) -> None:
-    """Make the CPU caches that the cases name."""
+    """Make the CPU caches that the tables name."""
     memory = world.memory["host memory"] = np.zeros(8 * 48, np.uint8)
     address = memory.ctypes.data
     three = CacheDesc(3, [8, 48], DataType.DT_UINT8, Placement.HOST)
@@ -311,41 +250,35 @@ def ready(local_pair: Pair) -> Pair:
     return local_pair
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[4].__name__}")
-def test_r01_a_wrong_argument_is_a_typed_error_and_nothing_happens(ready: Pair, case: Case) -> None:
-    role, method, args, keywords, kind, parts = case
-    ends = (ready.prompt, ready.decoder) if role == P else (ready.decoder, ready.prompt)
-    refused(ends, ["kv", "paged", "other size"], kind, parts, kv_call, method, *args, **keywords)
+def test_r01_a_wrong_argument_is_a_typed_error_and_nothing_happens(ready: Pair) -> None:
+    for table in PROMPT:
+        refuse((ready.prompt, ready.decoder), table)
+    for table in (*DECODER, *WRONG_ROLE):
+        refuse((ready.decoder, ready.prompt), table)
 
 
-def test_r01_a_none_argument_is_both_errors_that_the_pages_name(ready: Pair) -> None:
-    for method, args in (("deallocate_cache", (None,)), ("swap_blocks", (None, None, None))):
-        for kind in (TypeError, AttributeError, LLMException):
-            with pytest.raises(kind):
-                ready.decoder.do(kv_call, method, *args)
-
-
-def test_the_tables_cover_every_method() -> None:
-    methods = {name for name in dir(KvCacheManager) if not name.startswith("_")} - {"is_initialized"}
-    assert {case[1] for case in CASES} == methods - {"transfer_cache_async"}  # in test_v1_transfer.py
-
-
-def test_what_may_be_left_out_is_left_out_and_nothing_is_no_error(ready: Pair) -> None:
-    """The other side of the matrix: None where it is allowed, empty where that means nothing to do."""
-    end = ready.decoder
-    end.do(kv_call, "copy_blocks", PAGED, {})
-    end.do(kv_call, "copy_blocks", PAGED, {1: []})
-    end.do(kv_call, "swap_blocks", PAGED, CPU, {})
-    end.do(kv_call, "copy_cache", KV, KV, 0, 1, 0, -1, None)
-    end.do(_pull_with_nones)
-    ready.prompt.do(kv_call, "allocate_blocks_cache", desc(), None)
+def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(ready: Pair) -> None:
+    """Also None where it is allowed. What is pulled ends the key, so that comes last."""
+    nothing: dict[str, Any] = dict.fromkeys(("src_layer_range", "dst_layer_range"))
+    more = {
+        "copy_cache": {"req_id": None},
+        "v1.pull_cache": nothing | {"src_cache_offset": None, "dst_cache_offset": None},
+    }
+    made = [table for table in PROMPT if table.call.startswith(("v1.allocate", "v1.check"))]
+    given_back = [table for table in PROMPT if table.call.startswith(("v1.remove", "v1.deallocate"))]
+    assert [ready.prompt.do(attempt, table, [{}]) for table in made] == [[None]] * 3
+    for table in reversed(DECODER):
+        assert ready.decoder.do(attempt, table, [more.get(table.call, {})]) == [None], table.call
+    assert [ready.prompt.do(attempt, table, [{}]) for table in given_back] == [[None]] * 2
     for key in (CacheKey(1, 5), CacheKey(1, 2**64 - 1, 0, 5)):
         KvCacheManager.check_cache_key(key)
 
 
-def _pull_with_nones(world: World) -> None:
-    nothing = dict.fromkeys(("src_layer_range", "dst_layer_range", "src_cache_offset", "dst_cache_offset"))
-    kv_call(world, "pull_cache", KEY, KV, 0, -1, **nothing)
+def test_the_tables_cover_every_method() -> None:
+    methods = {name for name in dir(KvCacheManager) if not name.startswith("_")} - {"is_initialized"}
+    assert {table.call[3:] for table in (*PROMPT, *DECODER)} == methods - {
+        "transfer_cache_async"
+    }  # in test_v1_pulls.py
 
 
 def test_a_mix_neither_serves_rows_nor_pulls(end: LocalEnd) -> None:
@@ -364,37 +297,27 @@ def test_a_mix_neither_serves_rows_nor_pulls(end: LocalEnd) -> None:
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 
-@pytest.mark.parametrize(
-    ("cache_desc", "addrs", "kind", "parts"),
-    [
-        (None, [1], NoneArgument, ("cache_desc",)),
-        ("desc", [1], TypeError, ("cache_desc",)),
-        (HOST, None, NoneArgument, ("addrs",)),
-        (HOST, (1, 2, 3, 4), TypeError, ("addrs",)),
-        (HOST, ["1", 2, 3, 4], TypeError, ("addrs",)),
-        (HOST, [[1, 2, 3, "4"]], TypeError, ("addrs",)),
-        (HOST, [(1, 2, 3, 4)], TypeError, ("addrs",)),
-        (HOST, [1, 2, 3, -4], ParamError, ("addrs",)),
-        (HOST, [], ParamError, ("addrs is empty",)),
-        (HOST, [[]], ParamError, ("0 addresses", "num_tensors=4")),
-        (HOST, [[1, 2], 3, 4], ParamError, ("should be consistent",)),
-        (HOST, [3, [1, 2]], ParamError, ("should be consistent",)),
-        (HOST, [[1, 2, 3, 4], [1, 2, 3, 4]], ParamError, ("2 lists", "one per device")),
-        (HOST, [1, 2, 3], ParamError, ("3 addresses", "num_tensors=4")),
-        (HOST, [[1, 2, 3, 4, 5]], ParamError, ("5 addresses", "num_tensors=4")),
-        (desc(), [1, 2, 3, 4], ParamError, ("HOST",)),
-    ],
-)
-def test_create_cpu_cache_refuses(cache_desc: Any, addrs: Any, kind: type[Exception], parts: tuple[str, ...]) -> None:
-    with pytest.raises(kind) as caught:
-        KvCache.create_cpu_cache(cache_desc, addrs)
-    assert [part for part in parts if part not in str(caught.value)] == []
-
-
-def test_a_freed_cache_is_not_found_by_its_handle(ready: Pair) -> None:
-    ends, missing = (ready.decoder, ready.prompt), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    for method, args in (
-        ("pull_blocks", (BLOCKS, Use("freed"), [0], [0])),
-        ("copy_blocks", (Use("freed"), {0: [1]})),
-    ):
-        refused(ends, ["kv"], CacheNotFound, ("id",), kv_call, method, *args, status=missing)
+def test_create_cpu_cache_refuses() -> None:
+    addrs = [1, 2, 3, 4]
+    wrong: list[tuple[Any, Any, Kind, str]] = [
+        (None, addrs, NONE, "cache_desc"),
+        ("desc", addrs, TYPE, "cache_desc"),
+        (desc(), addrs, RULE, "HOST"),
+        (HOST, None, NONE, "addrs"),
+        (HOST, (1, 2, 3, 4), TYPE, "addrs"),
+        (HOST, ["1", 2, 3, 4], TYPE, "addrs"),
+        (HOST, [[1, 2, 3, "4"]], TYPE, "addrs"),
+        (HOST, [(1, 2, 3, 4)], TYPE, "addrs"),
+        (HOST, [1, 2, 3, -4], RULE, "addrs"),
+        (HOST, [], RULE, "addrs is empty"),
+        (HOST, [[]], RULE, "0 addresses for num_tensors=4"),
+        (HOST, [1, 2, 3], RULE, "3 addresses for num_tensors=4"),
+        (HOST, [[*addrs, 5]], RULE, "5 addresses for num_tensors=4"),
+        (HOST, [[1, 2], 3, 4], RULE, "should be consistent"),
+        (HOST, [3, [1, 2]], RULE, "should be consistent"),
+        (HOST, [addrs, addrs], RULE, "2 lists"),
+    ]
+    for cache_desc, given, kind, text in wrong:
+        with pytest.raises(kind.error) as caught:
+            KvCache.create_cpu_cache(cache_desc, given)
+        raises(caught.value, kind, (text,))

@@ -1,12 +1,14 @@
-"""v1: link_clusters of all or none, unlink_clusters, check_link_status (interface §3.7, §8, B2.4)."""
+"""v1: link_clusters of all or none, unlink_clusters, check_link_status, the rules of switch_role (interface §3.6, §3.7,
+§8, B2.4)."""
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import CacheKey, LLMClusterInfo, LLMStatusCode
+from llm_datadist import CacheKey, LLMClusterInfo, LLMException, LLMRole, LLMStatusCode
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
@@ -19,9 +21,10 @@ from llm_datadist.errors import (
 from tests.faults.gates import Gate
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
-from tests.support.moves import Use, moved, same_bytes, show, wait_until
+from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.ranks import drop, host, join, status, table
 from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_make, start_end, start_v1
+from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_call, kv_make, start_end, start_v1
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +41,8 @@ INVALID, REPEAT = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQU
 FAILED, ALREADY = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_ALREADY_LINK
 NOT_YET, BUSY = LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_BUSY
 WAITED = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+LISTEN = "llm.listenIpInfo"
+LISTENING = {LISTEN: "127.0.0.1:0"}
 
 
 def probe(world: World, cluster_id: int) -> None:
@@ -75,7 +80,7 @@ def test_a_call_that_fails_gives_up_what_it_had_linked(end: LocalEnd, prompts: l
     start_end(end, "DECODER", 1, **DIRECT)
     assert end.do(link, [info(13, prompts[2].port)]) == SUCCESS
     wrong = info(99, prompts[1].port)
-    learned = info(None, prompts[0].port)  # whose id is learned, and who is given up all the same
+    learned = info(None, prompts[0].port)  # its id is learned, and it is given up all the same
     assert end.do(link, [learned, wrong]) == (FAILED, [FAILED, FAILED])
     assert sorted(end.do(links)) == [13]
     alone(*prompts[:2])
@@ -83,13 +88,13 @@ def test_a_call_that_fails_gives_up_what_it_had_linked(end: LocalEnd, prompts: l
     end.do(probe, 11)
 
 
-def test_a_cluster_that_does_not_answer_is_a_time_out_of_v1_and_fails_the_others(
+def test_r19_clusters_that_do_not_answer_are_a_time_out_of_v1_and_fail_the_others(
     end: LocalEnd, prompts: list[LocalEnd]
 ) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
     with silent_port() as port:
-        codes = end.do(link, [info(11, prompts[0].port), info(12, port)], 300)
-    assert codes == (FAILED, [FAILED, WAITED])
+        codes = end.do(link, [info(11, prompts[0].port), *(info(100 + i, port) for i in range(20))], 300)
+    assert codes == (FAILED, [FAILED, *[WAITED] * 20])  # and more than 16 are not too many
     alone(end, prompts[0])
 
 
@@ -110,71 +115,56 @@ def _shaped(cluster_id: int, local: int, remote: int, port: int | None) -> LLMCl
     return cluster
 
 
-@pytest.mark.parametrize(("local", "remote"), [(0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 0)])
-def test_as_many_local_as_remote_ips_are_needed_one_for_the_one_device(
-    end: LocalEnd, prompts: list[LocalEnd], local: int, remote: int
-) -> None:
+def test_as_many_local_as_remote_ips_are_needed_and_each_cluster_once(end: LocalEnd, prompts: list[LocalEnd]) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
-    good = info(11, prompts[0].port)
-    bad = _shaped(12, local, remote, prompts[1].port)
-    assert end.do(link, [good, bad]) == (INVALID, [FAILED, INVALID])
-    assert end.do(links) == {}
+    good, other = info(11, prompts[0].port), info(12, prompts[1].port)
+    for local, remote in ((0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 0)):  # one for the one device
+        bad = _shaped(12, local, remote, prompts[1].port)
+        assert end.do(link, [good, bad]) == (INVALID, [FAILED, INVALID])
+        assert end.do(links) == {}
     assert end.do(link, []) == (INVALID, [])
-
-
-def test_a_cluster_twice_in_one_call_is_a_repeat_request_and_nothing_is_linked(
-    end: LocalEnd, prompts: list[LocalEnd]
-) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
-    one, two = info(11, prompts[0].port), info(12, prompts[1].port)
-    assert end.do(link, [one, two, one]) == (REPEAT, [FAILED, FAILED, REPEAT])
+    assert end.do(link, [good, other, good]) == (REPEAT, [FAILED, FAILED, REPEAT])
     assert end.do(links) == {}
 
 
-def test_r19_twenty_clusters_in_one_call_are_not_too_many(end: LocalEnd, prompts: list[LocalEnd]) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
-    with silent_port() as port:
-        codes = end.do(link, [info(100 + i, port) for i in range(20)], 200)
-    assert codes == (FAILED, [WAITED] * 20)
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_unlinking_what_is_not_linked_says_so_and_succeeds(end: LocalEnd, prompts: list[LocalEnd], force: bool) -> None:
+def test_unlinking_what_is_not_linked_says_so_and_succeeds(end: LocalEnd, prompts: list[LocalEnd]) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
     clusters = [info(11, prompts[0].port), info(12, prompts[1].port)]
-    assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
-    assert end.do(link, clusters[:1]) == SUCCESS
-    assert end.do(unlink, [clusters[1], clusters[0], info(99)], 5000, force) == (OK, [NOT_YET, OK, NOT_YET])
-    alone(end, prompts[0])
+    for force in (False, True):
+        assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
+        assert end.do(link, clusters[:1]) == SUCCESS
+        assert end.do(unlink, [clusters[1], clusters[0], info(99)], 5000, force) == (OK, [NOT_YET, OK, NOT_YET])
+        alone(end, prompts[0])
     assert end.do(link, clusters) == (OK, [OK, OK])
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(pair: Pair, tmp_path: Path, force: bool) -> None:
-    start_v1(pair)
-    key, cluster = CacheKey(1, 10), info(1, pair.prompt.port)
-    src = pair.prompt.do(kv_make, "kv", desc(), 1, (key,))
-    dst = pair.decoder.do(kv_make, "kv", desc(), 2)
+def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair, tmp_path: Path) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    start_v1(tcp_pair)
+    key, cluster = CacheKey(1, 10), info(1, prompt.port)
+    src = prompt.do(kv_make, "kv", desc(), 1, (key,))
+    dst = decoder.do(kv_make, "kv", desc(), 2)
     args = (gated_call_v1, 1, "before copy", tmp_path, "pull_cache", key, Use("kv"), 3)
-    pair.decoder.do(begin_there, "pull", *args)
+    decoder.do(begin_there, "pull", *args)
     gate = Gate(tmp_path)
     try:
         gate.wait()
-        assert pair.decoder.do(unlink, [cluster], 5000, force) == (BUSY, [BUSY])
+        for force in (False, True):
+            assert decoder.do(unlink, [cluster], 5000, force) == (BUSY, [BUSY])
         with pytest.raises(LinkError) as caught:
-            pair.decoder.do(probe, 1)
+            decoder.do(probe, 1)
         assert caught.value.status_code is BUSY
         assert caught.value.peer == 1
     finally:
         gate.open()
-        outcome = pair.decoder.do(result_there, "pull")
+        outcome = decoder.do(result_there, "pull")
     assert outcome is None
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
-    pair.decoder.do(probe, 1)
-    assert pair.decoder.do(unlink, [cluster], 5000, force) == SUCCESS
-    alone(pair.prompt, pair.decoder)
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
+    decoder.do(probe, 1)
+    assert decoder.do(unlink, [cluster], 5000, True) == SUCCESS
+    alone(prompt, decoder)
     with pytest.raises(NotLinked) as gone:
-        pair.decoder.do(probe, 1)
+        decoder.do(probe, 1)
     assert gone.value.status_code is NOT_YET
 
 
@@ -223,3 +213,67 @@ def test_check_link_status_refuses_what_is_no_cluster_id_and_the_other_mode(end:
     with pytest.raises(StateError, match="v1 mode") as caught:
         end.do(probe, 1)
     assert caught.value.status_code is INVALID
+
+
+def test_link_by_rank_table_is_not_for_v1_mode(end: LocalEnd) -> None:
+    start_end(end, "DECODER", 1, **DIRECT)
+    arguments = ("name", {1: 0, 2: 1}, table(host(0), host(0)))
+    refused([end], [], StateError, ["v1 mode", "link_clusters"], join, *arguments)
+    for function in (drop, status):
+        refused([end], [], StateError, ["v1 mode"], function, 1)
+
+
+# --- switch_role ------------------------------------------------------------------------------------------------------
+
+
+def switch(world: World, role: str, options: dict[str, Any] | None = None) -> int | None:
+    world.dd.switch_role(LLMRole[role], options)
+    return world.dd.listen_port
+
+
+def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    start_v1(shm_pair, enable_switch_role=True)
+    prompt.do(kv_make, "kv", desc(rows=2), 1, (CacheKey(1, 7),))
+    for end, role in ((prompt, "DECODER"), (decoder, "PROMPT")):
+        exist = LLMStatusCode.LLM_EXIST_LINK
+        refused([end], [], StateError, ["unlinked first"], switch, role, LISTENING, status=exist)
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    alone(prompt, decoder)
+    assert prompt.do(switch, "DECODER") is None
+    port = decoder.do(switch, "PROMPT", LISTENING)
+    source = decoder.do(kv_make, "late", desc(rows=1), 3, (CacheKey(2, 9),))
+    target = prompt.do(show, "kv")
+    assert prompt.do(link, [info(2, port)]) == SUCCESS
+    prompt.do(kv_call, "pull_cache", CacheKey(2, 9), Use("kv"), 1)
+    same_bytes(prompt.do(show, "kv"), moved(target, source, [(1, 0)]))
+    with pytest.raises(ParamError, match="DECODER"):  # the key is still bound
+        prompt.do(kv_call, "remove_cache_key", CacheKey(1, 7))
+    assert len(prompt.do(picture).keys) == 1
+    with pytest.raises(ParamError, match="PROMPT"):
+        decoder.do(kv_call, "pull_cache", CacheKey(1, 7), Use("late"), 0)
+    assert decoder.do(link, [info(1, 1)])[0] is INVALID
+
+
+def test_the_rules_of_switch_role_leave_role_and_listener_as_they_are(end: LocalEnd) -> None:
+    disabled = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    start_end(end, "PROMPT", 1, **DIRECT)
+    for role in ("DECODER", "PROMPT"):
+        refused([end], [], LLMException, ["EnableSwitchRole"], switch, role, status=disabled)
+    end.stop()
+    start_end(end, "PROMPT", 1, **DIRECT, enable_switch_role=True)
+    refused([end], [], ParamError, ["PROMPT already"], switch, "PROMPT", LISTENING)
+    two = {LISTEN: "1.2.3.4:1;1.2.3.5:1"}
+    refused([end], [], LLMException, [";"], switch, "DECODER", two, status=disabled)
+    refused([end], [], ParamError, ["ip:port"], switch, "DECODER", {LISTEN: "1.2.3.4"})
+    assert end.world.dd.listen_port == end.port
+    assert "PROMPT" in repr(end.world.dd)
+
+    # A PROMPT needs an address that can be bound.
+    assert end.do(switch, "DECODER") is None
+    refused([end], [], ParamError, [LISTEN, "PROMPT"], switch, "PROMPT")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        options = {LISTEN: f"127.0.0.1:{busy.getsockname()[1]}"}
+        refused([end], [], LinkError, ["cannot listen"], switch, "PROMPT", options, status=LLMStatusCode.LLM_FAILED)
+    assert end.do(switch, "PROMPT", LISTENING)
+    assert end.do(switch, "MIX") is None

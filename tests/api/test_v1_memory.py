@@ -1,4 +1,4 @@
-"""v1 without a pool: freed memory is unmapped, but never under somebody who may still be at it (interface R7, R12)."""
+"""v1 without a pool: freed memory is unmapped, but never under a peer that may still be at it (interface R7, R12)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
+from llm_datadist import BlocksCacheKey, CacheKey, TransferConfig
 from llm_datadist._memory import pool
 from llm_datadist.errors import CacheNotFound, PeerLost, TransferFailed
 from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
-from tests.support.linking import SUCCESS, begin_there, info, link, links, result_there
+from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.moves import Use, picture, same_bytes, show, wait_until
 from tests.support.pushers import freeze, quarantined
 from tests.support.v1 import (
@@ -86,34 +86,38 @@ def test_memory_that_is_read_at_finalize_stays_mapped(
 NBYTES = 4 * 4096  # of one cache of desc(): a page per tensor
 
 
-class Prompted:
-    """The DECODER here (cluster 2), without a pool, and a PROMPT in a child (cluster 1) that a test may kill."""
-
-    def __init__(self, *, blocks: bool) -> None:
-        self.blocks = blocks
-        self.before = residue()
-        self.decoder = LocalEnd("decoder")
-        self.prompt = ChildEnd("prompt")
+@pytest.fixture
+def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
+    """A PROMPT in a child (cluster 1) that a test may kill, and the DECODER here (cluster 2), both without a pool."""
+    before = residue()
+    prompt, decoder = ChildEnd("prompt"), LocalEnd("decoder")
+    try:
         extra = {"llm.PeerTimeout": "600"}
-        start_end(self.prompt, "PROMPT", 1, extra=extra, **DIRECT)
-        start_end(self.decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
-        assert self.decoder.do(link, [info(1, self.prompt.port)]) == SUCCESS
-        self.prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
-        self.decoder.do(kv_make, "kv", desc(), 2, (), blocks)
-        self.decoder.do(kv_make, "other", desc(), 3)
-
-    def end(self) -> None:
-        """Nothing may be left here, whatever became of the child."""
-        self.prompt.kill()
-        self.decoder.stop()
+        start_end(prompt, "PROMPT", 1, extra=extra, **DIRECT)
+        start_end(decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        yield prompt, decoder
+    finally:
+        prompt.kill()
+        decoder.stop()
         pool._kept_mapped.clear()
-        assert settled(self.before) == self.before
+        assert settled(before) == before
 
-    def begin_to_send(self, folder: Path) -> None:
-        """Let the PROMPT send into the DECODER's cache, and stop the whole process right before it writes."""
-        self.prompt.begin(_send, self.decoder.do(kv_properties, "kv")[1][0], folder)
-        Gate(folder).wait()
-        freeze(self.prompt)
+
+def made(ends: tuple[ChildEnd, LocalEnd], *, blocks: bool) -> None:
+    """Make "kv" at both ends and "other" at the decoder."""
+    prompt, decoder = ends
+    prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
+    decoder.do(kv_make, "kv", desc(), 2, (), blocks)
+    decoder.do(kv_make, "other", desc(), 3)
+
+
+def begin_to_send(ends: tuple[ChildEnd, LocalEnd], folder: Path) -> None:
+    """Let the PROMPT send into the DECODER's cache, and stop the whole process right before it writes."""
+    prompt, decoder = ends
+    prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], folder)
+    Gate(folder).wait()
+    freeze(prompt)
 
 
 def _send(world: World, addrs: list[int], folder: Path) -> Any:
@@ -121,65 +125,38 @@ def _send(world: World, addrs: list[int], folder: Path) -> Any:
         return kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs)]).get_results()
 
 
-@pytest.fixture(params=["row", "blocks"])
-def prompted(request: pytest.FixtureRequest) -> Iterator[Prompted]:
-    ends = Prompted(blocks=request.param == "blocks")
-    try:
-        yield ends
-    finally:
-        ends.end()
-
-
-def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(prompted: Prompted, tmp_path: Path) -> None:
-    decoder = prompted.decoder
+@pytest.mark.parametrize("blocks", [False, True])
+def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
+    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, blocks: bool
+) -> None:
+    prompt, decoder = ends
+    made(ends, blocks=blocks)
     other = decoder.do(show, "other")
-    prompted.begin_to_send(tmp_path)
+    begin_to_send(ends, tmp_path)
     decoder.do(kv_call, "deallocate_cache", Use("kv"))
     # The place of a row is pinned for its writer, that of blocks is not.
-    assert decoder.do(quarantined) == (NBYTES if prompted.blocks else 0)
+    assert decoder.do(quarantined) == (NBYTES if blocks else 0)
     decoder.do(kv_make, "next", desc(), 4)  # in memory of its own
     assert decoder.do(picture).pools[0].used_bytes == 3 * NBYTES
-    prompted.prompt.signal(signal.SIGKILL)
+    prompt.signal(signal.SIGKILL)
     wait_until(lambda: decoder.do(picture).pools[0].used_bytes == 2 * NBYTES)
     assert decoder.do(quarantined) == 0
     same_bytes(decoder.do(show, "other"), other)
 
 
 def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
-    prompted: Prompted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompted.begin_to_send(tmp_path)
-    kept = prompted.decoder.world.caches["kv"]
-    before = show(prompted.decoder.world, "kv")
-    address = kept.tensor_addrs[0]
+    decoder = ends[1]
+    made(ends, blocks=True)
+    begin_to_send(ends, tmp_path)
+    address, before = decoder.world.caches["kv"].tensor_addrs[0], decoder.do(show, "kv")
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        prompted.decoder.stop()
+        decoder.stop()
     assert "registered memory is still in use by cluster 1" in caplog.text
     assert "stay mapped" in caplog.text
     assert [view.ctypes.data for view in pool._kept_mapped] == [address]
     assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
-
-
-def test_a_pull_from_a_killed_prompt_fails_and_the_memory_of_the_decoder_goes_back(
-    prompted: Prompted, tmp_path: Path
-) -> None:
-    decoder = prompted.decoder
-    args = ("pull_blocks", BLOCKS, Use("kv"), [0], [1]) if prompted.blocks else ("pull_cache", ROW, Use("kv"))
-    decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, *args)
-    gate = Gate(tmp_path)
-    try:
-        gate.wait()
-        prompted.prompt.signal(signal.SIGKILL)
-        wait_until(lambda: decoder.do(links) == {})
-    finally:
-        gate.open()
-        error = decoder.do(result_there, "pull")
-    assert isinstance(error, PeerLost)
-    assert error.status_code is LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
-    assert error.peer == 1
-    decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    assert decoder.do(picture).pools[0].used_bytes == NBYTES
-    decoder.world.dd.check_integrity()
 
 
 def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
@@ -220,7 +197,7 @@ def _given_back(world: World, number: int) -> bool:
 
 
 @pytest.mark.parametrize("settings", [DIRECT, POOL], ids=["direct", "pool"])
-def test_a_thousand_caches_made_and_dropped_leave_nothing(end: LocalEnd, settings: dict[str, Any]) -> None:
+def test_many_caches_made_and_dropped_leave_nothing(end: LocalEnd, settings: dict[str, Any]) -> None:
     start_end(end, "PROMPT", **settings)
     manager = end.world.dd.kv_cache_manager
     held = [manager.allocate_cache(desc()) for _ in range(10)]
@@ -228,7 +205,7 @@ def test_a_thousand_caches_made_and_dropped_leave_nothing(end: LocalEnd, setting
     manager.remove_cache_key(CacheKey(1, 0))
     before, engine = residue(), end.world.dd._engine
     assert engine is not None
-    for i in range(1000):
+    for i in range(300):
         keys = [CacheKey(1, i)] if i % 3 == 0 else []
         cache = manager.allocate_cache(desc(), keys) if i % 2 else manager.allocate_blocks_cache(desc())
         if i % 5 == 0:

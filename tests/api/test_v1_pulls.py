@@ -1,33 +1,46 @@
-"""v1: pull_cache and pull_blocks between two processes, every byte compared (interface §8, R5, R12, R28)."""
+"""What only v1's transfers have: keys that are consumed, offsets, memory without a pool, and transfers to addresses
+(interface §6.14, §8, R5, R6, R12, R18, R22).
+
+Equal cluster ids and memory that comes back: vllm-ascend's first connectors in tests/clients. The rest:
+test_dialects.py.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, LLMException, NotLinked
-from tests.faults.gates import Gate
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    LLMStatusCode,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, NoneArgument, NotLinked, ParamError
+from tests.support.layers import Always, Gated
 from tests.support.linking import begin_there, result_there
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
-from tests.support.v1 import DIRECT, POOL, desc, drop, gated_call_v1, kv_call, kv_id, kv_make, start_v1
+from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_id, kv_make, kv_properties, start_v1
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.world import World
 
-pytestmark = pytest.mark.covers("KvCacheManager: is_initialized pull_blocks pull_cache")
+pytestmark = pytest.mark.covers("KvCacheManager: is_initialized pull_blocks pull_cache transfer_cache_async")
 
 KEYS = (CacheKey(1, 10, 1), CacheKey(1, 11, 1))
 BLOCKS = BlocksCacheKey(1, 3)
+OK, WAITED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 
 
 def both(pair: Pair, source: Any = None, target: Any = None, **settings: Any) -> tuple[Bytes, Bytes]:
     """Start, link, and make a cache "kv" at each end, the prompt's with KEYS on rows 0 and 1."""
+    if pair.transport == "shm":
+        pair.transport = "auto"  # shm maps pools; what has none, and raw addresses, are reached by cma, beside it
     start_v1(pair, **settings)
     return (
         pair.prompt.do(kv_make, "kv", source or desc(), 1, KEYS),
@@ -35,16 +48,17 @@ def both(pair: Pair, source: Any = None, target: Any = None, **settings: Any) ->
     )
 
 
-def consumed(pair: Pair, *keys: CacheKey) -> None:
+def consumed(pair: Pair, *left: CacheKey) -> None:
     """Wait until the prompt has these keys left, and no pin."""
-    left = [f"({key.req_id}, {key.model_id})" for key in keys]
     wait_until(lambda: pair.prompt.do(picture).pins == 0 and len(pair.prompt.do(picture).keys) == len(left))
+
+
+def pull(world: World, key: CacheKey, row: int, size: int, keywords: dict[str, Any]) -> None:
+    kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
 
 
 @pytest.mark.parametrize("memory", ["pool", "direct"])
 def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: str) -> None:
-    if memory == "direct" and pair.transport == "shm":
-        pair.transport = "auto"  # shm maps pools; what has none is reached by cma, beside it
     src, dst = both(pair, **(DIRECT if memory == "direct" else POOL))
     pair.decoder.do(kv_call, "pull_cache", KEYS[1], Use("kv"), 5)
     dst = moved(dst, src, [(5, 1)])
@@ -60,57 +74,56 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
     same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 0), (7, 7)]))
     same_bytes(pair.prompt.do(show, "kv"), src)
     consumed(pair)
+    # A blocks key is never consumed.
+    src = pair.prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
+    dst = pair.decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
+    for _ in range(2):
+        pair.decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 7], [3, 0])
+    same_bytes(pair.decoder.do(show, "paged"), moved(dst, src, [(3, 1), (0, 7)]))
+    consumed(pair, KEYS[0])  # one key: that of the blocks
 
 
-@pytest.mark.parametrize(
-    ("src_at", "dst_at", "size", "length"),
-    [
-        (0, 0, 48, 48),
-        (7, 0, 16, 16),
-        (0, 9, 16, 16),
-        (31, 13, 17, 17),
-        (8, 40, -1, 8),
-        (None, 47, -1, 1),
-        (47, None, 1, 1),
-    ],
-)
-def test_offsets_are_bytes_inside_the_row_of_either_end(
-    pair: Pair, src_at: int | None, dst_at: int | None, size: int, length: int
-) -> None:
+#: Offsets into the rows of source and destination, size, and how many bytes move.
+OFFSETS = [
+    (0, 0, 48, 48),
+    (7, 0, 16, 16),
+    (0, 9, 16, 16),
+    (31, 13, 17, 17),
+    (8, 40, -1, 8),
+    (None, 47, -1, 1),
+    (47, None, 1, 1),
+]
+
+
+def test_offsets_are_bytes_inside_the_row_of_either_end_and_go_with_layer_ranges(pair: Pair) -> None:
     src, dst = both(pair)
-    pair.decoder.do(
-        _pull_with,
-        KEYS[0],
-        3,
-        size,
-        {"src_cache_offset": src_at, "dst_cache_offset": dst_at, "tensor_num_per_layer": 1},
-    )
-    for tensor, from_ in zip(dst, src, strict=True):
-        tensor[3, (dst_at or 0) : (dst_at or 0) + length] = from_[0, (src_at or 0) : (src_at or 0) + length]
+    for row, (src_at, dst_at, size, length) in enumerate(OFFSETS):
+        number = pair.prompt.do(kv_id, "kv")
+        offsets = {"src_cache_offset": src_at, "dst_cache_offset": dst_at, "tensor_num_per_layer": 1}
+        pair.decoder.do(pull, CacheKeyByIdAndIndex(1, number, row), 7 - row, size, offsets)
+        at, of = dst_at or 0, src_at or 0
+        for tensor, source in zip(dst, src, strict=True):
+            tensor[7 - row, at : at + length] = source[row, of : of + length]
     same_bytes(pair.decoder.do(show, "kv"), dst)
-    consumed(pair, KEYS[1])  # interface R5: neither offsets nor size make a pull incomplete
+    consumed(pair)  # interface R5: neither offsets nor size make a pull incomplete
 
-
-def _pull_with(world: Any, key: CacheKey, row: int, size: int, keywords: dict[str, Any]) -> None:
-    kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
-
-
-def test_offsets_go_with_layer_ranges_and_rows_of_unequal_length(pair: Pair) -> None:
-    src, dst = both(pair, desc(6, 2, 100), desc(4, 3, 40))
-    keywords = {"src_layer_range": range(1, 2), "dst_layer_range": range(1), "src_cache_offset": 70}
-    pair.decoder.do(_pull_with, KEYS[1], 2, 30, keywords)
+    # Rows of unequal length, and a third of the layers: the key stays until the union covers it.
+    src = pair.prompt.do(kv_make, "kv", desc(6, 2, 100), 3, KEYS)
+    dst = pair.decoder.do(kv_make, "kv", desc(4, 3, 40), 4)
+    layers = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
+    pair.decoder.do(pull, KEYS[1], 2, 30, layers | {"src_cache_offset": 70})
     for to, from_ in ((0, 2), (1, 3)):
         dst[to][2, :30] = src[from_][1, 70:]
     same_bytes(pair.decoder.do(show, "kv"), dst)
-    consumed(pair, *KEYS)  # a third of the layers: the key stays
-    pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(1), "src_cache_offset": 0})
-    pair.decoder.do(_pull_with, KEYS[1], 0, 40, keywords | {"src_layer_range": range(2, 3), "src_cache_offset": 0})
-    consumed(pair, KEYS[0])  # interface R5: the union covers it
+    consumed(pair, *KEYS)
+    for layer in (0, 2):
+        pair.decoder.do(pull, KEYS[1], 0, 40, layers | {"src_layer_range": range(layer, layer + 1)})
+    consumed(pair, KEYS[0])
 
 
-def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pair: Pair) -> None:
-    both(pair, desc(4, 2, 32), desc(4, 8, 48))
-    ends = (pair.decoder, pair.prompt)
+def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(shm_pair: Pair) -> None:
+    both(shm_pair, desc(4, 2, 32), desc(4, 8, 48))
+    ends = (shm_pair.decoder, shm_pair.prompt)
 
     def is_refused(kind: type[Exception], size: int, keywords: dict[str, Any], *parts: str) -> None:
         refused(ends, ["kv"], kind, parts, kv_call, "pull_cache", KEYS[0], Use("kv"), 0, size, **keywords)
@@ -123,98 +136,12 @@ def test_an_offset_outside_a_row_is_refused_at_either_end_and_nothing_happens(pa
         is_refused(CacheMismatch, size, {"src_cache_offset": at}, f"size={size}", "32 bytes", "48", *named)
 
 
-@pytest.mark.parametrize("memory", ["pool", "direct"])
-def test_blocks_are_pulled_in_the_order_given_and_consume_nothing(pair: Pair, memory: str) -> None:
-    if memory == "direct" and pair.transport == "shm":
-        pair.transport = "auto"
-    start_v1(pair, **(DIRECT if memory == "direct" else POOL))
-    src = pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
-    dst = pair.decoder.do(kv_make, "kv", desc(rows=6), 2, (), True)
-    for _ in range(2):
-        pair.decoder.do(kv_call, "pull_blocks", BLOCKS, Use("kv"), [1, 2, 7, 0], [3, 4, 0, 3])
-        dst = moved(dst, src, [(3, 1), (4, 2), (0, 7), (3, 0)])
-        same_bytes(pair.decoder.do(show, "kv"), dst)
-    second_to_first = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
-    pair.decoder.do(second_to_first, "pull_blocks", BLOCKS, Use("kv"), [5], [5])
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(5, 5)], [(0, 2), (1, 3)]))
-    same_bytes(pair.prompt.do(show, "kv"), src)
-    assert len(pair.prompt.do(picture).keys) == 1
-
-
-def test_r12_memory_straight_from_the_device_that_is_made_after_linking_is_reached(pair: Pair) -> None:
-    if pair.transport == "shm":
-        pair.transport = "auto"
-    start_v1(pair, **DIRECT)
-    before = pair.prompt.do(picture).pools
-    for request in range(3):
-        key = CacheKey(1, request, 1)
-        src = pair.prompt.do(kv_make, "kv", desc(2, 1, 100_000), request, (key,))
-        pair.prompt.do(kv_call, "deallocate_cache", Use("kv"))
-        dst = pair.decoder.do(kv_make, "kv", desc(2, 1, 100_000), 9)
-        pair.decoder.do(kv_call, "pull_cache", key, Use("kv"))
-        same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 0)]))
-        pair.decoder.do(drop, "kv")
-        pair.decoder.do(kv_call, "is_initialized")
-    # Deallocated and pulled: the memory is back, all of it.
-    wait_until(lambda: pair.prompt.do(picture).pools[0].used_bytes == 0)
-    assert pair.prompt.do(picture).pools[0].live_allocations == before[0].live_allocations == 0
-
-
-def test_r28_the_peer_may_carry_our_own_cluster_id(pair: Pair) -> None:
-    settings = POOL | {"extra": {"llm.Transport": pair.transport}}
-    pair.prompt.start("PROMPT", 0, listen_ip_info="127.0.0.1:0", **settings)
-    pair.decoder.start("DECODER", 0, **settings)
-    assert pair.decoder.do(_link_to, 0, pair.prompt.port) == LLMStatusCode.LLM_SUCCESS
-    key = CacheKey(0, 5, 1)
-    src = pair.prompt.do(kv_make, "kv", desc(), 1, (key,))
-    dst = pair.decoder.do(kv_make, "kv", desc(), 2)
-    pair.decoder.do(kv_call, "pull_cache", key, Use("kv"), 4)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(4, 0)]))
-
-
-def _link_to(world: Any, cluster_id: int, port: int) -> LLMStatusCode:
-    from tests.support.world import cluster_info
-
-    code: LLMStatusCode = world.dd.link_clusters([cluster_info(cluster_id, port)], 10_000)[0]
-    return code
-
-
-def test_r06_a_pull_that_times_out_has_v1s_code_and_the_link_stays(pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(pair, sync_kv_timeout=200)
-    Gate(tmp_path).open()  # only the time of the call is waited for there
-    with pytest.raises(DeadlineExceeded) as caught:
-        pair.decoder.do(gated_call_v1, 1, "deadline", tmp_path, "pull_cache", KEYS[0], Use("kv"), 2)
-    assert caught.value.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-    assert (caught.value.phase, caught.value.budget_ms) == ("copy", 200)
-    consumed(pair, *KEYS)
-    pair.decoder.do(kv_call, "pull_cache", KEYS[0], Use("kv"), 2)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(2, 0)]))
-
-
-def test_what_is_not_there_is_told_by_its_own_code(pair: Pair) -> None:
-    start_v1(pair, linked=False)
-    pair.decoder.do(kv_make, "kv", desc(), 2)
-    pair.decoder.do(kv_make, "paged", desc(), 2, (), True)
-    ends = (pair.decoder, pair.prompt)
-    not_linked = LLMStatusCode.LLM_NOT_YET_LINK
-    refused(ends, ["kv"], NotLinked, ("1",), kv_call, "pull_cache", KEYS[0], Use("kv"), status=not_linked)
-    refused(ends, ["kv"], NotLinked, ("1",), kv_call, "pull_blocks", BLOCKS, Use("paged"), [0], [0], status=not_linked)
-    pair.link()
-    missing = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    for key in (CacheKey(1, 99), CacheKeyByIdAndIndex(1, 99)):
-        refused(ends, ["kv"], CacheNotFound, ("99",), kv_call, "pull_cache", key, Use("kv"), status=missing)
-    refused(ends, ["kv"], CacheNotFound, (), kv_call, "pull_blocks", BLOCKS, Use("paged"), [0], [0], status=missing)
-    pair.decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    number = (str(pair.decoder.do(kv_id, "kv")),)
-    refused(ends, [], CacheNotFound, number, kv_call, "pull_cache", KEYS[0], Use("kv"), status=missing)
-
-
-def _pull_until_unlinked(world: Any) -> list[str]:
+def _pull_until_unlinked(world: World) -> list[str]:
     """Pull again and again until the link is gone; return what the errors said."""
     texts: list[str] = []
     while True:
         try:
-            kv_call(world, "pull_blocks", BlocksCacheKey(1), Use("kv"), [0], [0])
+            kv_call(world, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
         except NotLinked as error:
             return [*texts, str(error)]
         except LLMException as error:
@@ -223,7 +150,7 @@ def _pull_until_unlinked(world: Any) -> list[str]:
 
 def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair: Pair) -> None:
     start_v1(shm_pair)
-    shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BlocksCacheKey(1))
+    shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     shm_pair.decoder.do(kv_make, "kv", desc(), 2, (), True)
     for i in range(4):
         shm_pair.decoder.do(begin_there, f"pull {i}", _pull_until_unlinked)
@@ -232,3 +159,61 @@ def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair
         *during, after = shm_pair.decoder.do(result_there, f"pull {i}")
         assert [text for text in during if not text.startswith("pull_blocks: ")] == []
         assert "cluster 1" in after
+
+
+# --- transfers to addresses -------------------------------------------------------------------------------------------
+
+
+def send(world: World, addrs: list[int], layers: range | None, row: int) -> Any:
+    """Send layers, wait for the end, return (status, results)."""
+    task = kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs, layers, row)])
+    return task.synchronize(20_000), task.get_results()
+
+
+def test_r12_rows_and_layers_without_a_pool_go_to_addresses_and_no_others(pair: Pair) -> None:
+    src, dst = both(pair, **DIRECT)
+    addrs = pair.decoder.do(kv_properties, "kv")[1][0]
+    at_row_5 = [address + 5 * 48 for address in addrs]
+    assert pair.prompt.do(send, at_row_5, None, 2) == (OK, [OK])
+    assert pair.prompt.do(send, addrs[2:], range(1, 2), 7) == (OK, [OK])
+    dst = moved(moved(dst, src, [(5, 2)]), src, [(0, 7)], [(2, 2), (3, 3)])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+    beyond = [address + 8 * 48 for address in addrs]  # no cache of the decoder
+    invalid = LLMStatusCode.LLM_PARAM_INVALID
+    assert pair.prompt.do(send, beyond, None, 0) == (invalid, [invalid])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
+    same_bytes(pair.prompt.do(show, "kv"), src)
+
+
+def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typed_error(local_pair: Pair) -> None:
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    src, dst = both(local_pair, **DIRECT)
+    addrs = decoder.do(kv_properties, "kv")[1][0]
+    gated = Gated()
+    args = (Use("kv"), gated, [TransferConfig(2, addrs[:2], range(1))])
+    task = prompt.do(kv_call, "transfer_cache_async", *args)
+    assert (task.synchronize(1), task.get_results(1)) == (WAITED, [WAITED])
+    gated.open(0)
+    assert (task.synchronize(20_000), task.get_results()) == (OK, [OK])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0)], [(0, 0), (1, 1)]))
+
+    config = TransferConfig(2, addrs)
+    keyed = [
+        TransferWithCacheKeyConfig(key, range(2), range(2)) for key in (CacheKeyByIdAndIndex(2, 1), BlocksCacheKey(2))
+    ]
+    cases: list[tuple[Any, type[Exception], tuple[Any, ...], str]] = [
+        (decoder, ParamError, (Use("kv"), Always(), [config]), "only a PROMPT"),
+        (prompt, NoneArgument, (None, Always(), [config]), "src_cache"),
+        (prompt, TypeError, (1, Always(), [config]), "src_cache"),
+        (prompt, NoneArgument, (Use("kv"), None, [config]), "layer_synchronizer"),
+        (prompt, TypeError, (Use("kv"), Always(), config), "transfer_configs"),
+        (prompt, TypeError, (Use("kv"), Always(), [None]), "transfer_configs[0]"),
+        *((prompt, TypeError, (Use("kv"), Always(), [each]), "transfer_configs[0]") for each in keyed),
+        (prompt, ParamError, (Use("kv"), Always(), [TransferConfig(2, addrs[:3])]), "dst_addrs has 3"),
+        (prompt, ParamError, (Use("kv"), Always(), [config], [0], None), "src_block_indices"),
+        (prompt, ParamError, (Use("kv"), Always(), [config], None, [0]), "dst_block_memory_size is None"),
+        (prompt, ParamError, (Use("kv"), Always(), [config], [0, 1], [0]), "equal lengths"),
+    ]
+    for end, kind, case, part in cases:
+        other = decoder if end is prompt else prompt
+        refused((end, other), ["kv"], kind, (part,), kv_call, "transfer_cache_async", *case)

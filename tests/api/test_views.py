@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.views import tensor_views, torch_views
 from tests.support.world import fill, read
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
@@ -46,14 +43,15 @@ def world(end: LocalEnd) -> World:
     return end.world
 
 
-@pytest.mark.parametrize("data_type", [each for each in DataType if each is not DataType.DT_STRING])
-def test_views_have_the_descriptors_shape_and_type(world: World, data_type: DataType) -> None:
-    cache = world.cm.allocate_cache(CacheDesc(3, [2, 3, 4], data_type))
-    views = tensor_views(cache)
-    assert [view.shape for view in views] == [(2, 3, 4)] * 3
-    assert {view.dtype.type for view in views} == {NUMPY[data_type]}
-    assert [view.ctypes.data for view in views] == cache.tensor_addrs
-    assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
+def test_views_have_the_descriptors_shape_and_type(world: World) -> None:
+    assert set(NUMPY) == set(DataType) - {DataType.DT_STRING}
+    for data_type, numpy_type in NUMPY.items():
+        cache = world.cm.allocate_cache(CacheDesc(3, [2, 3, 4], data_type))
+        views = tensor_views(cache)
+        assert [view.shape for view in views] == [(2, 3, 4)] * 3
+        assert {view.dtype.type for view in views} == {numpy_type}
+        assert [view.ctypes.data for view in views] == cache.tensor_addrs
+        assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
 
 
 def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
@@ -66,47 +64,41 @@ def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
     assert tensor_views(cache)[0].shape == (1, 3)
 
 
-def test_a_type_without_a_numpy_counterpart_is_refused(world: World) -> None:
+def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: World) -> None:
+    for wrong, kind in ((None, NoneArgument), (1, TypeError), ("cache", TypeError)):
+        with pytest.raises(kind, match="cache"):
+            tensor_views(wrong)  # type: ignore[arg-type]
     cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_STRING))
     with pytest.raises(ParamError, match=r"cache_desc.data_type=DT_STRING") as caught:
         tensor_views(cache)
     assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-
-
-@pytest.mark.parametrize(("wrong", "kind"), [(None, NoneArgument), (1, TypeError), ("cache", TypeError)])
-def test_only_a_cache_has_views(wrong: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="cache"):
-        tensor_views(wrong)
+    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_INT8))
+    world.cm.deallocate_cache(cache)
+    with pytest.raises(ParamError, match="deallocated"):
+        tensor_views(cache)
 
 
 @pytest.mark.parametrize("placement", Placement)
-@pytest.mark.parametrize("blocks", [False, True])
-def test_views_are_the_memory_itself(world: World, placement: Placement, blocks: bool) -> None:
+def test_views_are_the_memory_itself(world: World, placement: Placement) -> None:
     desc = CacheDesc(2, [4, 16], DataType.DT_INT32, placement)
-    cache = world.cm.allocate_blocks_cache(desc) if blocks else world.cm.allocate_cache(desc)
-    fill(cache, 1)
-    first, again = tensor_views(cache), tensor_views(cache)
-    first[0][2, 5] = 12345
-    assert again[0][2, 5] == 12345
-    if blocks:
-        world.cm.copy_blocks(cache, {2: [3]})
-        np.testing.assert_array_equal(first[0][3], first[0][2])
-        assert first[0][3, 5] == 12345
+    for cache in (world.cm.allocate_cache(desc), world.cm.allocate_blocks_cache(desc)):
+        fill(cache, 1)
+        first, again = tensor_views(cache), tensor_views(cache)
+        first[0][2, 5] = 12345
+        assert again[0][2, 5] == 12345
+    world.cm.copy_blocks(cache, {2: [3]})
+    np.testing.assert_array_equal(first[0][3], first[0][2])
+    assert first[0][3, 5] == 12345
 
 
-def test_views_of_registered_memory_are_that_memory(world: World) -> None:
+def test_views_of_registered_memory_and_of_a_cpu_cache_are_that_memory(world: World) -> None:
     own = np.arange(24, dtype=np.int16).reshape(2, 12)
-    cache = world.cm.register_cache(CacheDesc(1, [2, 12], DataType.DT_INT16), [own.ctypes.data])
-    (view,) = tensor_views(cache)
-    np.testing.assert_array_equal(view, own)
-    view[1, 1] = -7
-    assert own[1, 1] == -7
-
-
-def test_views_of_a_cpu_cache_are_that_memory() -> None:
-    own = np.arange(24, dtype=np.float32).reshape(2, 12)
-    cache = Cache.create_cpu_cache(CacheDesc(1, [2, 12], DataType.DT_FLOAT, Placement.HOST), [own.ctypes.data])
-    np.testing.assert_array_equal(tensor_views(cache)[0], own)
+    desc = CacheDesc(1, [2, 12], DataType.DT_INT16, Placement.HOST)
+    for cache in (world.cm.register_cache(desc, [own.ctypes.data]), Cache.create_cpu_cache(desc, [own.ctypes.data])):
+        (view,) = tensor_views(cache)
+        np.testing.assert_array_equal(view, own)
+        view[1, 1] -= 7
+        assert own[1, 1] == view[1, 1]
 
 
 def test_registered_tensors_in_and_out_of_a_pool_have_views_each(world: World) -> None:
@@ -121,37 +113,27 @@ def test_registered_tensors_in_and_out_of_a_pool_have_views_each(world: World) -
     assert (whole[48:], whole[3:19]) == ([1] * 16, [3] * 16)
 
 
-def test_a_deallocated_cache_has_no_views(world: World) -> None:
-    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_INT8))
-    world.cm.deallocate_cache(cache)
-    with pytest.raises(ParamError, match="deallocated"):
-        tensor_views(cache)
-
-
-def test_views_outlive_deallocate_and_finalize_without_a_crash(world: World) -> None:
-    cache = world.cm.allocate_cache(CacheDesc(2, [4, 1000], DataType.DT_INT32))
-    views = tensor_views(cache)
-    views[0][:] = 7
-    world.cm.deallocate_cache(cache)
-    views[0][:] = 8
-    world.dd.finalize()
-    assert int(views[0].sum()) == 8 * 4000
-    views[1][:] = 9
-    assert int(views[1].sum()) == 9 * 4000
-
-
 @pytest.fixture
 def mapped_before() -> int:
     """What is mapped before the end of the test is there."""
     return _mapped_pools()
 
 
-def test_the_pool_is_unmapped_when_the_last_view_goes(mapped_before: int, world: World) -> None:
+def _mapped_pools() -> int:
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        return sum("/memfd:" in line for line in maps)
+
+
+def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(
+    mapped_before: int, world: World
+) -> None:
     cache = world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
     view = tensor_views(cache)[0]
     part = view[1:2]
     world.cm.deallocate_cache(cache)
+    view[:] = 8
     world.dd.finalize()
+    assert int(view.sum()) == 8 * 4000
     assert _mapped_pools() == mapped_before + 1
     watch = weakref.ref(view)
     del view
@@ -161,33 +143,6 @@ def test_the_pool_is_unmapped_when_the_last_view_goes(mapped_before: int, world:
     del part
     assert watch() is None
     assert _mapped_pools() == mapped_before
-
-
-def _mapped_pools() -> int:
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        return sum("/memfd:" in line for line in maps)
-
-
-def _publish(world: World) -> None:
-    world.caches["kv"] = world.cm.allocate_blocks_cache(CacheDesc(1, [4, 8], DataType.DT_FLOAT), BlocksCacheKey(1, 0))
-    tensor_views(world.caches["kv"])[0][:] = np.arange(32, dtype=np.float32).reshape(4, 8)
-
-
-def _pull_into_a_view(world: World) -> tuple[NDArray[Any], NDArray[Any]]:
-    cache = world.cm.allocate_blocks_cache(CacheDesc(1, [4, 8], DataType.DT_FLOAT))
-    fill(cache, 3)
-    (view,) = tensor_views(cache)
-    world.cm.pull_blocks(BlocksCacheKey(1, 0), cache, [3, 0], [0, 2])
-    return view.copy(), read(cache)[0]
-
-
-def test_pulled_bytes_show_in_a_view_that_was_there_before(pair: Pair) -> None:
-    pair.start()
-    pair.prompt.do(_publish)
-    view, raw = pair.decoder.do(_pull_into_a_view)
-    source = np.arange(32, dtype=np.float32).reshape(4, 8)
-    np.testing.assert_array_equal(view[[0, 2]], source[[3, 0]])
-    np.testing.assert_array_equal(view.reshape(-1).view(np.uint8), raw.reshape(-1))
 
 
 # --- torch --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, TransferFailed
 from tests.support.gates import stopped
-from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def test_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
     assert pair.prompt.do(picture).pools[0].largest_hole_bytes == pair.prompt.do(picture).pools[0].capacity_bytes
 
 
-def test_i5_deallocate_before_the_pull_keeps_the_bytes_until_the_key_is_consumed(pair: Pair) -> None:
+def test_i5_deallocate_before_the_pull_keeps_the_bytes_until_the_key_is_consumed(tcp_pair: Pair) -> None:
+    pair = tcp_pair
     src, dst = both(pair, Spec(rows=2, stride=5000, keys=(KEY, OTHER)))
     pair.prompt.do(forget, "kv")
     assert seen(pair.prompt) == (0, 1, 0, 2, 0, HELD)
@@ -70,40 +71,22 @@ def test_i5_deallocate_before_the_pull_keeps_the_bytes_until_the_key_is_consumed
     until(pair.prompt, (1, 1, 0, 1, 0, HELD + 4 * 10 * PAGE))
     pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 1)
     until(pair.prompt, (1, 0, 0, 0, 0, 4 * 10 * PAGE))
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 1), (1, 0)]))
+    dst = moved(dst, src, [(0, 1), (1, 0)])
+    same_bytes(pair.decoder.do(show, "kv"), dst)
     with pytest.raises(CacheNotFound):
         pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1, 0), Use("kv"), 1)
-
-
-def test_a_consumed_key_does_not_free_what_its_owner_still_has(pair: Pair) -> None:
-    src, dst = both(pair)
-    pair.decoder.do(call, "pull_cache", KEY, Use("kv"))
+    # A consumed key does not free what its owner still has.
+    pair.prompt.do(forget, "noise")
+    late = pair.prompt.do(make, "kv", SOURCE, 3)
+    pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
     until(pair.prompt, (1, 0, 0, 0, 0, HELD))
     pair.prompt.do(forget, "kv")
     assert seen(pair.prompt) == (0, 0, 0, 0, 0, 0)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(0, 0)]))
+    same_bytes(pair.decoder.do(show, "kv"), moved(dst, late, [(5, 0)]))
 
 
-@pytest.mark.parametrize("first", ["key", "cache"])
-def test_remove_cache_key_before_and_after_deallocate(pair: Pair, first: str) -> None:
-    both(pair)
-    if first == "key":
-        pair.prompt.do(call, "remove_cache_key", KEY)
-        assert seen(pair.prompt) == (1, 0, 0, 0, 0, HELD)
-        pair.prompt.do(forget, "kv")
-    else:
-        pair.prompt.do(forget, "kv")
-        assert seen(pair.prompt) == (0, 1, 0, 1, 0, HELD)
-        pair.prompt.do(call, "remove_cache_key", KEY)
-    assert seen(pair.prompt) == (0, 0, 0, 0, 0, 0)
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, "pull_cache", KEY, Use("kv"))
-
-
-def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(
-    mapped_pair: Pair, tmp_path: Path
-) -> None:
-    pair = mapped_pair
+def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(shm_pair: Pair, tmp_path: Path) -> None:
+    pair = shm_pair
     _, dst = both(pair)
     with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
         pair.prompt.do(forget, "kv")
@@ -118,19 +101,8 @@ def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(
         same_bytes([got], [before])  # the addressed row is undefined, the rest untouched
 
 
-def test_two_pulls_of_one_key_hold_the_memory_until_the_last_release(local_pair: Pair, tmp_path: Path) -> None:
-    pair = local_pair
-    src, dst = both(pair)
-    with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
-        pair.prompt.do(forget, "kv")
-        pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 1)
-        until(pair.prompt, (0, 0, 1, 0, 1, HELD))  # consumed, and one reader left
-        pulling.finish()
-    until(pair.prompt, (0, 0, 0, 0, 0, 0))
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0), (1, 0)]))
-
-
-def test_a_peer_that_goes_before_its_release_consumes_nothing(pair: Pair, tmp_path: Path) -> None:
+def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tmp_path: Path) -> None:
+    pair = tcp_pair
     both(pair)
     with stopped(pair.decoder, "release", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
         assert seen(pair.prompt) == (1, 0, 0, 1, 1, HELD)
@@ -147,15 +119,3 @@ def test_a_peer_that_goes_before_its_release_consumes_nothing(pair: Pair, tmp_pa
 def _drop(world: World, cluster_id: int) -> None:
     status, _ = world.dd.unlink_clusters([cluster_info(cluster_id, 1)], 1000, force=True)
     assert status is LLMStatusCode.LLM_SUCCESS
-
-
-def test_r27_a_blocks_cache_drops_its_key_at_once_and_frees_with_no_reader(pair: Pair) -> None:
-    blocks = Spec(rows=2, stride=5000, blocks=True, blocks_key=BLOCKS)
-    both(pair, blocks, Spec(rows=2, stride=5000, blocks=True))
-    assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [1])
-    assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
-    pair.prompt.do(forget, "kv")
-    assert seen(pair.prompt) == (0, 0, 0, 0, 0, 0)
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [1])

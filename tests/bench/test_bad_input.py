@@ -67,17 +67,12 @@ def test_a_refused_run_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_leaves_nothing_to_run() -> None:
-    status, output = bench("pull", "--block-bytes", str(1 << 30), "--blocks", "10000000", "--against", "")
-    assert status == USAGE_ERROR
-    assert "40000000 GiB" in output
-    assert "are available" in output
-    assert "nothing is left to run" in output
-
-
-def test_an_allocation_that_does_not_fit_leaves_nothing_to_run() -> None:
-    status, output = bench("alloc", "--blocks", "10000000", "--block-bytes", str(1 << 30), "--against", "")
-    assert status == USAGE_ERROR
-    assert "nothing is left to run" in output
+    size = ("--blocks", "10000000", "--block-bytes", str(1 << 30), "--against", "")
+    for bench_, said in (("pull", ("40000000 GiB", "are available")), ("alloc", ())):
+        status, output = bench(bench_, *size)
+        assert status == USAGE_ERROR
+        for each in (*said, "nothing is left to run"):
+            assert each in output
 
 
 def test_help_names_every_option() -> None:

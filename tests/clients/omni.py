@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm_datadist import (
     BlocksCacheKey,
-    CacheDesc,
     DataType,
-    LLMClusterInfo,
-    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
     LLMStatusCode,
 )
-from tests.clients.kv import addresses, contents, shown
+from tests.clients.kv import contents, initialised, options, registered, shown
+from tests.support.linking import info
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
@@ -71,16 +69,11 @@ class OmniManager:
 
     def initialise(self, listen_port: int | None = None) -> LLMDataDist:
         """Only prompts listen; an empty local_comm_res stands for CacheManager and remote access."""
-        config = LLMConfig()
-        config.device_id = 0
-        config.local_comm_res = ""
-        config.enable_remote_cache_accessible = True
-        config.sync_kv_timeout = SYNC_KV_TIMEOUT
-        if listen_port is not None:
-            config.listen_ip_info = f"{self.local_ip}:{listen_port}"
-        self.options = config.generate_options()
-        self.data_dist = LLMDataDist(self.role, self.cluster_id)
-        self.data_dist.init(self.options)
+        listen = {} if listen_port is None else {"listen_ip_info": f"{self.local_ip}:{listen_port}"}
+        self.options = options(
+            local_comm_res="", enable_remote_cache_accessible=True, sync_kv_timeout=SYNC_KV_TIMEOUT, **listen
+        )
+        self.data_dist = initialised(self.role, self.cluster_id, self.options)
         return self.data_dist
 
     # --- memory ----------------------------------------------------------------------------------------------------
@@ -95,9 +88,8 @@ class OmniManager:
         self, tensors: list[NDArray[np.uint8]], key: BlocksCacheKey | None, data_type: DataType = DataType.DT_BF16
     ) -> Cache:
         """Register one list of tensors, (blocks, bytes) each."""
-        blocks, nbytes = tensors[0].shape
-        desc = CacheDesc(len(tensors), [blocks, nbytes // data_type.itemsize], data_type)
-        return self.data_dist.cache_manager.register_blocks_cache(desc, addresses(tensors), key)
+        values = [tensors[0].shape[1] // data_type.itemsize]
+        return registered(self.data_dist, tensors, data_type, values, key)
 
     def unregister(self) -> None:
         """Drop all caches: a change of topology, or sleep."""
@@ -109,10 +101,7 @@ class OmniManager:
 
     def link(self, prompt: Prompt) -> None:
         """Link now; raise unless all went well."""
-        cluster = LLMClusterInfo()
-        cluster.remote_cluster_id = prompt.cluster_id
-        cluster.append_local_ip_info(self.local_ip, 0)
-        cluster.append_remote_ip_info(prompt.ip, prompt.port)
+        cluster = info(prompt.cluster_id, prompt.port, ip=prompt.ip, local=self.local_ip)
         status, _ = self.data_dist.link_clusters([cluster], timeout=LINK_TIMEOUT)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"link to {prompt.cluster_id}: {status}")
@@ -120,11 +109,7 @@ class OmniManager:
 
     def force_unlink(self, *cluster_ids: int) -> None:
         """By id alone; also of what is dead or was never linked."""
-        clusters = []
-        for cluster_id in cluster_ids:
-            cluster = LLMClusterInfo()
-            cluster.remote_cluster_id = cluster_id
-            clusters.append(cluster)
+        clusters = [info(cluster_id, local=None) for cluster_id in cluster_ids]
         status, each = self.data_dist.unlink_clusters(clusters, timeout=LINK_TIMEOUT, force=True)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink: {status} {each}")
@@ -133,10 +118,7 @@ class OmniManager:
 
     def close_link(self, prompt: Prompt) -> None:
         """Unlink in agreement with the peer: before sleep."""
-        cluster = LLMClusterInfo()
-        cluster.remote_cluster_id = prompt.cluster_id
-        cluster.append_local_ip_info(self.local_ip, 0)
-        cluster.append_remote_ip_info(prompt.ip, prompt.port)
+        cluster = info(prompt.cluster_id, prompt.port, ip=prompt.ip, local=self.local_ip)
         status, _ = self.data_dist.unlink_clusters([cluster], timeout=LINK_TIMEOUT)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink: {status}")
@@ -200,7 +182,7 @@ SRC, DST = [5, 6, 7, 30, 2], [0, 1, 11, 10, 39]
 def start(world: World, prompt: bool, seed: int, port: int | None = None) -> int | None:
     """Make the manager, initialise it, register K, V and rope."""
     manager = OmniManager(LLMRole.PROMPT if prompt else LLMRole.DECODER, PROMPT_ID if prompt else DECODER_ID)
-    world.memory["manager"] = manager
+    world.memory["client"] = manager
     world.dd = manager.initialise((port or 0) if prompt else None)
     register(world, seed)
     return world.dd.listen_port
@@ -210,16 +192,11 @@ def register(world: World, seed: int) -> None:
     """Make fresh memory and register it."""
     for kind in range(KINDS):
         world.memory[f"kv {kind}"] = contents(seed + kind, LAYERS, BLOCKS, BLOCK_BYTES)
-    world.memory["manager"].register([world.memory[f"kv {kind}"] for kind in range(KINDS)])
-
-
-def do(world: World, method: str, *args: Any) -> Any:
-    """Call the manager."""
-    return getattr(world.memory["manager"], method)(*args)
+    world.memory["client"].register([world.memory[f"kv {kind}"] for kind in range(KINDS)])
 
 
 def attempts(world: World) -> int:
-    count: int = world.memory["manager"].attempts
+    count: int = world.memory["client"].attempts
     return count
 
 

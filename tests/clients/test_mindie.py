@@ -1,67 +1,273 @@
-"""MindIE: a full mesh by rank tables from two daemon threads, one pull per model id, MIX, unlink while
-preparing."""
+"""MindIE's separate deployment engine, written as that client writes it: a mesh by rank tables from two daemon
+threads, one pull per model id, MIX, unlink while preparing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import pytest
 
-from llm_datadist import LLMStatusCode
-from tests.clients.kv import shown
-from tests.clients.mindie import BLOCKS, KINDS, Member, address, arguments, begin, drive, poll_count, wait_links
+from llm_datadist import (
+    BlocksCacheKey,
+    DataType,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    RegisterMemStatus,
+)
+from tests.clients.kv import contents, drive, initialised, options, rank_table, registered
+from tests.clients.kv import pulled as compared
 from tests.support.linking import links
 from tests.support.moves import wait_until
 from tests.support.ranks import host
 
 if TYPE_CHECKING:
-    from tests.clients.conftest import Processes
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llm_datadist import Cache
     from tests.support.ends import ChildEnd
+    from tests.support.world import World
 
 pytestmark = pytest.mark.covers("MindIE-LLM")
+
+KV_LINK_TIMEOUT: Final = 1080
+KV_TRANS_TIMEOUT: Final = 10
+WINDOW: Final = 16
+POLLS: Final = 3
+POLL_SECONDS: Final = 0.05
+ROLES: Final = {"prefill": LLMRole.PROMPT, "decoder": LLMRole.DECODER, "flex": LLMRole.MIX}
+TYPES: Final = {
+    "float16": (DataType.DT_FLOAT16, 2),
+    "bfloat16": (DataType.DT_BF16, 2),
+    "float": (DataType.DT_FLOAT, 4),
+    "int8": (DataType.DT_INT8, 1),
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a scheduler tells about one end of a link."""
+
+    cluster_id: int
+    host_ip: str
+    device_ip: str
+    super_device_id: str | None = None
+
+
+@dataclass
+class Mindie:
+    """One engine: caches by model id (0: K, 1: V, 2: quantised K, 3: index), and links made by two daemon threads."""
+
+    role: str
+    own: Member
+    caches: dict[int, Cache] = field(default_factory=dict)
+    comm_ids: dict[int, int] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    polls: int = 0
+
+    def initialise(self) -> LLMDataDist:
+        """The options dict is plain: two keys are written into it by hand."""
+        given = options(
+            enable_cache_manager=True,
+            enable_remote_cache_accessible=True,
+            link_total_time=KV_LINK_TIMEOUT,
+            link_retry_count=80,
+            sync_kv_timeout=KV_TRANS_TIMEOUT * 1000,
+        )
+        given["llm.RdmaServiceLevel"] = "4"
+        given["llm.RdmaTrafficClass"] = "132"
+        self.datadist = initialised(ROLES[self.role], self.own.cluster_id, given)
+        self._jobs: queue.Queue[Member | None] = queue.Queue()
+        self._window: queue.Queue[tuple[Member, int] | None] = queue.Queue()
+        self._places = threading.Semaphore(WINDOW)
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._create, self._watch)]
+        for thread in self._threads:
+            thread.start()
+        return self.datadist
+
+    def register(self, model_id: int, dtype: str, tensors: list[NDArray[np.uint8]], block_shape: list[int]) -> None:
+        """(num_blocks, *block_shape), one address per layer."""
+        key = BlocksCacheKey(self.own.cluster_id, model_id)
+        self.caches[model_id] = registered(self.datadist, tensors, TYPES[dtype][0], block_shape, key)
+
+    # --- links -----------------------------------------------------------------------------------------------------
+
+    def ask_for(self, *peers: Member) -> None:
+        """Link to these, in the background."""
+        for peer in peers:
+            self._jobs.put(peer)
+
+    def _create(self) -> None:
+        while (peer := self._jobs.get()) is not None:
+            self._places.acquire()
+            if self._closing.is_set():
+                break
+            try:
+                comm_id = self.datadist.link(*arguments(self.own, peer))
+            except LLMException:
+                self.failed.append(peer.cluster_id)
+                self._places.release()
+                continue
+            if comm_id == LLMStatusCode.LLM_ALREADY_LINK:
+                raise AssertionError("an id that reads like a status")
+            self.comm_ids[peer.cluster_id] = comm_id
+            self._window.put((peer, comm_id))
+
+    def _watch(self) -> None:
+        while (job := self._window.get()) is not None:
+            peer, comm_id = job
+            try:
+                status = self._poll(comm_id)
+            except LLMException:
+                status = RegisterMemStatus.FAILED
+            if status == RegisterMemStatus.OK:
+                self.ready.append(comm_id)
+                self._places.release()
+            elif status == RegisterMemStatus.FAILED:
+                self.failed.append(peer.cluster_id)
+                self.unlink(peer.cluster_id)
+                self._places.release()
+            else:  # anything else is still being prepared
+                self._window.put(job)
+
+    def _poll(self, comm_id: int) -> RegisterMemStatus:
+        for _ in range(POLLS):
+            self.polls += 1
+            status = self.datadist.query_register_mem_status(comm_id)
+            if status in (RegisterMemStatus.OK, RegisterMemStatus.FAILED):
+                break
+            time.sleep(POLL_SECONDS)
+        return status
+
+    def linked(self) -> list[int]:
+        """Return the clusters whose communicator was seen to be OK: it is not polled any more."""
+        return sorted(peer for peer, comm_id in list(self.comm_ids.items()) if comm_id in self.ready)
+
+    def unlink(self, cluster_id: int) -> None:
+        """By the remote cluster id; it may still be preparing."""
+        comm_id = self.comm_ids.pop(cluster_id, None)
+        if comm_id is not None:
+            self.datadist.unlink(comm_id)
+
+    # --- transfers, and the end ------------------------------------------------------------------------------------
+
+    def pull(self, cluster_id: int, src: list[int], dst: list[int]) -> LLMStatusCode:
+        """One call per model id; the first failure fails the request, and its status is only logged."""
+        for model_id, cache in self.caches.items():
+            try:
+                self.datadist.cache_manager.pull_blocks(BlocksCacheKey(cluster_id, model_id), cache, src, dst)
+            except LLMException as error:
+                return error.status_code
+        return LLMStatusCode.LLM_SUCCESS
+
+    def finalize(self) -> None:
+        """Unlink everything, then end."""
+        self._closing.set()
+        self._jobs.put(None)
+        self._places.release()
+        self._threads[0].join(10)
+        self._window.queue.clear()
+        self._window.put(None)
+        self._threads[1].join(10)
+        for cluster_id in list(self.comm_ids):
+            self.unlink(cluster_id)
+        self.datadist.finalize()
+
+
+def arguments(one: Member, other: Member) -> tuple[str, dict[int, int], str]:
+    """Return name, ranks and table, the same at both ends: rank 0 is the smaller device ip."""
+    pair = sorted((one, other), key=lambda member: tuple(map(int, member.device_ip.split("."))))
+    smaller, bigger = pair
+    devices = []
+    for rank, member in enumerate(pair):
+        device = {"device_id": "0", "device_ip": member.device_ip, "rank_id": str(rank)}
+        if member.super_device_id is not None:
+            device["super_device_id"] = member.super_device_id
+        devices.append((member.host_ip, device))
+    table = rank_table(devices, "1.0") if smaller.super_device_id is None else rank_table(devices, "1.2", ["0"])
+    ranks = {member.cluster_id: rank for rank, member in enumerate(pair)}
+    return f"link{bigger.device_ip}:{smaller.device_ip}", ranks, table
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+#: Its script has K blocks (128, 1, 512), V blocks (128, 1, 64), 1198 of them; fewer here. An odd number of layers.
+BLOCKS: Final = 37
+KINDS: Final[dict[int, tuple[str, list[int], int]]] = {
+    0: ("float16", [128, 1, 16], 3),
+    1: ("bfloat16", [128, 1, 2], 3),
+    2: ("int8", [128, 1, 8], 1),
+    3: ("float", [128], 5),
+}
+
+
+def address(number: int, host: str) -> str:
+    """Return the ip of device ``number`` of this test run: a loopback address beside the run's host."""
+    first, second, third, fourth = map(int, host.split("."))
+    return f"{first}.{second + 32}.{third}.{(fourth + number) % 256}"
+
+
+def begin(world: World, role: str, own: Member, seed: int) -> None:
+    """Initialise and register K, V, quantised K and index."""
+    engine = Mindie(role, own)
+    world.dd = engine.initialise()
+    world.memory["client"] = engine
+    for model_id, (dtype, shape, layers) in KINDS.items():
+        nbytes = TYPES[dtype][1]
+        for dim in shape:
+            nbytes *= dim
+        world.memory[f"kv {model_id}"] = contents(seed + model_id, layers, BLOCKS, nbytes)
+        engine.register(model_id, dtype, world.memory[f"kv {model_id}"], shape)
+
+
+def wait_links(world: World, *cluster_ids: int) -> None:
+    """Wait until these are linked."""
+    engine: Mindie = world.memory["client"]
+    wait_until(lambda: set(cluster_ids) <= set(engine.linked()), 20)
+
+
+def poll_count(world: World) -> tuple[int, list[int]]:
+    """Return how often it asked, and which clusters failed."""
+    engine: Mindie = world.memory["client"]
+    return engine.polls, engine.failed
+
 
 OK = LLMStatusCode.LLM_SUCCESS
 SRC, DST = [3, 4, 5, 36, 0], [30, 31, 0, 7, 12]
 
 
-def member(number: int, *, hosts: int = 1, pods: bool = False) -> Member:
-    """Cluster ``number``, on one of some hosts."""
-    return Member(number, host(number % hosts), address(number, host(0)), str(number) if pods else None)
+def member(number: int, *, pods: bool = False) -> Member:
+    """Cluster ``number``, on one host."""
+    return Member(number, host(0), address(number, host(0)), str(number) if pods else None)
 
 
 def pulled(end: ChildEnd, source: ChildEnd, cluster_id: int) -> None:
     """Pull all kinds, and compare every byte of every kind at both ends."""
-    before = {kind: [end.do(shown, f"kv {kind}"), source.do(shown, f"kv {kind}")] for kind in KINDS}
-    assert end.do(drive, "pull", cluster_id, SRC, DST) == OK
-    for kind, (mine, theirs) in before.items():
-        for tensor, other in zip(mine, theirs, strict=True):
-            tensor[DST] = other[SRC]
-        np.testing.assert_equal(end.do(shown, f"kv {kind}"), mine)
-        np.testing.assert_equal(source.do(shown, f"kv {kind}"), theirs)
-    assert max(SRC + DST) < BLOCKS
+    statuses: list[LLMStatusCode] = []
+    names = [(f"kv {kind}", f"kv {kind}") for kind in KINDS]
+    compared(end, source, names, (SRC, DST), lambda: statuses.append(end.do(drive, "pull", cluster_id, SRC, DST)))
+    assert statuses == [OK]
 
 
-def test_two_prefills_and_two_decoders_in_a_full_mesh(processes: Processes) -> None:
-    ends = {number: processes.born(f"engine {number}") for number in (1, 2, 3, 4)}
-    members = {number: member(number, hosts=2) for number in ends}
-    for number, end in ends.items():
-        end.do(begin, "prefill" if number <= 2 else "decoder", members[number], 10 * number)
-    # The scheduler tells both ends of every link, in any order.
-    for number, end in ends.items():
-        others = [peer for peer in members if (peer <= 2) != (number <= 2)]
-        end.do(drive, "ask_for", *(members[peer] for peer in others[:: -1 if number % 2 else 1]))
-    for number, end in ends.items():
-        end.do(wait_links, *(peer for peer in members if (peer <= 2) != (number <= 2)))
-    for decoder in (3, 4):
-        for prefill in (1, 2):
-            pulled(ends[decoder], ends[prefill], prefill)
-    assert [end.do(poll_count)[1] for end in ends.values()] == [[]] * 4
-    for end in ends.values():
-        end.do(drive, "finalize")
+def linked(one: ChildEnd, other: ChildEnd, members: list[Member]) -> None:
+    """The scheduler tells both ends of a link."""
+    one.do(drive, "ask_for", members[1])
+    other.do(drive, "ask_for", members[0])
+    one.do(wait_links, members[1].cluster_id)
+    other.do(wait_links, members[0].cluster_id)
 
 
-def test_flex_is_mix_and_pulls_both_ways_also_in_one_server_and_in_super_pods(ends: tuple[ChildEnd, ChildEnd]) -> None:
+def test_flex_is_mix_and_pulls_both_ways_in_super_pods_and_linking_again_mends_an_unlink(
+    ends: tuple[ChildEnd, ChildEnd],
+) -> None:
     prefill, flex = ends
     members = [member(1, pods=True), member(2, pods=True)]
     name, ranks, table = arguments(*members)
@@ -70,12 +276,14 @@ def test_flex_is_mix_and_pulls_both_ways_also_in_one_server_and_in_super_pods(en
     assert '"server_count": "1"' in table
     prefill.do(begin, "prefill", members[0], 10)
     flex.do(begin, "flex", members[1], 20)
-    prefill.do(drive, "ask_for", members[1])
-    flex.do(drive, "ask_for", members[0])
-    prefill.do(wait_links, 2)
-    flex.do(wait_links, 1)
-    pulled(flex, prefill, 1)
-    pulled(prefill, flex, 2)
+    for _ in range(2):
+        linked(prefill, flex, members)
+        pulled(flex, prefill, 1)
+        pulled(prefill, flex, 2)
+        prefill.do(drive, "unlink", 2)
+        wait_until(lambda: flex.do(links) == {})
+        assert flex.do(drive, "pull", 1, SRC, DST) == LLMStatusCode.LLM_NOT_YET_LINK
+        flex.do(drive, "unlink", 1)
     flex.do(drive, "finalize")
     prefill.do(drive, "finalize")
 
@@ -97,25 +305,4 @@ def test_a_window_full_of_absent_peers_goes_on_polling_and_is_unlinked_while_pre
     assert decoder.do(poll_count)[1] == []
     assert decoder.do(links) == {1: "ready"}
     decoder.do(drive, "finalize")  # unlinks the sixteen that are still being prepared
-    prefill.do(drive, "finalize")
-
-
-def test_after_unlink_a_request_ends_with_not_yet_link_and_linking_again_mends_it(
-    ends: tuple[ChildEnd, ChildEnd],
-) -> None:
-    prefill, decoder = ends
-    members = [member(1), member(2)]
-    prefill.do(begin, "prefill", members[0], 10)
-    decoder.do(begin, "decoder", members[1], 20)
-    for _ in range(2):
-        prefill.do(drive, "ask_for", members[1])
-        decoder.do(drive, "ask_for", members[0])
-        prefill.do(wait_links, 2)
-        decoder.do(wait_links, 1)
-        pulled(decoder, prefill, 1)
-        prefill.do(drive, "unlink", 2)
-        wait_until(lambda: decoder.do(links) == {})
-        assert decoder.do(drive, "pull", 1, SRC, DST) == LLMStatusCode.LLM_NOT_YET_LINK
-        decoder.do(drive, "unlink", 1)
-    decoder.do(drive, "finalize")
     prefill.do(drive, "finalize")

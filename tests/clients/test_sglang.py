@@ -16,16 +16,12 @@ import pytest
 
 from llm_datadist import (
     BlocksCacheKey,
-    CacheDesc,
     DataType,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
     LLMRole,
     LLMStatusCode,
 )
-from tests.clients.kv import addresses, contents, shown
-from tests.support.linking import links
+from tests.clients.kv import contents, initialised, options, registered, shown
+from tests.support.linking import info, links
 from tests.support.moves import moved, same_bytes, wait_until
 
 if TYPE_CHECKING:
@@ -77,28 +73,19 @@ def local_comm_res(device: int) -> str:
 
 def start(world: World, device: int, prompt: bool, model: Model, seed: int) -> int | None:
     """Initialise, register one cache per kind of buffer and the aux buffer; return the listening port."""
-    config = LLMConfig()
-    config.device_id = device
-    config.local_comm_res = local_comm_res(device)
-    config.sync_kv_timeout = 20000
-    if prompt:
-        config.listen_ip_info = "127.0.0.1:0"
     own = cluster_id(device, 0, prompt)
-    world.dd = LLMDataDist(LLMRole.PROMPT if prompt else LLMRole.DECODER, own)
-    world.dd.init(config.generate_options())
+    listen = {"listen_ip_info": "127.0.0.1:0"} if prompt else {}
+    given = options(device_id=device, local_comm_res=local_comm_res(device), sync_kv_timeout=20000, **listen)
+    world.dd = initialised(LLMRole.PROMPT if prompt else LLMRole.DECODER, own, given)
     caches = []
     for kind in range(model.kinds):
         # One buffer per layer, of tokens; only the registration speaks of pages.
         world.memory[f"kv {kind}"] = contents(seed + kind, LAYERS, PAGES, model.page_bytes)
-        desc = CacheDesc(LAYERS, [PAGES, *model.page], DataType.DT_FLOAT16)
-        caches.append(
-            world.cm.register_blocks_cache(desc, addresses(world.memory[f"kv {kind}"]), BlocksCacheKey(own, kind))
-        )
+        key = BlocksCacheKey(own, kind)
+        caches.append(registered(world.dd, world.memory[f"kv {kind}"], DataType.DT_FLOAT16, model.page, key))
     world.memory["aux"] = contents(seed + 9, 1, METADATA_BUFFERS, 16 * 4)
-    desc = CacheDesc(1, [METADATA_BUFFERS, 16], DataType.DT_INT32)
-    caches.append(
-        world.cm.register_blocks_cache(desc, addresses(world.memory["aux"]), BlocksCacheKey(own, model.kinds))
-    )
+    key = BlocksCacheKey(own, model.kinds)
+    caches.append(registered(world.dd, world.memory["aux"], DataType.DT_INT32, [16], key))
     world.memory["caches"] = caches
     return world.dd.listen_port
 
@@ -106,9 +93,7 @@ def start(world: World, device: int, prompt: bool, model: Model, seed: int) -> i
 def link_once(world: World, ports: list[int]) -> None:
     """The decoder's part: one cluster info per prompt, with nothing in it but where the prompt listens."""
     for port in ports:
-        cluster = LLMClusterInfo()
-        cluster.append_remote_ip_info("127.0.0.1", port)
-        status, _ = world.dd.link_clusters([cluster], 20000)
+        status, _ = world.dd.link_clusters([info(None, port, local=None)], 20000)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"link: {status}")
 
@@ -194,6 +179,8 @@ def test_twelve_threads_push_over_the_links_that_the_decoders_opened(processes: 
     prompts = [processes.born(f"prompt {device}") for device in range(2)]
     decoders = [processes.born(f"decoder {device}") for device in range(2)]
     ports: list[Any] = [end.do(start, device, True, model, 1000 + 10 * device) for device, end in enumerate(prompts)]
+    # No enable_* is set anywhere in this client: local_comm_res turns both modes on.
+    assert prompts[0].do(modes) == (True, True)
     for device, end in enumerate(decoders):
         end.do(start, device, False, model, 2000 + 10 * device)
         end.do(link_once, ports)
@@ -234,26 +221,6 @@ def everything_arrived(end: ChildEnd, model: Model, device: int, sent: list[list
     same_bytes(end.do(shown, "aux"), expected)
 
 
-def test_a_presence_of_local_comm_res_turns_cache_manager_and_remote_access_on(processes: Processes) -> None:
-    """No enable_* is set anywhere in this client: pushing is allowed all the same."""
-    prompt = processes.born("prompt")
-    prompt.do(start, 0, True, MODELS["mla"], 1)
-    assert prompt.do(modes) == (True, True)
-
-
 def modes(world: World) -> tuple[bool, bool]:
     assert world.dd._engine is not None
     return world.dd._engine.options.cache_manager, world.dd._engine.options.remote_accessible
-
-
-def test_a_decoder_whose_prompt_is_not_there_raises_for_that_group(processes: Processes) -> None:
-    prompt, decoder = processes.born("prompt"), processes.born("decoder")
-    port: Any = prompt.do(start, 0, True, MODELS["mla"], 1)
-    prompt.do(stopped)
-    decoder.do(start, 0, False, MODELS["mla"], 2)
-    with pytest.raises(RuntimeError, match="LLM_LINK_FAILED"):
-        decoder.do(link_once, [port])
-
-
-def stopped(world: World) -> None:
-    world.dd.finalize()

@@ -124,8 +124,7 @@ def close(world: World, port: int) -> Any:
     return codes
 
 
-@pytest.mark.parametrize("transport", ["as the kernel permits", "tcp"])
-@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize(("transport", "by_id"), [("as the kernel permits", False), ("tcp", True)])
 def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transport: str, by_id: bool) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     extra = {"llm.Transport": "tcp"} if transport == "tcp" else {}
@@ -138,7 +137,7 @@ def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transpo
         assert prompt.do(insert, request) == list(range(first, first + 4))
         assert prompt.do(picture).caches.deferred == 4
         assert decoder.do(select, request, by_id and first == 1) == [True] * 4
-        # Pulled: the keys are gone, and with them the memory that nobody owned any more.
+        # Pulled: the keys are gone, and with them the memory without an owner.
         # The tables know it a moment before the pool has its pages back.
         wait_until(lambda: prompt.do(picture).pools[0].used_bytes == 0)
         assert (prompt.do(picture).keys, prompt.do(picture).caches.nbytes) == ((), 0)

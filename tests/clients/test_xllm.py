@@ -5,7 +5,6 @@ What the tests themselves add: processes instead of devices, smaller tensors, an
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,16 +25,13 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
-from tests.support.ends import ChildEnd
+from tests.support.cpp import dist
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
-from tests.support.world import residue_of, settled_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.clients.conftest import Processes
+    from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -61,11 +57,6 @@ def initialize(world: World, cluster: int, role: LlmRole) -> int | None:
     assert made.Initialize({OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}) is OK
     world.dd = made.datadist
     return made.datadist.listen_port
-
-
-def dist(world: World) -> LlmDataDist:
-    found: LlmDataDist = world.memory["dist"]
-    return found
 
 
 def register(world: World, num_tensors: int, caches: int, seed: int) -> list[int]:
@@ -103,32 +94,12 @@ def unlink(world: World, peers: list[ClusterInfo], force: bool) -> bool:
     return status is OK
 
 
-class Events:
-    """The layer events of a prefill: a thread computes, the transfer waits for one layer after the other."""
-
-    def __init__(self, layers: int) -> None:
-        self._ready = [threading.Event() for _ in range(layers)]
-        self._thread = threading.Thread(target=self._compute)
-        self._thread.start()
-
-    def _compute(self) -> None:
-        for event in self._ready:
-            event.set()
-
-    def wait(self, layer: int) -> bool:
-        return self._ready[layer].wait(30)
-
-    def join(self) -> None:
-        self._thread.join()
-
-
 def push_layers(
     world: World, clusters: list[int], src: list[int], dst: list[int], layers: int, one_tensor: bool
 ) -> tuple[bool, list[int]]:
     """Push K and V of every layer to every destination; what fails is noted, and the other layers follow."""
-    events, codes = Events(layers), []
+    codes = []
     for layer in range(layers):
-        assert events.wait(layer)
         for cluster in clusters:
             for kind in (0, 1):
                 number, at = (2 * layer + kind, 0) if one_tensor else (kind, layer)
@@ -137,7 +108,6 @@ def push_layers(
                 status = dist(world).PushKvBlocks(cache, CacheIndex(cluster, cache.cache_id, 0), src, dst, ext)
                 if status is not OK:
                     codes.append(int(status))
-    events.join()
     return not codes, codes
 
 
@@ -147,24 +117,7 @@ def pull(world: World, cluster: int, src: list[int], dst: list[int]) -> bool:
     return all(dist(world).PullKvBlocks(CacheIndex(cluster, each, 0), Cache(each), src, dst) is OK for each in ids)
 
 
-@pytest.fixture
-def ends(shm_pair: Pair) -> tuple[End, End]:
-    """Two processes; the transport is for the library to choose."""
-    return shm_pair.prompt, shm_pair.decoder
-
-
-@pytest.fixture
-def second() -> Iterator[ChildEnd]:
-    """One more process."""
-    end = ChildEnd("second decoder")
-    before = end.do(residue_of)
-    yield end
-    end.stop()
-    assert end.do(settled_of, before) == before
-    end.close()
-
-
-def begun(end: End, cluster: int, role: LlmRole, *, num_tensors: int, caches: int, seed: int) -> tuple[int, Bytes]:
+def begun(end: ChildEnd, cluster: int, role: LlmRole, *, num_tensors: int, caches: int, seed: int) -> tuple[int, Bytes]:
     """Initialize and register; return the port and every byte."""
     port = end.do(initialize, cluster, role)
     assert port is not None
@@ -172,7 +125,9 @@ def begun(end: End, cluster: int, role: LlmRole, *, num_tensors: int, caches: in
     return port, end.do(shown)
 
 
-def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology(ends: tuple[End, End]) -> None:
+def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology(
+    ends: tuple[ChildEnd, ChildEnd],
+) -> None:
     prompt, decoder = ends
     layers = 80
     prompt_port, src = begun(prompt, PROMPT, LlmRole.kPrompt, num_tensors=1, caches=2 * layers, seed=1)
@@ -203,7 +158,7 @@ def test_one_cache_per_layer_and_role_hundreds_of_them_over_a_change_of_topology
 
 
 def test_a_cache_of_k_and_one_of_v_pushed_by_layer_and_pulled_whole_with_an_odd_number_of_layers(
-    ends: tuple[End, End],
+    ends: tuple[ChildEnd, ChildEnd],
 ) -> None:
     prompt, decoder = ends
     layers = 61
@@ -222,8 +177,9 @@ def test_a_cache_of_k_and_one_of_v_pushed_by_layer_and_pulled_whole_with_an_odd_
     assert decoder.do(link, [peer(PROMPT, prompt_port)])
 
 
-def test_each_layer_goes_to_every_destination(ends: tuple[End, End], second: ChildEnd) -> None:
+def test_each_layer_goes_to_every_destination(processes: Processes, ends: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = ends
+    second = processes.born("second decoder")
     layers = 32
     _, src = begun(prompt, PROMPT, LlmRole.kMix, num_tensors=1, caches=2 * layers, seed=5)
     ports, before = [], []

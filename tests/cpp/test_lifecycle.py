@@ -1,4 +1,4 @@
-"""Initialize, Finalize, links, statuses and their reasons in the C++-shaped interface (interface §9, §3)."""
+"""Initialize, Finalize, links, roles, statuses and their reasons in the C++-shaped interface (interface §9, §3)."""
 
 from __future__ import annotations
 
@@ -30,20 +30,35 @@ from llm_datadist.cpp_api import (
     LLMStatusCode,
 )
 from llm_datadist.errors import NotInitialized, NotLinked, ParamError
-from tests.support.cpp import BAD, OK, Shape, attempt, cluster, dist, link, made, run, show, start, start_pair
+from tests.support.cpp import (
+    BAD,
+    OK,
+    Shape,
+    all_unchanged,
+    attempt,
+    cluster,
+    dist,
+    link,
+    made,
+    run,
+    start,
+    start_pair,
+    unchanged,
+)
 from tests.support.linking import alone
-from tests.support.moves import Use, moved, picture, same_bytes
+from tests.support.moves import Use, picture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Pair
+    from tests.support.cpp import Row
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined",
-    "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache UnlinkLlmClusters datadist",
+    "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache SetRole UnlinkLlmClusters datadist",
     "cpp_api.LlmDataDist: last_error",
 )
 
@@ -79,13 +94,10 @@ def test_structs_have_the_defaults_of_cpp() -> None:
     assert ClusterInfo().local_ip_infos == []
 
 
-def test_enumerations_have_the_values_of_the_header() -> None:
+def test_enumerations_and_option_keys_have_the_values_of_the_header() -> None:
     assert {each.name: each.value for each in CachePlacement} == {"kHost": 0, "kDevice": 1}
     roles = {each.name: each.value for each in LlmRole}
     assert roles == {"kPrompt": 1, "kDecoder": 2, "kMix": 3, "kEnd": 4}
-
-
-def test_option_keys_have_the_spelling_of_the_header() -> None:
     options = {name: value for name, value in vars(cpp_api).items() if name.startswith("OPTION_")}
     assert options == {
         "OPTION_BUF_POOL_CFG": "llm.BufPoolCfg",
@@ -108,39 +120,33 @@ def test_the_names_of_the_package_exist() -> None:
 # --- Initialize and Finalize ------------------------------------------------------------------------------------------
 
 
-def test_initialize_repeated_succeeds_and_changes_nothing(one: LlmDataDist) -> None:
-    assert one.Initialize(LISTEN) is OK
-    port = one.datadist.listen_port
-    assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: "nonsense"}) is OK
-    assert one.datadist.listen_port == port
-
-
-def test_finalize_is_repeatable_and_initialize_works_again(one: LlmDataDist) -> None:
+def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: LlmDataDist) -> None:
     assert one.Finalize() is OK
+    assert "not initialised" in repr(one)
+    with pytest.raises(NotInitialized, match="Initialize"):
+        one.datadist  # noqa: B018 (a property that raises)
     array = np.zeros((2, 4), np.int32)
     desc = CacheDesc(CachePlacement.kDevice, 1, DataType.DT_INT32, [2, 4])
+    off = {"llm.EnableRemoteCacheAccessible": "0", "llm.EnableCacheManager": "0"}
     for _ in range(2):
-        assert one.Initialize(LISTEN) is OK
+        given = LISTEN | off
+        assert one.Initialize(given) is OK
+        assert given == LISTEN | off  # the caller's dict is the caller's
+        engine, port = one.datadist._engine, one.datadist.listen_port
+        assert engine is not None
+        assert (engine.options.remote_accessible, engine.options.cache_manager) == (True, True)
+        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: "nonsense"}) is OK  # it does nothing
+        assert (one.datadist._engine, one.datadist.listen_port) == (engine, port)
+        assert "MIX cluster 1: 0 links" in repr(one)
         assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 1)
         assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 2)
+        del engine
         assert one.Finalize() is OK
         assert one.Finalize() is OK
-        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (FAILED, None)
 
 
-def test_initialize_forces_rca_and_cache_manager_mode_whatever_the_options_say(one: LlmDataDist) -> None:
-    off = {"llm.EnableRemoteCacheAccessible": "0", "llm.EnableCacheManager": "0"}
-    given = LISTEN | off
-    assert one.Initialize(given) is OK
-    engine = one.datadist._engine
-    assert engine is not None
-    assert (engine.options.remote_accessible, engine.options.cache_manager) == (True, True)
-    assert given == LISTEN | off  # the caller's dict is the caller's
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
+def test_initialize_refuses_options_that_break_their_rule_and_an_address_that_is_taken(one: LlmDataDist) -> None:
+    rows: list[tuple[dict[str, str], tuple[str, ...]]] = [
         ({}, ("llm.DeviceId", "None")),
         ({OPTION_DEVICE_ID: ""}, ("llm.DeviceId", "''")),
         ({OPTION_DEVICE_ID: "x"}, ("llm.DeviceId", "'x'")),
@@ -153,40 +159,28 @@ def test_initialize_forces_rca_and_cache_manager_mode_whatever_the_options_say(o
         (LISTEN | {"llm.TransferBackend": "other"}, ("llm.TransferBackend", "'other'")),
         (LISTEN | {"llm.GlobalResourceConfig": "{"}, ("llm.GlobalResourceConfig",)),
         (LISTEN | {"llm.MemPoolConfig": "{}"}, ("memory_size",)),
-    ],
-)
-def test_initialize_refuses_options_that_break_their_rule(
-    one: LlmDataDist, options: dict[str, str], parts: tuple[str, ...]
-) -> None:
-    assert one.Initialize(options) is BAD
-    assert [part for part in parts if part not in str(one.last_error)] == [], one.last_error
-    assert one.Initialize(LISTEN) is OK
-
-
-@pytest.mark.parametrize(("cluster_id", "role"), [(-1, LlmRole.kMix), (2**64, LlmRole.kMix), (1, LlmRole.kEnd)])
-def test_initialize_refuses_what_the_constructor_was_given(cluster_id: int, role: LlmRole) -> None:
-    made = LlmDataDist(cluster_id, role)  # never an engine, so nothing to wait for
-    assert made.Initialize(LISTEN) is BAD
-    assert isinstance(made.last_error, ParamError)
-    assert made.Finalize() is OK
-
-
-@pytest.mark.usefixtures("end")  # it waits until nothing is left
-def test_a_cluster_id_above_2_to_the_63_is_one() -> None:
-    made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
-    assert made.Initialize(LISTEN) is OK
-    assert made.datadist.cluster_id == 2**64 - 1
-    assert made.Finalize() is OK
-
-
-def test_initialize_fails_where_the_address_is_taken(one: LlmDataDist) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    ]
+    for options, parts in rows:
+        assert one.Initialize(options) is BAD, options
+        assert [part for part in parts if part not in str(one.last_error)] == [], one.last_error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
         assert address in str(one.last_error)
     assert one.Initialize(LISTEN) is OK
+
+
+@pytest.mark.usefixtures("end")  # it waits until nothing is left
+def test_the_arguments_of_the_constructor_are_checked_by_initialize() -> None:
+    for cluster_id, role in ((-1, LlmRole.kMix), (2**64, LlmRole.kMix), (1, LlmRole.kEnd)):
+        made = LlmDataDist(cluster_id, role)
+        assert made.Initialize(LISTEN) is BAD
+        assert isinstance(made.last_error, ParamError)
+        assert made.Finalize() is OK
+    made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
+    assert made.Initialize(LISTEN) is OK
+    assert made.datadist.cluster_id == 2**64 - 1
+    assert made.Finalize() is OK
 
 
 def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist) -> None:
@@ -224,25 +218,16 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.usefixtures("end")
-@pytest.mark.parametrize("method", NOTHING)
-def test_not_initialised_is_a_failure(method: str) -> None:
+def test_not_initialised_is_a_failure() -> None:
     made = LlmDataDist(1, LlmRole.kMix)
     for _ in range(2):  # before the first Initialize, and after Finalize
-        result = getattr(made, method)(*NOTHING[method])
-        assert (result[0] if isinstance(result, tuple) else result) is FAILED
-        assert isinstance(made.last_error, NotInitialized)
-        assert method in str(made.last_error)
+        for method, args in NOTHING.items():
+            result = getattr(made, method)(*args)
+            assert (result[0] if isinstance(result, tuple) else result) is FAILED
+            assert isinstance(made.last_error, NotInitialized)
+            assert method in str(made.last_error)
         assert made.Initialize(LISTEN) is OK
         assert made.Finalize() is OK
-
-
-def test_the_datadist_underneath_is_there_from_the_first_initialize_on(one: LlmDataDist) -> None:
-    with pytest.raises(NotInitialized, match="Initialize"):
-        one.datadist  # noqa: B018 (a property that raises)
-    assert "not initialised" in repr(one)
-    assert one.Initialize(LISTEN) is OK
-    assert one.datadist.cluster_id == 1
-    assert "MIX cluster 1: 0 links" in repr(one)
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -281,27 +266,23 @@ def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def test_r28_a_cluster_id_of_zero_is_learned(shm_pair: Pair) -> None:
-    port = start_pair(shm_pair, linked=False)
-    assert shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port)], 10_000) == (OK, [OK])
-    assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
-
-
 def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:
     port = start_pair(shm_pair, linked=False)
-    nobody = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
+    two_ips = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
     wrong = cluster(4, port)
-    result = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(1, port), nobody, wrong], 10_000)
+    # A cluster id of zero is learned (interface R28).
+    result = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port), two_ips, wrong], 10_000)
     failed = LLMStatusCode.LLM_LINK_FAILED
     assert result == (failed, [OK, BAD, failed])
+    assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
     status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port)])
     assert status is LLMStatusCode.LLM_ALREADY_LINK
     assert "1 of 1 failed: clusters[0] LLM_ALREADY_LINK: already linked to cluster 1" in text
-    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), nobody, wrong])
+    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), two_ips, wrong])
     assert status is failed
     for part in ("3 of 3", "clusters[0] LLM_ALREADY_LINK: ", "clusters[1] LLM_PARAM_INVALID: ", "2 remote ips", "id=4"):
         assert part in text, text
-    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), nobody], 10_000)
+    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), two_ips], 10_000)
     text = str(shm_pair.decoder.do(_last_error))
     assert status is BAD
     assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3 has 2 remote ips" in text
@@ -312,7 +293,8 @@ def _status_of_link(world: World, clusters: list[ClusterInfo]) -> tuple[LLMStatu
     return status, str(dist(world).last_error)
 
 
-def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(pair: Pair) -> None:
+def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
+    pair = tcp_pair
     port = pair.prompt.do(start, LlmRole.kPrompt, 1, pair.transport, {})
     assert port is not None
     silent = {OPTION_LISTEN_IP_INFO: ""}
@@ -328,35 +310,73 @@ def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(pair: Pai
     link(pair.decoder, 1, port)
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_unlink_then_link_again(pair: Pair, force: bool) -> None:
-    port = start_pair(pair)
-    mine, theirs = pair.decoder.do(made, "kv", Shape(), 1), pair.prompt.do(made, "kv", Shape(), 2)
+def test_unlink_by_force_is_for_one_side_and_of_what_is_not_linked_a_success(shm_pair: Pair) -> None:
+    port = start_pair(shm_pair)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
     clusters = [cluster(1, port)]
-    assert pair.decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, force) == (OK, [OK])
-    if force:
-        assert pair.prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
-    alone(pair.decoder, pair.prompt)
-    assert pair.decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, True) == (OK, [OK])
-    status, text = pair.decoder.do(attempt, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2])
+    decoder.do(made, "kv", Shape(), 1)
+    assert decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, True) == (OK, [OK])
+    assert decoder.do(picture).links == ()
+    assert prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
+    alone(decoder, prompt)
+    for force in (True, False):
+        assert decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, force) == (OK, [OK])
+    status, text = decoder.do(attempt, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2])
     assert status is LLMStatusCode.LLM_NOT_YET_LINK
-    assert isinstance(pair.decoder.do(_last_error), NotLinked), text
-    link(pair.decoder, 1, port)
-    assert pair.decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2]) is OK
-    same_bytes(pair.decoder.do(show, "kv"), moved(mine, theirs, [(2, 1)]))
+    assert isinstance(decoder.do(_last_error), NotLinked), text
 
 
 def _last_error(world: World) -> Exception | None:
     return dist(world).last_error
 
 
-def test_a_link_without_a_listener_at_the_other_end_fails_in_time(shm_pair: Pair) -> None:
-    start_pair(shm_pair, linked=False)
+def test_a_link_without_a_listener_at_the_other_end_fails_in_time(end: LocalEnd) -> None:
+    end.do(start, LlmRole.kDecoder, 2, "auto", {})
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    status, statuses = shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(1, port)], 500)
+    status, statuses = end.do(run, "LinkLlmClusters", [cluster(1, port)], 500)
     assert status in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_TIMEOUT)
     assert statuses == [status]
-    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 500)
-    assert status is OK  # it is not linked
+
+
+# --- SetRole ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_made_by_either_end_keeps_the_role(shm_pair: Pair) -> None:
+    port = start_pair(shm_pair)
+    ends = (shm_pair.prompt, shm_pair.decoder)
+    exists = LLMStatusCode.LLM_EXIST_LINK
+    unchanged(ends, [], exists, (), "SetRole", LlmRole.kDecoder)
+    unchanged(ends[::-1], [], exists, (), "SetRole", LlmRole.kPrompt, LISTEN)
+    assert shm_pair.prompt.do(_port_and_role) == (port, "PROMPT")
+    for end, other in ((shm_pair.prompt, 2), (shm_pair.decoder, 1)):
+        assert end.do(run, "UnlinkLlmClusters", [ClusterInfo(other)], 10_000, True) == (OK, [OK])
+    alone(*ends)
+    same = {OPTION_LISTEN_IP_INFO: f"127.0.0.1:{port}"}  # the listener is left alone where the address stays
+    assert shm_pair.prompt.do(run, "SetRole", LlmRole.kMix, same) is OK
+    assert shm_pair.prompt.do(_port_and_role) == (port, "MIX")
+    link(shm_pair.decoder, 1, port)
+    assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000) == (OK, [OK])
+    alone(*ends)
+    assert shm_pair.prompt.do(run, "SetRole", LlmRole.kMix, {}) is OK  # the same role is one, too
+    assert shm_pair.prompt.do(_port_and_role) == (None, "MIX")
+
+
+def _port_and_role(world: World) -> tuple[int | None, str]:
+    return world.dd.listen_port, dist(world).datadist._role.name
+
+
+def test_r01_set_role_refuses_what_is_no_role_and_no_options(end: LocalEnd) -> None:
+    port = end.do(start, LlmRole.kPrompt, 1, "auto", {})
+    rows: list[Row] = [
+        (BAD, ("role", "kEnd"), ("SetRole", LlmRole.kEnd)),
+        (BAD, ("127.0.0.1", "ip:port"), ("SetRole", LlmRole.kMix, {OPTION_LISTEN_IP_INFO: "127.0.0.1"})),
+        (BAD, ("65536",), ("SetRole", LlmRole.kMix, {OPTION_LISTEN_IP_INFO: "127.0.0.1:65536"})),
+    ]
+    all_unchanged([end], [], rows)
+    wrong: list[Any] = [(None,), (1,), ("kMix",), (LlmRole.kMix, None), (LlmRole.kMix, "x"), (LlmRole.kMix, {1: "x"})]
+    for args in [*wrong, (LlmRole.kMix, {OPTION_LISTEN_IP_INFO: 1})]:
+        with pytest.raises(TypeError):
+            end.do(run, "SetRole", *args)
+    assert end.do(_port_and_role) == (port, "PROMPT")

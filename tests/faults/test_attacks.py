@@ -73,7 +73,7 @@ def _welcome(hello: Hello, incarnation: bytes, **changes: Any) -> Welcome:
         "host": "evil",
         "cookie": bytes(16),
         "transport": None,
-        "nonce": bytes(32),
+        "nonce": bytes(16),
         "credentials": b"",
         "rendezvous": "@llm-datadist-x",
         "lane_token": bytes(16),

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
+    #: What a failing call returns, parts of the text of its reason, and the call: method and arguments.
+    Row = tuple[LLMStatusCode, Sequence[str], tuple[Any, ...]]
+
 __all__ = [
     "BAD",
     "DEVICE",
@@ -43,9 +46,11 @@ __all__ = [
     "UNLINKED",
     "Shape",
     "addresses",
+    "all_unchanged",
     "attempt",
     "cluster",
     "dist",
+    "host_memory",
     "index",
     "link",
     "made",
@@ -162,6 +167,15 @@ def _registered(world: World, name: str, shape: Shape) -> Cache:
     return Cache(cache_id, addresses(arrays), shape.desc)
 
 
+def host_memory(world: World, name: str, shape: Shape, seed: int) -> Bytes:
+    """Put host memory without an id behind a name: cache_id -1, cache_desc and tensor_addrs are all there is."""
+    random = np.random.default_rng(seed)
+    arrays = [random.integers(0, 2**31, (shape.rows, shape.width), dtype=np.int32) for _ in range(shape.tensors)]
+    world.memory[f"memory of {name}"] = arrays
+    world.memory[f"cache {name}"] = Cache(-1, addresses(arrays), shape.desc)
+    return show(world, name)
+
+
 def _views(cache: Cache) -> list[NDArray[np.uint8]]:
     """Return every byte of a cache, as arrays over its memory."""
     rows, nbytes = cache.cache_desc.shape[0], int(np.prod(cache.cache_desc.shape)) * 4
@@ -213,13 +227,19 @@ def unchanged(
     **kwargs: Any,
 ) -> None:
     """The first end's call returns ``status``, its reason holds ``parts``; tables and bytes are then as before."""
+    all_unchanged(ends, names, [(status, parts, (method, *args))], **kwargs)
+
+
+def all_unchanged(ends: Sequence[End], names: Iterable[str], rows: Sequence[Row], **kwargs: Any) -> None:
+    """Each call of the first end fails as its row says; after all of them tables and bytes are as before."""
     names = tuple(names)
     shown = [end.do(_shown, names) for end in ends]
 
     def action() -> None:
-        got, text = ends[0].do(_attempt, method, args, kwargs)
-        assert got is status, f"{method}: {got}: {text}"
-        assert [part for part in parts if part not in text] == [], text
+        for status, parts, (method, *args) in rows:
+            got, text = ends[0].do(_attempt, method, tuple(args), kwargs)
+            assert got is status, f"{method}{args}: {got}: {text}"
+            assert [part for part in parts if part not in text] == [], f"{method}{args}: {text}"
 
     nothing_happens(ends, (), action)
     for end, before in zip(ends, shown, strict=True):

@@ -89,7 +89,7 @@ def state(world: World) -> tuple[Any, dict[str, Any]]:
 @contextmanager
 def refused(
     world: World, kind: type[Exception], *parts: str, status: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
-) -> Iterator[None]:
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """The block raises ``kind`` (with all that interface R1 says it is) and ``status``, in one line that holds all
     ``parts``.
 
@@ -97,7 +97,7 @@ def refused(
     """
     before = state(world)
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     is_also, is_not = _CLASSES.get(kind, ((), ()))
     assert all(isinstance(caught.value, each) for each in is_also)
     assert not any(isinstance(caught.value, each) for each in is_not)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
 
     Bytes = list[NDArray[np.uint8]]
-    #: Exception class, arguments, keyword arguments, parts of its text.
-    Case = tuple[type[Exception], tuple[Any, ...], dict[str, Any], tuple[str, ...]]
 
 __all__ = [
     "BLOCKS",
@@ -35,7 +33,6 @@ __all__ = [
     "nothing_happens",
     "picture",
     "refused",
-    "refused_all",
     "same_bytes",
     "show",
     "wait_until",
@@ -49,7 +46,8 @@ BLOCKS = BlocksCacheKey(PROMPT, 0)
 class Spec:
     """A cache to make: ``rows`` blocks or batch rows of ``stride`` bytes in each of ``tensors`` tensors.
 
-    ``memory``: "pool"; "inside" registers memory that lies in a pool; "private" registers memory of the process's own.
+    ``memory``: "pool"; "inside" registers memory that lies in a pool; "private" registers memory of the process's own,
+    "half" the first half of the tensors in a pool and the others the process's own.
     """
 
     tensors: int = 4
@@ -77,19 +75,21 @@ class Use:
 def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes."""
     cm, desc = world.cm, spec.desc
+    world.memory.pop(name, None)
     if spec.memory == "pool":
         if spec.blocks:
             cache = cm.allocate_blocks_cache(desc, spec.blocks_key)
         else:
             cache = cm.allocate_cache(desc, list(spec.keys))
     else:
-        if spec.memory == "inside":
-            world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(desc)
+        in_pool = {"inside": spec.tensors, "half": spec.tensors // 2, "private": 0}[spec.memory]
+        addrs = []
+        if in_pool:
+            world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(replace(spec, tensors=in_pool).desc)
             addrs = list(under.tensor_addrs)
-        else:
-            arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors)]
-            world.memory[name] = arrays
-            addrs = [array.ctypes.data for array in arrays]
+        arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors - in_pool)]
+        world.memory[name] = arrays
+        addrs += [array.ctypes.data for array in arrays]
         if spec.blocks:
             cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible)
         else:
@@ -116,7 +116,7 @@ def call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
 def forget(world: World, name: str) -> None:
     """Give a cache back, whatever it is."""
     cache = world.caches[name]
-    if name in world.memory or f"memory of {name}" in world.caches:
+    if name in world.memory:
         world.cm.unregister_cache(cache.cache_id)
     elif cache.is_blocks_cache:
         world.cm.deallocate_blocks_cache(cache)
@@ -143,11 +143,12 @@ def _differences(was: Any, now: Any) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll until the condition holds."""
-    limit = time.monotonic() + seconds
+    """Poll until the condition holds; more seldom, the longer it takes: most conditions ask another process."""
+    since = time.monotonic()
     while not condition():
-        assert time.monotonic() < limit, f"not within {seconds} s"
-        time.sleep(0.002)
+        waited = time.monotonic() - since
+        assert waited < seconds, f"not within {seconds} s"
+        time.sleep(min(0.002 + waited / 50, 0.01))
 
 
 def nothing_happens(ends: Sequence[End], names: Iterable[str], action: Callable[[], None]) -> None:
@@ -193,19 +194,11 @@ def refused(
         assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
         assert "\n" not in str(caught.value)
 
-    nothing_happens(ends, names, attempt)
-
-
-def refused_all(ends: Sequence[End], names: Iterable[str], method: str, cases: Iterable[Case]) -> None:
-    """:func:`refused` for ``method`` of the first end's cache manager with each case's arguments."""
-    names = tuple(names)
-    for case in cases:
-        kind, args, kwargs, parts = case
-        try:
-            refused(ends, names, kind, parts, call, method, *args, **kwargs)
-        except BaseException as error:
-            error.add_note(f"{method} with {case}")
-            raise
+    try:
+        nothing_happens(ends, names, attempt)
+    except BaseException as error:
+        error.add_note(f"{function.__name__} with {args} {kwargs}")
+        raise
 
 
 def _call_with(world: World, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -213,14 +206,21 @@ def _call_with(world: World, function: Callable[..., object], args: tuple[Any, .
 
 
 def moved(
-    dst: Bytes, src: Bytes, pairs: Iterable[tuple[int, int]], tensors: Iterable[tuple[int, int]] | None = None
+    dst: Bytes,
+    src: Bytes,
+    pairs: Iterable[tuple[int, int]],
+    tensors: Iterable[tuple[int, int]] | None = None,
+    nbytes: int | None = None,
 ) -> Bytes:
-    """The oracle: (dst block, src block) pairs take effect one after the other, for every (dst, src) tensor pair."""
+    """The oracle: (dst block, src block) pairs take effect one after the other, for every (dst, src) tensor pair.
+
+    ``nbytes`` of each block move; None: as many as both ends have.
+    """
     result = [tensor.copy() for tensor in dst]
     pairs = list(pairs)
     for to, from_ in [(t, t) for t in range(len(dst))] if tensors is None else tensors:
         for to_row, from_row in pairs:
-            length = min(result[to].shape[1], src[from_].shape[1])
+            length = min(result[to].shape[1], src[from_].shape[1]) if nbytes is None else nbytes
             result[to][to_row, :length] = src[from_][from_row, :length]
     return result
 

@@ -1,44 +1,28 @@
 """Tables of bad input: a call that is good, and rows that each spoil it; nothing may have happened afterwards.
 
-A table is made with :func:`bad`, :func:`integers` and the like; :func:`rows` turns tables into parameters of one test;
-:func:`refuse` runs a row at an end and compares all there is at every end: tables, counters, handles, every byte.
+A :class:`Table` is one call. A kind of argument (:class:`Spec`) says what is wrong for every argument of it, in all
+three dialects: the current one, v1 and C++. :func:`refuse` runs all rows of a table at an end and then compares all
+there is at every end: tables, counters, handles, every byte. Only if something differs the rows are run one by one, to
+name the one that did it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import pytest
-
-from llm_datadist import LLMException, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
+from llm_datadist import LLMException, LLMStatusCode, cpp_api
+from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
+from tests.support.cpp import dist
+from tests.support.cpp import show as show_cpp
 from tests.support.moves import Use, asked, picture, wait_until
+from tests.support.v1 import kv_of
 from tests.support.world import World, read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tests.support.ends import End
-
-__all__ = [
-    "FULL",
-    "GONE",
-    "IN_USE",
-    "NONE",
-    "RULE",
-    "TYPE",
-    "UNLINKED",
-    "Row",
-    "Table",
-    "bad",
-    "integers",
-    "no_op",
-    "refuse",
-    "rows",
-    "state",
-    "types",
-]
 
 
 @dataclass(frozen=True)
@@ -51,107 +35,247 @@ class Kind:
     never: tuple[type[Exception], ...] = ()
 
 
-TYPE = Kind(TypeError, None, never=(LLMException, ValueError))
-NONE = Kind(NoneArgument, LLMStatusCode.LLM_PARAM_INVALID, (LLMException, TypeError, AttributeError), (ValueError,))
-RULE = Kind(ParamError, LLMStatusCode.LLM_PARAM_INVALID, (LLMException, ValueError), (TypeError,))
-IN_USE = Kind(KeyInUse, LLMStatusCode.LLM_PARAM_INVALID, (LLMException,))
-GONE = Kind(CacheNotFound, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, (LLMException,))
-UNLINKED = Kind(NotLinked, LLMStatusCode.LLM_NOT_YET_LINK, (LLMException,))
-FULL = Kind(OutOfMemory, LLMStatusCode.LLM_OUT_OF_MEMORY, (LLMException,))
+INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
+TYPE: Final = Kind(TypeError, None, never=(LLMException, ValueError))
+NONE: Final = Kind(NoneArgument, INVALID, (LLMException, TypeError, AttributeError), (ValueError,))
+RULE: Final = Kind(ParamError, INVALID, (LLMException, ValueError), (TypeError,))
+MISMATCH: Final = Kind(CacheMismatch, INVALID, (LLMException, ValueError), (TypeError,))
+IN_USE: Final = Kind(KeyInUse, INVALID, (LLMException,))
+GONE: Final = Kind(CacheNotFound, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, (LLMException,))
+UNLINKED: Final = Kind(NotLinked, LLMStatusCode.LLM_NOT_YET_LINK, (LLMException,))
+FULL: Final = Kind(OutOfMemory, LLMStatusCode.LLM_OUT_OF_MEMORY, (LLMException,))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is changed of the good call, and what comes of it: None means that it returns and does nothing."""
+    """What is changed of the good call, and what comes of it: no kind means that it returns and does nothing."""
 
     changes: dict[str, Any]
     kind: Kind | None
-    text: str
-
-    @property
-    def name(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
-        return shown if len(shown) < 70 else shown[:66] + "..."
+    texts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+class Spec:
+    """A kind of argument: values of a wrong type, and values with their own error that names a part of the argument.
+
+    ``inner`` is value, kind of error, and its text, where {} stands for the argument's name.
+    """
+
+    def __init__(self, wrong: tuple[Any, ...], *inner: tuple[Any, Kind, str], none_ok: bool = False) -> None:
+        self.wrong, self._inner, self._none_ok = wrong, inner, none_ok
+
+    def rows(self, name: str) -> list[Row]:
+        none = [] if self._none_ok else [Row({name: None}, NONE, (name, "None"))]
+        wrong = [Row({name: value}, TYPE, (name, type(value).__name__)) for value in self.wrong]
+        return [*none, *wrong, *(Row({name: value}, kind, (text.format(name),)) for value, kind, text in self._inner)]
+
+
 class Table:
-    """One call of the cache manager, or of LLMDataDist where ``of_instance`` says so, with its rows."""
+    """One call, such as "cm.pull_cache": a good call, the kinds of its arguments, and rows that only it has.
 
-    call: str
-    good: dict[str, Any]
-    rows: tuple[Row, ...]
-    of_instance: bool = False
+    "cm" is the cache manager, "dd" the LLMDataDist, "v1" the KvCacheManager, "cpp" the LlmDataDist.
+    """
 
-
-def bad(kind: Kind, text: str | None = None, /, **changes: Any) -> list[Row]:
-    """One row; the error has to hold ``text``, or the name of the first argument that is changed."""
-    return [Row(changes, kind, next(iter(changes)) if text is None else text)]
+    def __init__(self, call: str, good: dict[str, Any], specs: Mapping[str, Spec], *special: Row) -> None:
+        self.call = call
+        self.good = good
+        self.rows = [*(row for name, spec in specs.items() for row in spec.rows(name)), *special]
 
 
-def no_op(**changes: Any) -> list[Row]:
+def bad(kind: Kind, /, *texts: str, **changes: Any) -> Row:
+    """One row; the error has to hold the texts, or the name of the first argument that is changed."""
+    return Row(changes, kind, texts or (next(iter(changes)),))
+
+
+def no_op(**changes: Any) -> Row:
     """One row of a call that returns and changes nothing."""
-    return [Row(changes, None, "")]
+    return Row(changes, None, ())
 
 
-def types(name: str, *values: Any, none_ok: bool = False) -> list[Row]:
-    """Rows of values of a wrong type, and None unless it is allowed."""
-    wrong = [row for value in values for row in bad(TYPE, **{name: value})]
-    return wrong if none_ok else [*bad(NONE, **{name: None}), *wrong]
+# --- kinds of arguments that all dialects share -----------------------------------------------------------------------
 
 
-def integers(name: str, low: int, high: int, *, none_ok: bool = False) -> list[Row]:
-    """Rows of what is no integer, and of those one below and one above what it can be."""
-    outside = [row for value in (low - 1, high + 1) for row in bad(RULE, **{name: value})]
-    return [*types(name, "1", 1.0, [1], none_ok=none_ok), *outside]
+def integer(low: int, high: int, *broken: int, none_ok: bool = False) -> Spec:
+    """The kind of an integer: no other type, none that is out of its width by one, none that breaks a rule."""
+    outside = [(value, RULE, f"{value}") for value in (low - 1, high + 1)]
+    return Spec(("1", 1.0, [1]), *outside, *((value, RULE, "{}") for value in broken), none_ok=none_ok)
 
 
-def rows(tables: Iterable[Table]) -> pytest.MarkDecorator:
-    """Return the parameters ``table`` and ``row`` of a test: every row of every table."""
-    return pytest.mark.parametrize(
-        ("table", "row"),
-        [pytest.param(table, row, id=f"{table.call}({row.name})") for table in tables for row in table.rows],
-    )
+UINT32: Final = integer(0, 2**32 - 1)
+UINT64: Final = integer(0, 2**64 - 1)
+INT64: Final = integer(-(2**63), 2**63 - 1)
+
+#: Two blocks are wanted; in v1 and C++ a cache has 8 blocks, here 6.
+BLOCK_LIST: Final = Spec(
+    (0, "01", {0, 5}, range(2), {0: 5}),
+    ([0, None], NONE, "{}[1]"),
+    ([0, "5"], TYPE, "{}[1]"),
+    ([3.0, 1], TYPE, "{}[0]"),
+    ([[3], 1], TYPE, "{}[0]"),
+    ([0, -1], RULE, "{}[1]"),
+    ([2**64, 1], RULE, "{}[0]"),
+    ([0, 2**63], RULE, "{}"),
+    ([0, 8], RULE, "blocks"),
+    ([], RULE, "{}"),
+)
+COPY_PAIRS: Final = Spec(
+    ([(0, [1])], "0", 1, {0}),
+    ({0: None}, NONE, "{}[0]"),
+    ({0: 1}, TYPE, "{}[0]"),
+    ({0: (1, 2)}, TYPE, "{}[0]"),
+    ({0: "1"}, TYPE, "{}[0]"),
+    ({0: [1, None]}, NONE, "{}[0][1]"),
+    ({0: ["1"]}, TYPE, "{}[0][0]"),
+    ({0: [1.0]}, TYPE, "{}[0][0]"),
+    ({None: [1]}, NONE, "key of {}"),
+    ({"0": [1]}, TYPE, "key of {}"),
+    ({0.0: [1]}, TYPE, "key of {}"),
+    ({-1: [1]}, RULE, "key of {}: -1"),
+    ({0: [1, -1]}, RULE, "{}[0][1]: -1"),
+    ({0: [2**64]}, RULE, f"{{}}[0][0]: {2**64}"),
+    ({8: [1]}, RULE, "8"),
+    ({0: [1], 1: [2, 8]}, RULE, "8"),
+    ({2**62: [1]}, RULE, str(2**62)),
+)
+SWAP_PAIRS: Final = Spec(
+    ([(0, 1)], (0, 0), "{0: 0}", 1, {0, 1}),
+    ({0: 0, "1": 1}, TYPE, "key of {}"),
+    ({0: 0, 1.0: 1}, TYPE, "key of {}"),
+    ({0: 0, (1, 2): 1}, TYPE, "key of {}"),
+    ({0: 0, None: 1}, NONE, "key of {}"),
+    ({0: 0, 1: None}, NONE, "{}[1]"),
+    ({0: 0, 1: "1"}, TYPE, "{}[1]"),
+    ({0: 0, 1: 1.5}, TYPE, "{}[1]"),
+    ({0: 0, 1: [1]}, TYPE, "{}[1]"),
+    ({0: 0, -1: 1}, RULE, "key of {}: -1"),
+    ({0: 0, 1: -1}, RULE, "{}[1]: -1"),
+    ({0: 0, 2**63: 1}, RULE, f"key of {{}}: {2**63}"),
+    ({0: 0, 1: 2**64}, RULE, f"{{}}[1]: {2**64}"),
+    ({0: 0, 2**62: 1}, RULE, "sources of {}"),
+    ({0: 0, 1: 2**62}, RULE, "destinations of {}"),
+)
+_LAYER_RANGE: Final = Spec(
+    ([0], (0, 1), 1, "0", slice(0, 1)),
+    (range(0, 2, 2), RULE, "step 2"),
+    (range(1, -1, -1), RULE, "step -1"),
+    (range(-1, 1), RULE, "below layer 0"),
+    (range(1), RULE, "range(0, 1)"),  # the other one stands for all layers (interface R14)
+    (range(3), RULE, "{}"),
+    none_ok=True,
+)
+#: The two ranges of layers and the tensors of each, of caches of 2 layers of 2 tensors.
+LAYERS: Final = {
+    "src_layer_range": _LAYER_RANGE,
+    "dst_layer_range": _LAYER_RANGE,
+    "tensor_num_per_layer": integer(1, 2**32 - 1, -1),
+}
+ONE_LAYER: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
+#: Rows beside those.
+UNEQUAL_LAYERS: Final = (
+    bad(RULE, "equal lengths", src_layer_range=range(1), dst_layer_range=range(2)),
+    bad(RULE, "src_layer_range", "range(2, 3)", src_layer_range=range(2, 3), dst_layer_range=range(1)),
+    bad(RULE, "dst_layer_range", "range(2, 3)", src_layer_range=range(1), dst_layer_range=range(2, 3)),
+    bad(RULE, "tensor_num_per_layer=3", **ONE_LAYER, tensor_num_per_layer=3),
+    bad(RULE, "tensor_num_per_layer=5", **ONE_LAYER, tensor_num_per_layer=5),
+    bad(RULE, "_layer_range", src_layer_range=range(2**70), dst_layer_range=range(2**70)),
+)
 
 
-def refuse(ends: Sequence[End], table: Table, row: Row) -> None:
-    """Run a row at the first end: it raises what it should, in one line, and nothing has happened at any end."""
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+def refuse(ends: Sequence[End], table: Table) -> None:
+    """Run all rows at the first end: each raises what it should, in one line, and nothing has happened at any end."""
+    assert table.rows
+    for no_ops in (False, True):
+        rows = [row for row in table.rows if (row.kind is None) is no_ops]
+        try:
+            _run(ends, table, rows, no_ops)
+        except AssertionError:
+            for row in rows:
+                _run(ends, table, [row], no_ops)
+            raise
+
+
+def _run(ends: Sequence[End], table: Table, rows: list[Row], no_ops: bool) -> None:
+    # The end that was linked learns that the handshake is over a little after the one that linked.
+    wait_until(lambda: not any(link.state == "handshake" for end in ends for link in end.do(picture).links))
     before = [end.do(state) for end in ends]
-    error = ends[0].do(attempt, table, row.changes)
-    if row.kind is None:
-        assert error is None, repr(error)
-        for was in before:
-            del was["successes"]  # it is one
-    else:
-        _is(error, row.kind, row.text)
-    _nothing_happened(ends, before)
+    errors = ends[0].do(attempt, table, [row.changes for row in rows])
+    for row, error in zip(rows, errors, strict=True):
+        try:
+            assert (error is None) is no_ops, repr(error)
+            if row.kind is not None:
+                raises(error, row.kind, row.texts)
+        except AssertionError as wrong:
+            wrong.add_note(f"{table.call} with {row.changes}")
+            raise
+    # What was pinned for a question is released when its answer was of no use: that is waited for.
+    wait_until(lambda: all(end.do(_pins) == was["statistics"].pins for end, was in zip(ends, before, strict=True)))
+    for end, was in zip(ends, before, strict=True):
+        now = end.do(state)
+        if no_ops:
+            del now["successes"], was["successes"]  # each is one
+        changed = [part for part in was if now[part] != was[part]]
+        assert not changed, (
+            f"{changed} of {end.cluster_id} after {table.call} with {rows[0].changes} to {rows[-1].changes}"
+        )
 
 
-def attempt(world: World, table: Table, changes: dict[str, Any]) -> BaseException | None:
-    """Call; return what was raised."""
-    owner = world.dd if table.of_instance else world.cm
-    arguments = {name: _real(world, value) for name, value in (table.good | changes).items()}
-    try:
-        getattr(owner, table.call)(**arguments)
-    except Exception as error:  # noqa: BLE001 (looked at by the test)
-        return error
-    return None
-
-
-def _real(world: World, value: Any) -> Any:
-    if isinstance(value, Use):
-        return world.caches[value.name]
-    return [_real(world, each) for each in value] if isinstance(value, list) else value
-
-
-def _is(error: BaseException | None, kind: Kind, text: str) -> None:
+def raises(error: BaseException | None, kind: Kind, texts: Iterable[str]) -> None:
+    """The error is of this kind, and its one line holds the texts."""
     assert isinstance(error, kind.error), repr(error)
     assert all(isinstance(error, each) for each in kind.also), repr(error)
     assert not any(isinstance(error, each) for each in kind.never), repr(error)
     if isinstance(error, LLMException):
         assert error.status_code is kind.status
-    assert text in str(error)
+    assert [text for text in texts if text not in str(error)] == [], str(error)
     assert "\n" not in str(error)
+
+
+def attempt(world: World, table: Table, every: list[dict[str, Any]]) -> list[BaseException | None]:
+    """Call with each of the changes; return what was raised, or what a call of the C++ interface failed with."""
+    return [_attempt(world, table, changes) for changes in every]
+
+
+def _attempt(world: World, table: Table, changes: dict[str, Any]) -> BaseException | None:
+    of, call = table.call.split(".")
+    arguments = {name: _real(world, of, value) for name, value in (table.good | changes).items()}
+    try:
+        if of == "cpp":
+            return _failed_with(dist(world), call, arguments)
+        owner = {"cm": "cache_manager", "v1": "kv_cache_manager"}.get(of)
+        getattr(getattr(world.dd, owner) if owner else world.dd, call)(**arguments)
+    except Exception as error:  # noqa: BLE001 (looked at by the test)
+        return error
+    return None
+
+
+def _failed_with(owner: cpp_api.LlmDataDist, call: str, arguments: dict[str, Any]) -> Exception | None:
+    before = owner.last_error
+    result = getattr(owner, call)(**arguments)
+    status, *rest = result if isinstance(result, tuple) else (result,)
+    error = owner.last_error
+    if status is LLMStatusCode.LLM_SUCCESS:
+        assert error is before
+        return None
+    assert not any(rest), f"{call} failed and returned {result}"
+    assert error is not None
+    assert error is not before
+    assert error.__traceback__ is None
+    assert getattr(error, "status_code", None) is status
+    return error
+
+
+def _real(world: World, of: str, value: Any) -> Any:
+    """:class:`Use` arguments become caches of this end."""
+    if isinstance(value, list):
+        return [_real(world, of, each) for each in value]
+    if not isinstance(value, Use):
+        return value
+    if of == "cpp":
+        return world.memory[f"cache {value.name}"]
+    return kv_of(world, value.name) if of == "v1" else world.caches[value.name]
 
 
 def state(world: World) -> dict[str, Any]:
@@ -161,26 +285,15 @@ def state(world: World) -> dict[str, Any]:
     successes; the addresses in every handle; every byte of every cache that has memory.
     """
     operations = world.dd.statistics().operations
+    seen = {name: read(cache) for name, cache in world.caches.items() if cache.tensor_addrs}
+    seen |= {name: show_cpp(world, name[6:]) for name in world.memory if name.startswith("cache ")}
     return {
         "statistics": asked(picture(world)),
         "bytes moved": {each.name: each.nbytes for each in operations if each.nbytes},
         "successes": {each.name: each.count - each.errors for each in operations if each.count > each.errors},
         "handles": {name: list(cache.tensor_addrs) for name, cache in world.caches.items()},
-        "bytes": {
-            name: [tensor.tobytes() for tensor in read(cache)]
-            for name, cache in world.caches.items()
-            if cache.tensor_addrs
-        },
+        "bytes": {name: [tensor.tobytes() for tensor in tensors] for name, tensors in seen.items()},
     }
-
-
-def _nothing_happened(ends: Sequence[End], before: list[dict[str, Any]]) -> None:
-    """What was pinned for a question is released when its answer was of no use: that is waited for."""
-    wait_until(lambda: all(end.do(_pins) == was["statistics"].pins for end, was in zip(ends, before, strict=True)))
-    for end, was in zip(ends, before, strict=True):
-        now = end.do(state)
-        for part in was:
-            assert now[part] == was[part], f"{part} of {end.cluster_id}"
 
 
 def _pins(world: World) -> Any:

@@ -22,7 +22,6 @@ __all__ = [
     "DIRECT",
     "POOL",
     "desc",
-    "drop",
     "gated_call_v1",
     "kv_call",
     "kv_id",
@@ -80,11 +79,6 @@ def kv_id(world: World, name: str) -> int:
 def kv_properties(world: World, name: str) -> tuple[int, list[list[int]]]:
     cache = kv_of(world, name)
     return cache.cache_id, [list(addrs) for addrs in cache.per_device_tensor_addrs]
-
-
-def drop(world: World, name: str) -> None:
-    """Forget the handle, without a call of the manager."""
-    del world.memory[f"kv {name}"], world.caches[name]
 
 
 def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -58,17 +58,10 @@ def test_raise_if_logs_and_raises_its_text(
 
 
 def test_raise_if_carries_the_status_it_was_given() -> None:
-    with pytest.raises(LLMException) as caught:
-        raise_if_false(False, "too late", status_code=TIMEOUT)
-    assert caught.value.status_code is TIMEOUT
-    with pytest.raises(LLMException) as caught:
-        raise_if_true(True, "too late", status_code=TIMEOUT)
-    assert caught.value.status_code is TIMEOUT
-
-
-@pytest.mark.parametrize("status", [0, LLMStatusCode.LLM_SUCCESS])
-def test_handle_llm_status_lets_success_pass(status: int) -> None:
-    handle_llm_status(status, "[pull_cache]", "key=1")
+    for function, bad in ((raise_if_false, False), (raise_if_true, True)):
+        with pytest.raises(LLMException) as caught:
+            function(bad, "too late", status_code=TIMEOUT)
+        assert caught.value.status_code is TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -83,6 +76,8 @@ def test_handle_llm_status_lets_success_pass(status: int) -> None:
     ],
 )
 def test_handle_llm_status_raises_with_function_status_and_info(status: int, code: LLMStatusCode) -> None:
+    for success in (0, LLMStatusCode.LLM_SUCCESS):
+        handle_llm_status(success, "[pull_cache]", "key=1")
     with pytest.raises(LLMException, match=r"\[pull_cache\] .*key=1") as caught:
         handle_llm_status(status, "[pull_cache]", "key=1")
     assert caught.value.status_code is code
@@ -98,9 +93,8 @@ def test_r01_handle_llm_status_refuses_what_is_no_status(status: Any, kind: type
 # --- check_isinstance ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "types", "inner"),
-    [
+def test_check_isinstance_passes() -> None:
+    cases: list[tuple[object, Any, Any]] = [
         (None, int, None),  # None passes unless told otherwise
         (None, [list, tuple], int),
         (True, int, None),
@@ -109,10 +103,9 @@ def test_r01_handle_llm_status_refuses_what_is_no_status(status: Any, kind: type
         ([1, True], [list, tuple], int),
         ((), [list, tuple], int),
         ({1: "x"}, dict, int),
-    ],
-)
-def test_check_isinstance_passes(value: object, types: Any, inner: Any) -> None:
-    check_isinstance("batch", value, types, inner)
+    ]
+    for value, types, inner in cases:
+        check_isinstance("batch", value, types, inner)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +123,6 @@ def test_r01_check_isinstance_names_argument_rule_and_type(value: object, types:
         check_isinstance("batch", value, types, inner)
     with pytest.raises(TypeError, match=f"pull_cache: {text}"):
         check_isinstance("batch", value, types, inner, "pull_cache: ")
-
-
-def test_r01_check_isinstance_refuses_none_where_it_is_told_to() -> None:
     with pytest.raises(NoneArgument, match=r"batch only support \[int\] but got NoneType"):
         check_isinstance("batch", None, int, allow_none=False)
 
@@ -191,46 +181,42 @@ def test_r01_check_positive_or_set_default() -> None:
         check_positive_or_set_default("offset", "1")
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
+def test_r01_check_layer_range_refuses() -> None:
+    check_layer_range("src_layer_range", range(1, 3))
+    cases: list[tuple[object, type[Exception]]] = [
         (None, NoneArgument),
         ([0, 1], TypeError),
         (range(2, 2), ParamError),
         (range(3, 1), ParamError),
         (range(0, 4, 2), ParamError),
         (range(-1, 2), ParamError),
-    ],
-)
-def test_r01_check_layer_range_refuses(value: object, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="src_layer_range"):
-        check_layer_range("src_layer_range", value)
-    check_layer_range("src_layer_range", range(1, 3))
+    ]
+    for value, kind in cases:
+        with pytest.raises(kind, match="src_layer_range"):
+            check_layer_range("src_layer_range", value)
 
 
-@pytest.mark.parametrize(
-    ("layers", "per_layer", "tensors"),
-    [
+def test_layer_range_to_tensor_indices() -> None:
+    for layers, per_layer, tensors in (
         (range(2), 2, [0, 1, 2, 3]),
         (range(1, 2), 2, [2, 3]),
         (range(1, 3), 3, [3, 4, 5, 6, 7, 8]),
         (range(4, 5), 1, [4]),
         (range(0), 2, []),
         (range(5, 2), 2, []),
-    ],
-)
-def test_layer_range_to_tensor_indices(layers: range, per_layer: int, tensors: list[int]) -> None:
-    assert layer_range_to_tensor_indices(layers, per_layer) == tensors
+    ):
+        assert layer_range_to_tensor_indices(layers, per_layer) == tensors
 
 
 def test_r01_layer_range_to_tensor_indices_refuses() -> None:
-    for arguments, kind in [
+    cases: list[tuple[tuple[Any, ...], type[Exception]]] = [
         ((None,), NoneArgument),
         (([0],), TypeError),
         ((range(0, 4, 2),), ParamError),
         ((range(1), 0), ParamError),
         ((range(1), -1), ParamError),
         ((range(1), None), NoneArgument),
-    ]:
+    ]
+    for arguments, kind in cases:
         with pytest.raises(kind):
-            layer_range_to_tensor_indices(*arguments)  # type: ignore[arg-type]
+            layer_range_to_tensor_indices(*arguments)

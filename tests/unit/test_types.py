@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from llm_datadist.types import Cache, CacheDesc, DataType, LLMRole, Memtype, Pla
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from enum import Enum
 
 pytestmark = pytest.mark.covers(
     "Cache",
@@ -42,65 +42,57 @@ HALF = DataType.DT_FLOAT16
 # --- enumerations --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("enum", "values"),
-    [
-        (LLMRole, {"PROMPT": 1, "DECODER": 2, "MIX": 3}),
-        (Placement, {"HOST": 0, "DEVICE": 1}),
-        (RegisterMemStatus, {"OK": 0, "PREPARING": 1, "FAILED": 2}),
-        (Memtype, {"MEM_TYPE_DEVICE": 0, "MEM_TYPE_HOST": 1}),
-        (PushType, {"NO_CACHE_KEY": 0, "BLOCKS_CACHE_KEY": 1, "CACHE_KEY_BY_ID": 2}),
-    ],
-)
-def test_enumerations_have_the_documented_values(enum: type[Enum], values: dict[str, int]) -> None:
-    assert {member.name: member.value for member in enum} == values
+def test_r01_a_number_that_no_member_has_is_a_value_error() -> None:
+    """The documented members and their values are in test_public_api.py."""
+    assert {member.name: member.value for member in PushType} == {
+        "NO_CACHE_KEY": 0,
+        "BLOCKS_CACHE_KEY": 1,
+        "CACHE_KEY_BY_ID": 2,
+    }
+    every: list[type[Any]] = [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType]
+    for enum in every:
+        for value in (-1, 5_000, "PROMPT", None, 0.5):
+            with pytest.raises(ValueError, match=f"{value!r} is not a valid {enum.__name__}"):
+                enum(value)
 
 
-@pytest.mark.parametrize("enum", [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType])
-@pytest.mark.parametrize("value", [-1, 5_000, "PROMPT", None, 0.5])
-def test_r01_a_number_that_no_member_has_is_a_value_error(enum: type[Enum], value: object) -> None:
-    with pytest.raises(ValueError, match=f"{value!r} is not a valid {enum.__name__}"):
-        enum(value)
+def test_int_enums_are_ints_with_the_name_as_text() -> None:
+    assert str(LLMRole.MIX) == f"{LLMRole.MIX}" == "LLMRole.MIX"
+    assert str(Placement.DEVICE) == f"{Placement.DEVICE}" == "Placement.DEVICE"
+    assert f"{LLMRole.MIX:d}" == "3"
 
 
-@pytest.mark.parametrize(("member", "text"), [(LLMRole.MIX, "LLMRole.MIX"), (Placement.DEVICE, "Placement.DEVICE")])
-def test_int_enums_are_ints_with_the_name_as_text(member: int, text: str) -> None:
-    assert str(member) == f"{member}" == text
-    assert f"{member:d}" == str(int(member))
-
-
+#: Bytes and numpy type; the codes are in test_public_api.py.
 SIZES = {
-    DataType.DT_FLOAT: (0, 4, np.float32),
-    DataType.DT_FLOAT16: (1, 2, np.float16),
-    DataType.DT_INT8: (2, 1, np.int8),
-    DataType.DT_INT32: (3, 4, np.int32),
-    DataType.DT_UINT8: (4, 1, np.uint8),
-    DataType.DT_INT16: (6, 2, np.int16),
-    DataType.DT_UINT16: (7, 2, np.uint16),
-    DataType.DT_UINT32: (8, 4, np.uint32),
-    DataType.DT_INT64: (9, 8, np.int64),
-    DataType.DT_UINT64: (10, 8, np.uint64),
-    DataType.DT_DOUBLE: (11, 8, np.float64),
-    DataType.DT_BOOL: (12, 1, np.bool_),
-    DataType.DT_STRING: (13, 16, np.bytes_),
-    DataType.DT_BF16: (27, 2, np.float16),
+    DataType.DT_FLOAT: (4, np.float32),
+    DataType.DT_FLOAT16: (2, np.float16),
+    DataType.DT_INT8: (1, np.int8),
+    DataType.DT_INT32: (4, np.int32),
+    DataType.DT_UINT8: (1, np.uint8),
+    DataType.DT_INT16: (2, np.int16),
+    DataType.DT_UINT16: (2, np.uint16),
+    DataType.DT_UINT32: (4, np.uint32),
+    DataType.DT_INT64: (8, np.int64),
+    DataType.DT_UINT64: (8, np.uint64),
+    DataType.DT_DOUBLE: (8, np.float64),
+    DataType.DT_BOOL: (1, np.bool_),
+    DataType.DT_STRING: (16, np.bytes_),
+    DataType.DT_BF16: (2, np.float16),
 }
 
 
-@pytest.mark.parametrize("dtype", list(DataType))
-def test_data_type_code_size_and_numpy_type(dtype: DataType) -> None:
-    assert (dtype.value, dtype.itemsize, dtype_to_np_dtype[dtype]) == SIZES[dtype]
-
-
-def test_numpy_types_map_back_except_bfloat16() -> None:
+def test_every_data_type_has_its_size_and_numpy_type() -> None:
+    for dtype in DataType:
+        assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == SIZES[dtype]
+        assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * SIZES[dtype][0], "bytes of one tensor"
     assert len(dtype_to_np_dtype) == 14
+
+
+def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
     assert len(np_dtype_to_dtype) == len(valid_np_dtypes) == 13
     assert np_dtype_to_dtype[np.float16] is DataType.DT_FLOAT16
     assert DataType.DT_BF16 not in np_dtype_to_dtype.values()
     assert set(valid_np_dtypes) == set(np_dtype_to_dtype)
-
-
-def test_numpy_dtype_objects_find_their_type_too() -> None:
     assert np_dtype_to_dtype[np.zeros(1, np.uint16).dtype] is DataType.DT_UINT16
     assert np_dtype_to_dtype[np.array([b"abc"]).dtype] is DataType.DT_STRING
     for two_names in (np.longlong, np.int_):
@@ -112,23 +104,15 @@ def test_numpy_dtype_objects_find_their_type_too() -> None:
 # --- CacheDesc -----------------------------------------------------------------------------------------------------
 
 
-def test_desc_gives_back_what_it_was_made_of() -> None:
+def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     shape = [4, 8, 2]
     desc = CacheDesc(3, shape, HALF, Placement.HOST, 1, 2, "BSH")
     assert desc.shape is shape
     assert (desc.num_tensors, desc.data_type, desc.placement) == (3, HALF, Placement.HOST)
     assert (desc.batch_dim, desc.batch_size, desc.seq_len_dim_index, desc.kv_tensor_format) == (1, 8, 2, "BSH")
-
-
-def test_desc_defaults() -> None:
     desc = CacheDesc(0, (4, 8), DataType.DT_INT8)
     assert desc.placement is Placement.DEVICE
     assert (desc.batch_dim, desc.batch_size, desc.seq_len_dim_index, desc.kv_tensor_format) == (0, 4, -1, None)
-
-
-@pytest.mark.parametrize("dtype", list(DataType))
-def test_desc_size_is_bytes_of_one_tensor(dtype: DataType) -> None:
-    assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * SIZES[dtype][1]
 
 
 def test_desc_accepts_numpy_integers_without_overflow() -> None:
@@ -138,39 +122,43 @@ def test_desc_accepts_numpy_integers_without_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "parts"),
+    ("kind", "field", "value", "parts"),
     [
-        (TypeError, lambda: CacheDesc("2", [1], HALF), ("num_tensors", "int", "'2'")),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(None, [1], HALF), ("num_tensors",)),  # type: ignore[arg-type]
-        (ParamError, lambda: CacheDesc(-1, [1], HALF), ("num_tensors", "-1", "uint32")),
-        (ParamError, lambda: CacheDesc(2**32, [1], HALF), ("num_tensors", str(2**32))),
-        (TypeError, lambda: CacheDesc(1, "12", HALF), ("shape", "list, tuple", "'12'")),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(1, None, HALF), ("shape",)),  # type: ignore[arg-type]
-        (TypeError, lambda: CacheDesc(1, [1, 2.0], HALF), ("shape[1]", "2.0")),  # type: ignore[list-item]
-        (ParamError, lambda: CacheDesc(1, [1, 2**63], HALF), ("shape[1]", str(2**63), "int64")),
-        (TypeError, lambda: CacheDesc(1, [1], 1), ("data_type", "DataType", "1")),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(1, [1], None), ("data_type",)),  # type: ignore[arg-type]
-        (TypeError, lambda: CacheDesc(1, [1], HALF, 1), ("placement", "Placement")),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(1, [1], HALF, None), ("placement",)),  # type: ignore[arg-type]
-        (ParamError, lambda: CacheDesc(1, [1, 2], HALF, batch_dim_index=2), ("batch_dim_index", "2", "[0, 2)")),
-        (ParamError, lambda: CacheDesc(1, [1, 2], HALF, batch_dim_index=-1), ("batch_dim_index", "-1")),
-        (ParamError, lambda: CacheDesc(1, [], HALF), ("batch_dim_index", "0", "[0, 0)")),
-        (TypeError, lambda: CacheDesc(1, [1], HALF, batch_dim_index=0.0), ("batch_dim_index",)),  # type: ignore[arg-type]
-        (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=1), ("seq_len_dim_index", "1")),
-        (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=-2), ("seq_len_dim_index", "-2")),
-        (ParamError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=2**31), ("seq_len_dim_index", "int32")),
-        (NoneArgument, lambda: CacheDesc(1, [None], HALF), ("shape[0]",)),  # type: ignore[list-item]
-        (ParamError, lambda: CacheDesc(1, [-(2**63) - 1], HALF), ("shape[0]", "int64")),
-        (NoneArgument, lambda: CacheDesc(1, [1], HALF, batch_dim_index=None), ("batch_dim_index",)),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index=None), ("seq_len_dim_index",)),  # type: ignore[arg-type]
-        (TypeError, lambda: CacheDesc(1, [1], HALF, seq_len_dim_index="0"), ("seq_len_dim_index",)),  # type: ignore[arg-type]
-        (TypeError, lambda: CacheDesc(1, [1], HALF, kv_tensor_format=1), ("kv_tensor_format", "str")),  # type: ignore[arg-type]
+        (TypeError, "num_tensors", "2", ["int", "'2'"]),
+        (NoneArgument, "num_tensors", None, []),
+        (ParamError, "num_tensors", -1, ["-1", "uint32"]),
+        (ParamError, "num_tensors", 2**32, [str(2**32)]),
+        (TypeError, "shape", "12", ["list, tuple", "'12'"]),
+        (NoneArgument, "shape", None, []),
+        (TypeError, "shape", [1, 2.0], ["shape[1]", "2.0"]),
+        (ParamError, "shape", [1, 2**63], ["shape[1]", str(2**63), "int64"]),
+        (NoneArgument, "shape", [None], ["shape[0]"]),
+        (ParamError, "shape", [-(2**63) - 1], ["shape[0]", "int64"]),
+        (TypeError, "data_type", 1, ["DataType", "1"]),
+        (NoneArgument, "data_type", None, []),
+        (TypeError, "placement", 1, ["Placement"]),
+        (NoneArgument, "placement", None, []),
+        (ParamError, "batch_dim_index", 2, ["2", "[0, 2)"]),
+        (ParamError, "batch_dim_index", -1, ["-1"]),
+        (TypeError, "batch_dim_index", 0.0, []),
+        (NoneArgument, "batch_dim_index", None, []),
+        (ParamError, "seq_len_dim_index", 2, ["2"]),
+        (ParamError, "seq_len_dim_index", -2, ["-2"]),
+        (ParamError, "seq_len_dim_index", 2**31, ["int32"]),
+        (TypeError, "seq_len_dim_index", "0", []),
+        (NoneArgument, "seq_len_dim_index", None, []),
+        (TypeError, "kv_tensor_format", 1, ["str"]),
     ],
 )
 def test_r1_desc_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[], object], parts: tuple[str, ...]
+    refused: Callable[..., None], kind: type[Exception], field: str, value: object, parts: list[str]
 ) -> None:
-    refused(kind, call, *parts)
+    arguments: dict[str, Any] = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF} | {field: value}
+    refused(kind, partial(CacheDesc, **arguments), field, *parts)
+
+
+def test_r1_desc_refuses_a_shape_without_its_batch_dimension(refused: Callable[..., None]) -> None:
+    refused(ParamError, partial(CacheDesc, 1, [], HALF), "batch_dim_index", "0", "[0, 0)")
 
 
 @pytest.mark.parametrize(
@@ -194,37 +182,31 @@ def test_r29_size_of_31_dimensions_is_possible() -> None:
     assert CacheDesc(1, [1] * 30 + [5], HALF).size == 10
 
 
-def test_update_dim_changes_shape_and_size_but_not_batch_size() -> None:
+def test_update_dim_and_the_callers_own_list_change_shape_and_size_but_not_batch_size() -> None:
     shape = [4, 8]
     desc = CacheDesc(1, shape, HALF)
     assert desc.size == 64
     desc.update_dim(0, 6)
     assert (shape, desc.size, desc.batch_size) == ([6, 8], 96, 4)
-
-
-def test_size_follows_the_callers_own_list() -> None:
-    shape = [4, 8]
-    desc = CacheDesc(1, shape, HALF)
-    assert desc.size == 64
     shape[1] = 1
-    assert desc.size == 8
+    assert (desc.size, desc.batch_size) == (12, 4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "parts"),
+    ("kind", "shape", "arguments", "parts"),
     [
-        (ParamError, lambda: CacheDesc(1, [4, 8], HALF).update_dim(2, 1), ("dim_index", "2", "[0, 2)")),
-        (ParamError, lambda: CacheDesc(1, [4, 8], HALF).update_dim(-1, 1), ("dim_index", "-1")),
-        (ParamError, lambda: CacheDesc(1, [4, 8], HALF).update_dim(0, 2**63), ("dim_value", str(2**63))),
-        (TypeError, lambda: CacheDesc(1, (4, 8), HALF).update_dim(0, 1), ("shape", "(4, 8)", "list")),
-        (TypeError, lambda: CacheDesc(1, [4, 8], HALF).update_dim(0, "1"), ("dim_value",)),  # type: ignore[arg-type]
-        (NoneArgument, lambda: CacheDesc(1, [4, 8], HALF).update_dim(None, 1), ("dim_index",)),  # type: ignore[arg-type]
+        (ParamError, [4, 8], (2, 1), ["dim_index", "2", "[0, 2)"]),
+        (ParamError, [4, 8], (-1, 1), ["dim_index", "-1"]),
+        (ParamError, [4, 8], (0, 2**63), ["dim_value", str(2**63)]),
+        (TypeError, (4, 8), (0, 1), ["shape", "(4, 8)", "list"]),
+        (TypeError, [4, 8], (0, "1"), ["dim_value"]),
+        (NoneArgument, [4, 8], (None, 1), ["dim_index"]),
     ],
 )
 def test_r1_update_dim_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[], object], parts: tuple[str, ...]
+    refused: Callable[..., None], kind: type[Exception], shape: Any, arguments: tuple[Any, Any], parts: list[str]
 ) -> None:
-    refused(kind, call, *parts)
+    refused(kind, partial(CacheDesc(1, shape, HALF).update_dim, *arguments), *parts)
 
 
 def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
@@ -250,26 +232,22 @@ def test_cpu_cache_is_an_unregistered_blocks_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "parts"),
+    ("kind", "cache_desc", "addrs", "parts"),
     [
-        (NoneArgument, lambda: Cache.create_cpu_cache(None, [1]), ("cache_desc",)),  # type: ignore[arg-type]
-        (TypeError, lambda: Cache.create_cpu_cache("d", [1]), ("cache_desc", "CacheDesc")),  # type: ignore[arg-type]
-        (NoneArgument, lambda: Cache.create_cpu_cache(_host_desc(), None), ("addrs",)),  # type: ignore[arg-type]
-        (TypeError, lambda: Cache.create_cpu_cache(_host_desc(), (1, 2)), ("addrs", "tuple")),  # type: ignore[arg-type]
-        (TypeError, lambda: Cache.create_cpu_cache(_host_desc(), [1, "2"]), ("addrs[1]", "'2'")),  # type: ignore[list-item]
-        (ParamError, lambda: Cache.create_cpu_cache(_host_desc(), [1, -2]), ("addrs[1]", "-2")),
-        (ParamError, lambda: Cache.create_cpu_cache(_host_desc(), [1]), ("addrs", "1 addresses", "num_tensors=2")),
-        (
-            ParamError,
-            lambda: Cache.create_cpu_cache(CacheDesc(1, [4, 8], HALF), [1]),
-            ("cache_desc", "Placement.DEVICE", "Placement.HOST"),
-        ),
+        (NoneArgument, None, [1], ["cache_desc"]),
+        (TypeError, "d", [1], ["cache_desc", "CacheDesc"]),
+        (NoneArgument, _host_desc(), None, ["addrs"]),
+        (TypeError, _host_desc(), (1, 2), ["addrs", "tuple"]),
+        (TypeError, _host_desc(), [1, "2"], ["addrs[1]", "'2'"]),
+        (ParamError, _host_desc(), [1, -2], ["addrs[1]", "-2"]),
+        (ParamError, _host_desc(), [1], ["addrs", "1 addresses", "num_tensors=2"]),
+        (ParamError, CacheDesc(1, [4, 8], HALF), [1], ["cache_desc", "Placement.DEVICE", "Placement.HOST"]),
     ],
 )
 def test_r16_r1_cpu_cache_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[], object], parts: tuple[str, ...]
+    refused: Callable[..., None], kind: type[Exception], cache_desc: Any, addrs: Any, parts: list[str]
 ) -> None:
-    refused(kind, call, *parts)
+    refused(kind, partial(Cache.create_cpu_cache, cache_desc, addrs), *parts)
 
 
 class _Mapping:
@@ -291,14 +269,10 @@ def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
     cache._empty()
 
 
-def test_cache_repr_tells_kind_geometry_and_state() -> None:
+def test_cache_repr_tells_kind_geometry_and_state_and_fields_cannot_be_replaced() -> None:
     cache = Cache(3, _host_desc(), [1, 2], is_blocks_cache=True)
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST>"
     cache._empty()
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
-
-
-def test_cache_fields_cannot_be_replaced() -> None:
-    cache = Cache(3, _host_desc(), [1, 2])
     with pytest.raises(AttributeError):
         cache.cache_id = 4  # type: ignore[misc]

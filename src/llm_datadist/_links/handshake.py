@@ -95,7 +95,7 @@ class Endpoint:
             "host": socket.gethostname(),
             "transport": self.transport,
             "cookie": self.exports.guards.cookie,
-            "nonce": secrets.token_bytes(32),
+            "nonce": secrets.token_bytes(16),
             "credentials": b"",
         }
 

@@ -47,7 +47,6 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 #: What may be missing is empty.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -87,7 +86,7 @@ class Greeting(Message, frozen=True):
     host: Text
     cookie: Identity16
     transport: Name | None
-    nonce: Nonce
+    nonce: Identity16
     credentials: Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
@@ -136,9 +135,9 @@ class TransportChoice(Message, frozen=True):
     transport: Text
     reason: Text
     sequence: Id
-    present: bool
-    proof: Maybe32
-    share: Maybe32
+    present: bool = False
+    proof: Maybe32 = b""
+    share: Maybe32 = b""
 
 
 class Linked(Message, frozen=True):
@@ -149,7 +148,7 @@ class Linked(Message, frozen=True):
     """
 
     sequence: Id
-    share: Maybe32
+    share: Maybe32 = b""
 
 
 class Beat(Message, frozen=True):

@@ -63,7 +63,7 @@ class Engine:
         except LLMException:
             raise
         except MemoryError as error:
-            raise OutOfMemory(f"init: {error or 'no memory is left'}") from error
+            raise OutOfMemory(f"init: no memory is left: {error}") from error
         except (OSError, RuntimeError) as error:  # of descriptors or threads, as a rule
             raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 

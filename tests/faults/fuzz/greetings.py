@@ -101,7 +101,7 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         host="fuzz",
         cookie=bytes(16),
         transport=None,
-        nonce=bytes(32),
+        nonce=bytes(16),
         credentials=b"",
         rendezvous="@x",
         lane_token=bytes(16),

@@ -1,9 +1,9 @@
 """Every public call against everything that can stall: typed and within its time, and nothing is broken after
-(interface R6, R7).
+(interface R6, R7): the link stays usable, no pin is left, no key is consumed.
 
 What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
 listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer
-and for a redial's attempt, its timeout; finalize for its own threads. Everything else waits for nobody.
+and for a redial's attempt, its timeout; finalize for its own threads. Nothing else waits for a peer.
 
 No time is asserted: a call that hangs is one whose end gives no answer at all (:class:`ChildEnd`).
 """
@@ -20,9 +20,10 @@ from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.messages import Failed, Ping, Pong, Resolve, Resolved, frame
 from llm_datadist.errors import DeadlineExceeded
 from tests.support.frozen import frozen
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.strangers import Stranger, silent_port
+from tests.support.gates import count_messages, releases, resolves, stopped
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.strangers import Stranger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def stopped_process(pair: Pair, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deaf_control_thread(pair: Pair, folder: Path) -> Iterator[None]:
-    """The peer runs, but its control thread serves nobody."""
+    """The peer runs, but its control thread serves no link."""
     pair.prompt.do(stall_control, folder)
     wait_until((folder / "stalled").exists)
     try:
@@ -94,7 +95,7 @@ def fill_socket(world: World, peer: int) -> None:
     link_ = world.dd._engine.links.get(peer)
     assert link_.channel is not None
     while not link_.channel._backlog:
-        link_.send(Failed(0, 0, "x" * 4000))  # to nobody's question: dropped when it is read
+        link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World, peer: int) -> None:
@@ -128,37 +129,33 @@ def both_kinds(pair: Pair) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
 def times_out(end: End, method: str, *args: Any) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         end.do(call, method, *args)
-    assert (caught.value.status_code, caught.value.budget_ms) == (TIMEOUT, BUDGET_MS)
-    assert caught.value.phase == "resolve"
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert (error.status_code, error.phase, error.budget_ms, error.retryable) == (TIMEOUT, "resolve", BUDGET_MS, True)
+    assert error.elapsed_ms >= BUDGET_MS
+    assert [part for part in (method, f"{BUDGET_MS} ms") if part not in str(error)] == []
+    assert "\n" not in str(error)
 
 
-def every_local_call(world: World) -> list[str]:
-    """Make each call that needs no peer, and prove what it says with bytes; return their names."""
-    host, paged = Spec(placement=Placement.HOST, blocks=True), Spec(blocks=True)
-    made = {
-        "allocate_cache": make(world, "a", Spec(keys=(CacheKey(2, 99),)), 50),
-        "allocate_blocks_cache": make(world, "b", paged, 51),
-        "host": make(world, "h", host, 52),
-        "register_cache": make(world, "r", Spec(memory="private"), 53),
-        "register_blocks_cache": make(world, "rb", Spec(memory="private", blocks=True), 54),
-    }
+def every_local_call(world: World) -> None:
+    """Make each call that needs no peer, and prove what it says with bytes."""
+    keyed, paged = Spec(keys=(CacheKey(2, 99),)), Spec(blocks=True)
+    a, b = make(world, "a", keyed, 50), make(world, "b", paged, 51)
+    h = make(world, "h", Spec(placement=Placement.HOST, blocks=True), 52)
+    r = make(world, "r", Spec(memory="private"), 53)
+    make(world, "rb", Spec(memory="private", blocks=True), 54)
     call(world, "copy_cache", Use("r"), Use("a"), 4, 5)
-    same_bytes(show(world, "r"), moved(made["register_cache"], made["allocate_cache"], [(4, 5)]))
+    same_bytes(show(world, "r"), moved(r, a, [(4, 5)]))
     call(world, "copy_blocks", Use("b"), {0: [6]})
-    same_bytes(show(world, "b"), moved(made["allocate_blocks_cache"], made["allocate_blocks_cache"], [(6, 0)]))
+    same_bytes(show(world, "b"), moved(b, b, [(6, 0)]))
     call(world, "swap_blocks", Use("b"), Use("h"), {1: 2})
-    same_bytes(show(world, "h"), moved(made["host"], made["allocate_blocks_cache"], [(2, 1)]))
+    same_bytes(show(world, "h"), moved(h, b, [(2, 1)]))
     call(world, "remove_cache_key", CacheKey(2, 99))
-    call(world, "deallocate_cache", Use("a"))
-    for name in ("b", "h"):
-        call(world, "deallocate_blocks_cache", Use(name))
-    for name in ("r", "rb"):
-        world.cm.unregister_cache(world.caches[name].cache_id)
     world.dd.check_integrity()
     assert world.dd.explain(1).remote_cluster_id == 1
     for name in ("a", "b", "h", "r", "rb"):
+        forget(world, name)
         del world.caches[name]
-    return sorted(made)
 
 
 @pytest.mark.parametrize("stall", STALLS)
@@ -168,11 +165,12 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
     shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     source, target = both_kinds(shm_pair)
-    before = decoder.do(picture)
+    before, keys = decoder.do(picture), prompt.do(picture).keys
+    prompt.do(count_messages)
     with STALLS[stall](shm_pair, tmp_path):
         for method, (args, _) in TRANSFERS.items():
             times_out(decoder, method, *args)
-        assert len(decoder.do(every_local_call)) == 5
+        decoder.do(every_local_call)
         assert decoder.do(picture).caches == before.caches
         assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (ALREADY, [ALREADY])
         assert decoder.do(link, [info(None, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
@@ -182,6 +180,9 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
         same_bytes(prompt.do(show, name), source[name])
     decoder.do(wait_for_answer, 1)
     wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    # The peer answers late: the pins of those answers, of rows, are given back.
+    wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
+    assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
     for method, (args, pairs) in TRANSFERS.items():
         name = args[1].name
         decoder.do(call, method, *args)
@@ -195,67 +196,89 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(
     assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
 
 
-@pytest.mark.parametrize("stall", STALLS)
-@pytest.mark.parametrize("force", [False, True])
-def test_r06_parting_from_a_peer_that_stalls_ends_in_time(
-    shm_pair: Pair, tmp_path: Path, stall: str, force: bool
-) -> None:
+def test_r06_of_a_stopped_process_only_what_was_resolved_is_pulled_and_no_key_is_consumed(shm_pair: Pair) -> None:
     shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    source, target = both_kinds(shm_pair)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [0], [0])
+    before = prompt.do(picture)
+    prompt.do(count_messages)
+    with frozen(prompt):
+        decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 2], [5, 6])  # one-sided: no message
+        same_bytes(decoder.do(show, "paged"), moved(target["paged"], source["paged"], [(0, 0), (5, 1), (6, 2)]))
+        times_out(decoder, "pull_cache", KEY, Use("rows"))
+        same_bytes(decoder.do(show, "rows"), target["rows"])
+    wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (1, 1))
+    assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, before.keys)
+    decoder.do(call, "pull_cache", KEY, Use("rows"), 3)
+    same_bytes(decoder.do(show, "rows"), moved(target["rows"], source["rows"], [(3, 0)]))
+    wait_until(lambda: [key.key for key in prompt.do(picture).keys] == ["(2, 0, 0)"])
+
+
+def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_nothing(
+    pair: Pair, tmp_path: Path
+) -> None:
+    pair.start(rca=True, sync_kv_timeout=500)
+    rows = {"prompt": pair.prompt.do(make, "rows", ROWS, 1), "decoder": pair.decoder.do(make, "rows", Spec(), 2)}
+    keys = pair.prompt.do(picture).keys
+    for number, (step, method) in enumerate((("deadline", "pull_cache"), ("write deadline", "push_cache"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args, pairs = TRANSFERS[method]
+        with stopped(pair.decoder, step, folder, method, *args) as move, pytest.raises(DeadlineExceeded) as caught:
+            move.finish()
+        assert (caught.value.status_code, caught.value.phase) == (TIMEOUT, "copy")
+        wait_until(lambda: pair.prompt.do(picture).pins == 0)
+        assert pair.prompt.do(picture).keys == keys
+        for end, name in ((pair.prompt, "prompt"), (pair.decoder, "decoder")):
+            same_bytes(end.do(show, "rows"), rows[name])
+        pair.decoder.do(call, method, *args)
+        to, from_ = ("decoder", "prompt") if method == "pull_cache" else ("prompt", "decoder")
+        rows[to] = moved(rows[to], rows[from_], pairs)
+        same_bytes((pair.decoder if to == "decoder" else pair.prompt).do(show, "rows"), rows[to])
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_r06_parting_from_a_peer_that_stalls_ends_in_time(shm_pair: Pair, tmp_path: Path, stall: str) -> None:
+    """By a forced unlink, after which the link can be made again; by finalize."""
+    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    (later := tmp_path / "later").mkdir()
     with STALLS[stall](shm_pair, tmp_path):
-        if force:
-            assert shm_pair.decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
-            assert shm_pair.decoder.do(links) == {}
-            told = shm_pair.decoder.do(link, [info(1, shm_pair.prompt.port)], BUDGET_MS)
-            assert told == (TIMEOUT, [TIMEOUT])
-        else:
-            shm_pair.decoder.do(finalize)
-    wait_until(lambda: shm_pair.prompt.do(links) == {})
-    if force:
-        shm_pair.link()
-        bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
+        assert decoder.do(links) == {}
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    alone(prompt)
+    shm_pair.link()
+    bytes_move_both_ways(prompt, decoder)
+    with STALLS[stall](shm_pair, later):
+        decoder.do(finalize)
+    alone(prompt)
 
 
 def finalize(world: World) -> None:
     world.dd.finalize()
 
 
-def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:
-    """The peer has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come."""
+def test_r06_a_peer_in_the_middle_of_a_frame_or_of_a_pull_is_waited_for_no_longer(shm_pair: Pair) -> None:
+    """It has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come. It holds
+    a pin and stops: its source is given back, removed and replaced all the same."""
     shm_pair.start(linked=False, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    shm_pair.prompt.do(make, "rows", Spec(), 1)
-    before = shm_pair.prompt.do(show, "rows")
-    assert shm_pair.prompt.port is not None
-    with Stranger(shm_pair.prompt.port) as stranger:
+    prompt = shm_pair.prompt
+    before = prompt.do(make, "rows", ROWS, 1)
+    assert prompt.port is not None
+    with Stranger(prompt.port) as stranger:
         stranger.link()
         whole = frame(Pong(1))
         stranger.say(whole[:5])
         for _ in range(2):
-            times_out(shm_pair.prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
-        assert shm_pair.prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+            times_out(prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
+        assert prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
         stranger.say(whole[5:], Ping(77))
         while stranger.hear(Pong).id != 77:
             pass
-        assert shm_pair.prompt.do(links) == {66: "ready"}
-    same_bytes(shm_pair.prompt.do(show, "rows"), before)
-
-
-def test_r06_a_listener_that_accepts_and_says_nothing_costs_the_time_of_the_call(shm_pair: Pair) -> None:
-    shm_pair.start()
-    with silent_port() as silent:
-        clusters = [info(9, silent), info(None, silent), info(1, shm_pair.prompt.port)]
-        told = shm_pair.decoder.do(link, clusters, BUDGET_MS)
-    assert told == (ALREADY, [TIMEOUT, TIMEOUT, ALREADY])
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-def test_r06_no_local_call_waits_for_a_peer_that_stands_still_inside_a_pull(shm_pair: Pair, tmp_path: Path) -> None:
-    """The peer holds a pin and is stopped: its source is given back, removed and replaced all the same."""
-    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    prompt = shm_pair.prompt
-    prompt.do(make, "rows", ROWS, 1)
-    assert prompt.port is not None
-    with Stranger(prompt.port) as stranger:
-        stranger.link()
+        assert prompt.do(links) == {66: "ready"}
+        same_bytes(prompt.do(show, "rows"), before)
         stranger.say(Resolve(1, False, (int(Namespace.REQUEST), KEY.req_id, KEY.model_id), 0, 0, 600_000))
         stranger.hear(Resolved)
         assert prompt.do(picture).pins == 1
@@ -264,7 +287,7 @@ def test_r06_no_local_call_waits_for_a_peer_that_stands_still_inside_a_pull(shm_
         prompt.do(make, "again", ROWS, 2)
         prompt.do(call, "deallocate_cache", Use("again"))
         prompt.do(call, "remove_cache_key", KEY)
-        # The frozen one's memory waits for its pin, and for nothing longer.
+        # The memory of the first waits for its pin, and for nothing longer.
         assert prompt.do(picture).caches.draining == 1
     wait_until(lambda: prompt.do(picture).caches.draining == 0)
     assert prompt.do(picture).pins == 0

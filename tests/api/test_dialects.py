@@ -1,0 +1,235 @@
+"""What KvCacheManager (v1) and the C++-shaped calls both do, in one suite: transfers, copies, codes, links, roles
+(interface §8, §9)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist.testing import StagedDevice
+from tests.support.cpp import Shape
+from tests.support.dialects import V1, Cpp
+from tests.support.frozen import frozen
+from tests.support.linking import alone
+from tests.support.moves import moved, picture, same_bytes, wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Pair
+    from tests.support.dialects import Dialect
+    from tests.support.ends import LocalEnd
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+pytestmark = pytest.mark.covers(
+    "KvCacheManager: copy_blocks copy_cache deallocate_cache pull_blocks pull_cache swap_blocks transfer_cache_async",
+    "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam LlmDataDist LlmRole",
+    "cpp_api.LlmDataDist: AllocateCache CopyKvBlocks CopyKvCache DeallocateCache PullKvBlocks PullKvCache",
+    "cpp_api.LlmDataDist: PushKvBlocks PushKvCache SetRole UnlinkLlmClusters",
+)
+
+OK, DONE = LLMStatusCode.LLM_SUCCESS, (LLMStatusCode.LLM_SUCCESS, "")
+#: Of the order of making.
+ROWS, BLOCKS = 1, 2
+SHAPES = {"rows": Shape(rows=8), "blocks": Shape(rows=12, width=24)}
+
+
+@pytest.fixture(params=[V1, Cpp], ids=["v1", "cpp"])
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    made: Dialect = request.param
+    return made
+
+
+class Two:
+    """A prompt and a decoder with caches "rows" and "blocks", and what every byte of them has to be."""
+
+    def __init__(self, pair: Pair, dialect: Dialect, *, linked: bool = True, timeout: int = 10_000) -> None:
+        self.prompt, self.decoder, self.dialect, self.transport = pair.prompt, pair.decoder, dialect, pair.transport
+        self.port = self.prompt.do(dialect.start, "PROMPT", pair.transport, timeout)
+        self.decoder.do(dialect.start, "DECODER", pair.transport, timeout)
+        self.theirs, self.mine = self.fill(self.prompt, 1), self.fill(self.decoder, 10)
+        if linked:
+            self.link()
+
+    def fill(self, end: Any, seed: int) -> dict[str, Bytes]:
+        return {
+            name: end.do(self.dialect.make, name, shape, seed + at, name == "blocks")
+            for at, (name, shape) in enumerate(SHAPES.items())
+        }
+
+    def link(self) -> None:
+        assert self.decoder.do(self.dialect.link, 1, self.port) == (OK, [OK])
+
+    def pull(self, name: str, dst: list[int], src: list[int]) -> Any:
+        """Make the decoder pull a row, or blocks, and remember what that moves if it is a success."""
+        if name == "rows":
+            answer = self.decoder.do(self.dialect.pull_row, 1, ROWS, src[0], name, dst[0])
+        else:
+            pairs = list(zip(dst, src, strict=True))
+            answer = self.decoder.do(self.dialect.pull_blocks, 1, BLOCKS, name, pairs)
+        if answer == DONE:
+            self.mine[name] = moved(self.mine[name], self.theirs[name], zip(dst, src, strict=True))
+        return answer
+
+    def check(self) -> None:
+        for end, caches in ((self.decoder, self.mine), (self.prompt, self.theirs)):
+            for name, wanted in caches.items():
+                same_bytes(end.do(self.dialect.show, name), wanted)
+
+
+def test_rows_and_blocks_are_pulled_whole_in_part_and_by_layers(pair: Pair, dialect: Dialect) -> None:
+    two = Two(pair, dialect)
+    assert two.pull("rows", [5], [3]) == DONE
+    assert two.pull("rows", [0], [0]) == DONE
+    assert two.decoder.do(dialect.pull_row, 1, ROWS, 2, "rows", 7, 17) == DONE
+    for target, source in zip(two.mine["rows"], two.theirs["rows"], strict=True):
+        target[7, :17] = source[2, :17]
+    layers = ((1, 2), (0, 1), 1)
+    assert two.decoder.do(dialect.pull_row, 1, ROWS, 6, "rows", 1, -1, layers) == DONE
+    two.mine["rows"] = moved(two.mine["rows"], two.theirs["rows"], [(1, 6)], [(0, 1), (1, 2)])
+    # Pairs take effect in the order given: the last one wins.
+    assert two.pull("blocks", [3, 4, 0, 3], [1, 2, 11, 10]) == DONE
+    assert two.decoder.do(dialect.pull_blocks, 1, BLOCKS, "blocks", [(5, 7)], ((1, 1), (0, 0), 2)) == DONE
+    two.mine["blocks"] = moved(two.mine["blocks"], two.theirs["blocks"], [(5, 7)], [(0, 2), (1, 3)])
+    two.check()
+
+
+def test_r31_rows_and_blocks_are_pushed_to_where_the_decoder_has_them(pair: Pair, dialect: Dialect) -> None:
+    two = Two(pair, dialect)
+    place = two.decoder.do(dialect.place, "rows", 6)
+    assert two.prompt.do(dialect.push_row, "rows", 3, 2, place) == DONE
+    two.mine["rows"] = moved(two.mine["rows"], two.theirs["rows"], [(6, 3)])
+    place = two.decoder.do(dialect.place, "blocks", 0)
+    pairs = [(3, 0), (2, 1), (11, 2), (0, 3), (2, 9)]
+    assert two.prompt.do(dialect.push_blocks, "blocks", 2, place, pairs) == DONE
+    two.mine["blocks"] = moved(two.mine["blocks"], two.theirs["blocks"], pairs)
+    two.check()
+
+
+def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_it(
+    tcp_pair: Pair, dialect: Dialect
+) -> None:
+    two = Two(tcp_pair, dialect, linked=False)
+    unlinked = LLMStatusCode.LLM_NOT_YET_LINK
+    before = [end.do(picture) for end in (two.decoder, two.prompt)]
+    for name in SHAPES:
+        status, text = two.pull(name, [1], [2])
+        assert (status, "cluster 1" in text) == (unlinked, True), text
+    assert [end.do(picture) for end in (two.decoder, two.prompt)] == before
+    two.link()
+    for name in SHAPES:
+        assert two.pull(name, [1], [2]) == DONE
+    status, text = two.decoder.do(dialect.pull_row, 1, 99, 0, "rows", 0)
+    assert (status, "99" in text) == (dialect.gone, True), text
+    assert two.decoder.do(dialect.pull_row, 1, ROWS, 8, "rows", 0)[0] is dialect.gone
+    assert two.decoder.do(dialect.pull_blocks, 1, 99, "blocks", [(0, 0)])[0] is dialect.gone
+    two.check()
+
+    # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
+    assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
+    alone(two.decoder, two.prompt)
+    assert two.pull("blocks", [1], [5])[0] is unlinked
+    two.link()
+    assert two.pull("blocks", [1], [5]) == DONE
+    two.prompt.stop()
+    wait_until(lambda: two.pull("blocks", [1], [6])[0] is unlinked)
+    two.port = two.prompt.do(dialect.start, "PROMPT", two.transport)
+    two.theirs = two.fill(two.prompt, 20)
+    two.link()
+    for name in SHAPES:
+        assert two.pull(name, [4], [7]) == DONE
+    two.check()
+    assert two.prompt.do(dialect.deallocate, "blocks") == DONE
+    assert two.pull("blocks", [4], [7])[0] is dialect.gone
+    assert two.decoder.do(dialect.deallocate, "rows") == DONE
+    status, text = two.pull("rows", [4], [7])
+    assert (status, "id 1" in text) == (dialect.gone, True), text
+
+
+def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pair: Pair, dialect: Dialect) -> None:
+    two = Two(shm_pair, dialect, timeout=300)
+    with frozen(two.prompt):
+        for name in SHAPES:
+            status, text = two.pull(name, [1], [2])
+            assert (status, "300 ms" in text) == (dialect.timed_out, True), text
+    wait_until(lambda: bool(two.pull("blocks", [1], [2]) == DONE))
+    two.check()
+
+
+@pytest.mark.parametrize("device", [None, "staged"])
+def test_copies_inside_one_end_take_rows_blocks_and_host_memory(
+    end: LocalEnd, dialect: Dialect, device: str | None
+) -> None:
+    end.do(dialect.start, "PROMPT", "auto", 10_000, StagedDevice() if device else None)
+    src, dst = end.do(dialect.make, "src", Shape(), 1), end.do(dialect.make, "dst", Shape(rows=3), 2)
+    kv = end.do(dialect.make, "kv", Shape(), 3, True)
+    assert end.do(dialect.copy_row, "src", "dst", 7, 2) == DONE
+    assert end.do(dialect.copy_row, "src", "dst", 5, 0, 9, 20) == DONE
+    dst = moved(dst, src, [(2, 7)])
+    for target, source in zip(dst, src, strict=True):
+        target[0, 9:29] = source[5, 9:29]
+    same_bytes(end.do(dialect.show, "dst"), dst)
+    same_bytes(end.do(dialect.show, "src"), src)
+
+    # A shared block goes to several places; a chain: block 0 arrives everywhere.
+    assert end.do(dialect.copy_blocks, "kv", [4], [[1], [2], [7]]) == DONE
+    assert end.do(dialect.copy_blocks, "kv", [0, 3], [[3, 5]]) == DONE
+    kv = moved(kv, kv, [(1, 4), (2, 4), (7, 4)])
+    kv = moved(moved(kv, kv, [(3, 0)]), kv, [(5, 0)])
+    same_bytes(end.do(dialect.show, "kv"), kv)
+
+    # Out of rows, into blocks.
+    host = end.do(dialect.host, "host", Shape(rows=5), 4)
+    assert end.do(dialect.swap, "src", "host", [(4, 6), (1, 7)]) == DONE
+    host = moved(host, src, [(4, 6), (1, 7)])
+    same_bytes(end.do(dialect.show, "host"), host)
+    same_bytes(end.do(dialect.show, "src"), src)
+    assert end.world.dd.statistics().swap.staging_bytes == 0
+    assert end.do(dialect.swap, "host", "kv", [(0, 3), (7, 4)]) == DONE
+    same_bytes(end.do(dialect.show, "kv"), moved(kv, host, [(0, 3), (7, 4)]))
+    same_bytes(end.do(dialect.show, "host"), host)
+    # Interface R10: four buffers of a block's size.
+    assert end.world.dd.statistics().swap.staging_bytes == (4 * 64 if device else 0)
+
+    assert end.do(dialect.deallocate, "dst") == DONE
+    for names in (("src", "dst"), ("dst", "src")):
+        assert end.do(dialect.copy_row, *names, 0, 0)[0] is dialect.gone
+
+
+def test_memory_comes_back_once_and_too_little_of_it_changes_nothing(end: LocalEnd, dialect: Dialect) -> None:
+    end.do(dialect.start, "PROMPT", "auto")
+    wanted = end.do(dialect.make, "kv", Shape(), 1)
+    end.do(dialect.make, "other", Shape(), 2)
+    before = end.do(picture)
+    status, text = end.do(dialect.allocate, 1 << 30)
+    assert (status, str(1 << 30) in text) == (dialect.full, True), text
+    assert end.do(picture) == before
+    same_bytes(end.do(dialect.show, "kv"), wanted)
+    assert before.pools[0].used_bytes == 2 * 4 * 4096
+    for _ in range(2):
+        assert end.do(dialect.deallocate, "other") == DONE
+        assert end.do(picture).pools[0].used_bytes == 4 * 4096
+
+
+def test_prompt_and_decoder_change_places_between_two_links_and_their_caches_stay(
+    shm_pair: Pair, dialect: Dialect
+) -> None:
+    two = Two(shm_pair, dialect)
+    assert two.pull("rows", [1], [0]) == DONE
+    assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
+    alone(two.decoder, two.prompt)
+    assert two.prompt.do(dialect.switch, "DECODER") is None
+    port = two.decoder.do(_switch_and_listen, dialect)
+    assert port is not None
+    assert two.prompt.do(dialect.link, 2, port) == (OK, [OK])
+    assert two.prompt.do(dialect.pull_row, 2, ROWS, 1, "rows", 7) == DONE
+    two.theirs["rows"] = moved(two.theirs["rows"], two.mine["rows"], [(7, 1)])
+    place = two.prompt.do(dialect.place, "blocks", 0)
+    assert two.decoder.do(dialect.push_blocks, "blocks", 1, place, [(0, 2), (7, 5)]) == DONE
+    two.theirs["blocks"] = moved(two.theirs["blocks"], two.mine["blocks"], [(0, 2), (7, 5)])
+    two.check()
+
+
+def _switch_and_listen(world: World, dialect: Dialect) -> int | None:
+    return dialect.switch(world, "PROMPT", listen=True)

@@ -1,0 +1,305 @@
+"""Pulls and pushes by row and by block: one move per row of a table, every byte of both caches compared with a NumPy
+twin (interface §6.10 to §6.13). The arithmetic of ranges: tests/unit/test_layout.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from tests.conftest import TRANSPORTS, _pair
+from tests.support.moves import (
+    BLOCKS,
+    Spec,
+    Use,
+    cache_id,
+    call,
+    forget,
+    make,
+    moved,
+    picture,
+    same_bytes,
+    show,
+    wait_until,
+)
+from tests.support.world import fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Pair
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pull_cache push_blocks push_cache")
+
+REQUEST, PREFIX, MODEL = CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11), CacheKey(1, 12, model_id=5)
+KEYS = (REQUEST, PREFIX, MODEL)
+ROWS, OWN_ROWS = Spec(rows=4, keys=KEYS), Spec(rows=6)
+PAGED, OWN_BLOCKS = Spec(rows=8, blocks=True, blocks_key=BLOCKS), Spec(rows=6, blocks=True)
+LONG_ROWS = Spec(rows=3, stride=5 * 48 - 7, keys=KEYS)  # five blocks, the last one short
+NAMED = Spec(keys=(CacheKey(1, 7), CacheKey(1, 0)))
+
+Pairs = list[tuple[int, int]]
+Key = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
+
+
+@dataclass(frozen=True)
+class Move:
+    """One call between ``there`` and ``here``, a cache of the end that calls, and what becomes of the destination.
+
+    ``key`` names ``there``; a number is a row of it by cache id. ``pairs`` are (destination, source) rows or blocks,
+    ``tensors`` the same of tensors (None: each to its like), ``nbytes`` what moves of each row (None: all that fits).
+    ``cut`` is the row of the source whose pieces are the source blocks. ``args`` are the block lists unless given.
+    """
+
+    method: str
+    key: Key | int
+    pairs: Pairs
+    args: tuple[Any, ...] | None = None
+    there: Spec = PAGED
+    here: Spec = OWN_BLOCKS
+    ranges: dict[str, Any] = field(default_factory=dict)
+    tensors: Pairs | None = None
+    nbytes: int | None = None
+    cut: int | None = None
+    by_prompt: bool = False
+
+    @property
+    def pushes(self) -> bool:
+        return self.method.startswith("push")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the key is still there after the call."""
+        return not isinstance(self.key, CacheKey) and self.there is not NAMED
+
+    @property
+    def modes(self) -> list[bool]:
+        """Without and with remote cache access: where the call is allowed."""
+        if self.pushes:
+            return [True]
+        return [False] if isinstance(self.key, CacheKey) else [False, True]
+
+    def arguments(self) -> tuple[Any, ...]:
+        if self.args is not None:
+            return self.args
+        return [] if self.cut is not None else [src for _, src in self.pairs], [dst for dst, _ in self.pairs]
+
+    def twin(self, dst: Bytes, src: Bytes) -> Bytes:
+        """Return what the destination must hold afterwards."""
+        if self.cut is None:
+            return moved(dst, src, self.pairs, self.tensors, self.nbytes)
+        unit = self.here.stride
+        for to, piece in self.pairs:
+            part = [tensor[self.cut : self.cut + 1, piece * unit : (piece + 1) * unit] for tensor in src]
+            dst = moved(dst, part, [(to, 0)], self.tensors)
+        return dst
+
+
+def pull_row(key: CacheKey | int, pair: tuple[int, int], *args: int, there: Spec = ROWS, **more: Any) -> Move:
+    return Move("pull_cache", key, [pair], (pair[0], *args), there, **({"here": OWN_ROWS} | more))
+
+
+def push_row(pair: tuple[int, int], there: Spec = ROWS, **more: Any) -> Move:
+    return Move("push_cache", pair[0], [pair], (pair[1],), there, **({"here": OWN_ROWS} | more))
+
+
+def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str, Any]:
+    return {"src_layer_range": src, "dst_layer_range": dst, "tensor_num_per_layer": per_layer}
+
+
+ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
+SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
+#: Duplicate destinations: the last pair wins.
+CLASHING: Final[Pairs] = [(3, 1), (1, 2), (3, 5), (1, 0), (0, 0)]
+PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
+MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+OURS = BlocksCacheKey(2, 3)
+
+#: Over all transports, with and without remote cache access where the call allows both.
+EVERYWHERE: Final = {
+    "pull a row by request id": pull_row(REQUEST, (4, 0)),
+    "pull a row by cache id": pull_row(3, (1, 3)),
+    "pull part of a row": pull_row(1, (1, 1), 17, nbytes=17),
+    "i1 the linked end pulls a row": pull_row(
+        CacheKey(2, 7), (5, 0), there=Spec(keys=(CacheKey(2, 7),)), by_prompt=True
+    ),
+    "r14 pull layers of a row": pull_row(
+        2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
+    ),
+    "pull blocks": Move("pull_blocks", BLOCKS, SCATTERED),
+    "r26 pull blocks over one another": Move("pull_blocks", BLOCKS, CLASHING),
+    "r14 pull layers of blocks": Move(
+        "pull_blocks",
+        BLOCKS,
+        SCATTERED,
+        there=MANY_LAYERS,
+        here=ONE_LAYER,
+        ranges=layers(range(3, 4), None),
+        tensors=[(0, 6), (1, 7)],
+    ),
+    "i8 a row goes into blocks": Move("pull_blocks", PREFIX, PIECES, there=LONG_ROWS, cut=1),
+    "i8 a row goes into blocks by cache id": Move("pull_blocks", 2, PIECES, there=LONG_ROWS, cut=2),
+    "push a row": push_row((3, 5)),
+    "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
+    "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
+    "push blocks": Move("push_blocks", BLOCKS, SCATTERED),
+    "r26 push blocks over one another": Move("push_blocks", BLOCKS, CLASHING),
+    "r14 push layers of blocks": Move(
+        "push_blocks",
+        BLOCKS,
+        SCATTERED,
+        there=MANY_LAYERS,
+        here=ONE_LAYER,
+        ranges=layers(None, range(3, 4)),
+        tensors=[(6, 0), (7, 1)],
+    ),
+}
+#: Over one transport.
+ONCE: Final = {
+    "pull a row by default": Move("pull_cache", REQUEST, [(0, 0)], (), ROWS, OWN_ROWS),
+    "pull a row by prefix id": pull_row(PREFIX, (4, 1)),
+    "pull a row of another model": pull_row(MODEL, (4, 2)),
+    "i7 a longer row there is truncated": pull_row(1, (1, 1), there=Spec(stride=80), here=Spec(4, 2, 32)),
+    "size lets a shorter row in": pull_row(1, (2, 1), 32, there=Spec(stride=32), here=Spec(4, 3, 80), nbytes=32),
+    "r14 a range there only": pull_row(
+        1, (3, 1), there=Spec(6), here=Spec(2), ranges=layers(range(1, 2), None), tensors=[(0, 2), (1, 3)]
+    ),
+    "r14 an empty range is none": pull_row(1, (3, 1), ranges=layers(range(0), range(5, 5))),
+    "r14 pull fewer tensors than a layer": pull_row(
+        1, (3, 1), there=Spec(5), here=Spec(5), ranges=layers(None, None, 7)
+    ),
+    "pull blocks by tuples": Move("pull_blocks", BLOCKS, SCATTERED, ((1, 2, 5), (4, 5, 0))),
+    "pull blocks by arrays": Move("pull_blocks", BLOCKS, SCATTERED, (np.array([1, 2, 5]), np.array([4, 5, 0]))),
+    "pull blocks by integers of all kinds": Move(
+        "pull_blocks", BLOCKS, [(3, 1), (0, 5)], ([True, np.int32(5)], (np.uint64(3), False))
+    ),
+    "pull blocks of another model": Move(
+        "pull_blocks", BlocksCacheKey(1, 9), [(3, 3)], there=Spec(blocks=True, blocks_key=BlocksCacheKey(77, 9))
+    ),
+    "i8 a row shorter than a block": Move("pull_blocks", 0, [(2, 0)], there=Spec(rows=3, stride=5), cut=0),
+    "push a row by default": Move("push_cache", 0, [(0, 0)], (), ROWS, OWN_ROWS),
+    "i7 a longer row there keeps its tail": push_row((2, 1), Spec(rows=3, stride=80), here=Spec(rows=2, stride=32)),
+    "push to cache id 0: request 0 of model 0": Move(
+        "push_cache", CacheKeyByIdAndIndex(1, 0), [(1, 5)], (5,), NAMED, OWN_ROWS
+    ),
+    "push to cache id -1: request 0 of model 0": Move(
+        "push_cache", CacheKeyByIdAndIndex(1, -1), [(1, 5)], (5,), NAMED, OWN_ROWS
+    ),
+    "r14 push fewer tensors than a layer": push_row((3, 2), Spec(1), here=Spec(1)),
+    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, 5, 0))),
+    "i1 the linked end pushes blocks": Move(
+        "push_blocks", OURS, SCATTERED, there=Spec(blocks=True, blocks_key=OURS), by_prompt=True
+    ),
+}
+
+
+def _params() -> Iterator[Any]:
+    """Every move over its transports, in its modes: (transport, remote access) is one scene."""
+    for rca in (False, True):
+        for transport in TRANSPORTS:
+            moves = {name: move for name, move in EVERYWHERE.items() if rca in move.modes}
+            if transport == ("tcp" if rca else "shm"):
+                moves |= {name: move for name, move in ONCE.items() if rca is move.modes[0]}
+            for name, move in moves.items():
+                yield pytest.param((transport, rca), move, id=f"{transport}-{'rca' if rca else 'plain'}-{name}")
+
+
+#: What no move may touch, at both ends: the same keys of other models and kinds.
+BESIDE: Final = {
+    "rows": Spec(rows=3, keys=(CacheKey(1, 10, model_id=5), CacheKey(1, 11), CacheKey(1, 2**64 - 1, prefix_id=10))),
+    "blocks": Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two linked ends with other caches; one at a time, since the child processes are those of all tests."""
+    transport, rca = request.param
+    for pair in _pair(request, transport):
+        pair.start(rca=rca)
+        before = [(end, end.do(_beside), end.do(_left)) for end in (pair.prompt, pair.decoder)]
+        yield pair
+        for end, caches, left in before:
+            wait_until(lambda end=end, left=left: end.do(_left) == left)  # type: ignore[misc]  # bound at once
+            for name, content in caches.items():
+                same_bytes(end.do(show, name), content)
+
+
+def _beside(world: World) -> dict[str, Bytes]:
+    return {name: make(world, name, spec, seed) for seed, (name, spec) in enumerate(BESIDE.items(), 70)}
+
+
+def _left(world: World) -> Any:
+    now = picture(world)
+    return now.keys, now.caches, now.pins, [each.used_bytes for each in now.pools]
+
+
+def _refill(world: World, seed: int) -> Bytes:
+    return fill(world.caches["kv"], seed)
+
+
+def _move(world: World, move: Move, key: Key) -> None:
+    call(world, move.method, key, Use("kv"), *move.arguments(), **move.ranges)
+
+
+def _give_back(world: World, spec: Spec) -> None:
+    forget(world, "kv")
+    for key in spec.keys:
+        world.cm.remove_cache_key(key)
+
+
+def run(pair: Pair, move: Move) -> None:
+    """Make the caches, move, compare; what stays named moves twice, the second time by the kept answer."""
+    caller, owner = (pair.prompt, pair.decoder) if move.by_prompt else (pair.decoder, pair.prompt)
+    owner.do(make, "kv", move.there, 1)
+    caller.do(make, "kv", move.here, 2)
+    try:
+        key = move.key
+        if isinstance(key, int):
+            key = CacheKeyByIdAndIndex(owner.cluster_id, owner.do(cache_id, "kv"), key)
+        source, target = (caller, owner) if move.pushes else (owner, caller)
+        src = source.do(show, "kv")
+        for turn in range(2 if move.repeats else 1):
+            dst = target.do(_refill, 10 + turn)
+            caller.do(_move, move, key)
+            same_bytes(target.do(show, "kv"), move.twin(dst, src))
+            same_bytes(source.do(show, "kv"), src)
+    finally:
+        caller.do(_give_back, move.here)
+        owner.do(_give_back, move.there)
+
+
+@pytest.mark.parametrize(("scene", "move"), list(_params()), indirect=["scene"], scope="module")
+def test_a_move_writes_the_addressed_bytes_and_no_others(scene: Pair, move: Move) -> None:
+    run(scene, move)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    method=st.sampled_from(["pull_blocks", "push_blocks"]),
+    tensors=st.integers(1, 5),
+    rows=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    stride=st.sampled_from([1, 7, 48, 512, 4096, 5000]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def _random_blocks(pair: Pair, method: str, tensors: int, rows: tuple[int, int], stride: int, seed: int) -> None:
+    here, there = rows
+    dst_rows, src_rows = (there, here) if method == "push_blocks" else (here, there)
+    random = np.random.default_rng(seed)
+    pairs = [(int(d), int(s)) for d, s in random.integers(0, (dst_rows, src_rows), (int(random.integers(1, 200)), 2))]
+    theirs = Spec(tensors, there, stride, blocks=True, blocks_key=BLOCKS)
+    run(pair, Move(method, BLOCKS, pairs, there=theirs, here=Spec(tensors, here, stride, blocks=True)))
+
+
+@pytest.mark.parametrize(
+    "scene", [(transport, True) for transport in TRANSPORTS], indirect=True, scope="module", ids=TRANSPORTS
+)
+def test_r26_random_blocks_of_random_shapes(scene: Pair) -> None:
+    _random_blocks(scene)

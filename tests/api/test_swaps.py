@@ -1,0 +1,360 @@
+"""swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), and the engine
+under it: workers, staging buffers and their memory, devices that fail (interface R10).
+
+What it refuses: test_swap_arguments.py and test_bad_input_*.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pytest
+
+from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement, _native
+from llm_datadist._memory.device import HostDevice
+from llm_datadist._transfer.local_copy import SwapEngine
+from llm_datadist.errors import OutOfMemory
+from llm_datadist.testing import StagedDevice
+from tests.support.devices import BrokenDevice, GatedDevice, MeetingDevice
+from tests.support.memory import desc, equal, pool, state, user_memory
+from tests.support.moves import Spec, make, moved, same_bytes, show, wait_until
+from tests.support.world import fill, read
+
+if TYPE_CHECKING:
+    from llm_datadist._memory.device import Device
+    from tests.support.ends import LocalEnd
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+pytestmark = pytest.mark.covers(
+    "Cache.create_cpu_cache",
+    "CacheManager.swap_blocks",
+    "LLMDataDist.statistics",
+    "LLMStatusCode.LLM_OUT_OF_MEMORY",
+    "errors.OutOfMemory",
+)
+
+TENSORS, BLOCKS, HOST_BLOCKS, BLOCK = 4, 8, 12, 512
+BUFFERS = 4
+POOL_BYTES = 32 * 2**20
+EVERY_OTHER = {n: n for n in range(0, BLOCKS, 2)}  # nothing to merge
+COPIES = TENSORS * len(EVERY_OTHER)
+
+
+@dataclass
+class Scene:
+    """A device cache between two neighbours that touch it, a CPU cache inside arrays with a row more at each end."""
+
+    world: World
+    name: str
+    host: Cache
+    around: Bytes
+
+    @classmethod
+    def add(
+        cls, world: World, name: str = "kv", blocks: int = BLOCKS, host_blocks: int = HOST_BLOCKS, block: int = BLOCK
+    ) -> Scene:
+        for seed, each in enumerate((f"left of {name}", name, f"right of {name}")):
+            make(world, each, Spec(TENSORS, blocks, block, blocks=True), seed)
+        random = np.random.default_rng(9)
+        around = [random.integers(0, 256, (host_blocks + 2, block), np.uint8) for _ in range(TENSORS)]
+        desc = CacheDesc(TENSORS, [host_blocks, block], DataType.DT_UINT8, Placement.HOST)
+        host = Cache.create_cpu_cache(desc, [array.ctypes.data + block for array in around])
+        return cls(world, name, host, around)
+
+    @property
+    def device(self) -> Cache:
+        return self.world.caches[self.name]
+
+    def move(self, pairs: dict[int, int], *, out: bool) -> None:
+        source, target = (self.device, self.host) if out else (self.host, self.device)
+        self.world.cm.swap_blocks(source, target, pairs)
+
+    def swap(self, pairs: dict[int, int], *, out: bool) -> None:
+        """Swap, then compare every byte of both sides and of what lies around them with what was there before."""
+        near = {name: show(self.world, name) for name in self.world.caches}
+        far = [tensor.copy() for tensor in self.around]
+        self.move(pairs, out=out)
+        if out:
+            far = moved(far, near[self.name], [(int(to) + 1, int(of)) for of, to in pairs.items()])
+        else:
+            near[self.name] = moved(near[self.name], far, [(int(to), int(of) + 1) for of, to in pairs.items()])
+        same_bytes(self.around, far)
+        for each, expected in near.items():
+            same_bytes(show(self.world, each), expected)
+        assert self.world.dd.statistics().pins == 0
+
+
+@pytest.fixture(params=["host", "staged"])
+def world(request: pytest.FixtureRequest, end: LocalEnd) -> World:
+    """An end on a device without, and on one with staging."""
+    end.start("DECODER", 1, device=HostDevice() if request.param == "host" else StagedDevice())
+    return end.world
+
+
+def start(end: LocalEnd, device: Device) -> Scene:
+    end.start("DECODER", 1, device=device)
+    return Scene.add(end.world)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+PAIRS: Final[list[dict[int, int]]] = [
+    {0: 0, 1: 1},  # the example of the samples
+    {0: 0, 3: 4, 7: 7},
+    {5: 0, 4: 1, 3: 2},
+    {1: 5, 2: 5},  # a duplicate: the last one wins
+    {2: 5, 1: 5, 3: 6, 4: 7, 0: 6},
+    {1: 2, 2: 3},  # no chain: the two caches are different memory
+    {n: n for n in range(BLOCKS)},
+    {True: 2, np.int64(3): np.uint8(4)},  # type: ignore[dict-item]  # integers of NumPy
+]
+
+
+def test_seed_swap_blocks_moves_pairs_in_the_order_given_and_nothing_next_to_them(world: World) -> None:
+    scene = Scene.add(world)  # of different block counts
+    for pairs in (*PAIRS, {7: 11}):
+        scene.swap(pairs, out=True)
+    for pairs in (*PAIRS, {11: 7}):
+        scene.swap(pairs, out=False)
+    (swaps,) = (each for each in world.dd.statistics().operations if each.name == "swap_blocks")
+    blocks = 2 * (1 + sum(map(len, PAIRS)))
+    assert (swaps.count, swaps.errors, swaps.nbytes) == (2 * len(PAIRS) + 2, 0, blocks * TENSORS * BLOCK)
+    before = state(world)
+    for out in (True, False):
+        scene.swap({}, out=out)
+    assert state(world) == before
+
+
+def test_r26_swap_moves_many_large_blocks_scattered_in_one_run_and_over_one_another(world: World) -> None:
+    scene = Scene.add(world, blocks=48, host_blocks=64, block=16384)
+    random = np.random.default_rng(5)
+    for out, rows, targets in ((True, 48, 64), (False, 64, 48)):
+        sources, destinations = random.permutation(rows)[:40].tolist(), random.permutation(targets)[:40].tolist()
+        scene.swap(dict(zip(sources, destinations, strict=True)), out=out)
+        scene.swap({block: block + 3 for block in range(40)}, out=out)
+        scene.swap({40 - block: block // 3 for block in range(40)}, out=out)
+
+
+def test_r26_chains_take_effect_in_order_when_both_caches_are_the_same_memory(world: World) -> None:
+    addrs = user_memory(world, "mine", desc(shape=(10, 16)))
+    device = world.cm.register_blocks_cache(desc(shape=(10, 16)), addrs)
+    host = Cache.create_cpu_cache(desc(shape=(10, 16), placement=Placement.HOST), addrs)
+    for source, target in ((device, host), (host, device)):
+        for pairs in ({1: 2, 2: 3}, {2: 3, 1: 2}, {1: 2, 2: 1}, {4: 4}, {0: 1, 1: 2, 2: 3, 3: 4}):
+            expected = fill(device, 5)
+            for tensor in expected:
+                for block, to in pairs.items():
+                    tensor[to] = tensor[block]
+            world.cm.swap_blocks(source, target, pairs)
+            equal(read(device), expected)
+
+
+def test_either_side_may_be_of_a_pool_registered_or_unregistered_and_of_another_element_type(world: World) -> None:
+    geometry = CacheDesc(TENSORS, [6, BLOCK], DataType.DT_UINT8, Placement.HOST)
+    floats = CacheDesc(TENSORS, [6, 2, BLOCK // 8], DataType.DT_FLOAT, Placement.HOST)
+    of_device = CacheDesc(TENSORS, [6, BLOCK], DataType.DT_UINT8)
+    hosts = [
+        world.cm.allocate_blocks_cache(geometry),
+        world.cm.register_blocks_cache(geometry, user_memory(world, "host", geometry)),
+        Cache.create_cpu_cache(floats, user_memory(world, "floats", floats)),
+    ]
+    unregistered = world.cm.register_blocks_cache(of_device, user_memory(world, "device", of_device))
+    world.cm.unregister_cache(unregistered.cache_id)
+    for host, device in itertools.product(hosts, (world.cm.allocate_blocks_cache(of_device), unregistered)):
+        source, before = fill(device, 5), fill(host, 6)
+        world.cm.swap_blocks(device, host, {5: 0, 3: 1})
+        same_bytes(read(host), moved(before, source, [(0, 5), (1, 3)]))
+        world.cm.swap_blocks(host, device, {3: 2})
+        same_bytes(read(device), moved(source, before, [(2, 3)]))
+
+
+def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> None:
+    scenes = [Scene.add(world, f"kv {block}", block=block) for block in (512, 2048, 1024)]  # staging grows on the way
+    before = [(show(world, scene.name), [array.copy() for array in scene.around]) for scene in scenes]
+    failures: list[BaseException] = []
+
+    def swap(scene: Scene, blocks: int) -> None:
+        """Two threads have each scene, one the even and one the odd blocks."""
+        try:
+            for _ in range(20):
+                scene.move({blocks: 7 - blocks, 2 + blocks: 8 + blocks}, out=True)
+                scene.move({8 + blocks: blocks, 7 - blocks: 2 + blocks}, out=False)
+        except BaseException as error:  # noqa: BLE001 (carried to the test)
+            failures.append(error)
+
+    threads = [threading.Thread(target=swap, args=(scene, blocks)) for scene in scenes for blocks in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert failures == []
+    for scene, was in zip(scenes, before, strict=True):
+        near, far = was
+        for _ in range(20):
+            for blocks in (0, 1):
+                far = moved(far, near, [(8 - blocks, blocks), (9 + blocks, 2 + blocks)])
+                near = moved(near, far, [(blocks, 9 + blocks), (2 + blocks, 8 - blocks)])
+        same_bytes(show(world, scene.name), near)
+        same_bytes(scene.around, far)
+
+
+def test_r06_swap_blocks_has_no_deadline(end: LocalEnd) -> None:
+    class Slow(StagedDevice):
+        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+            beyond = time.monotonic() + 0.12
+            wait_until(lambda: time.monotonic() > beyond)
+            super().copy_from_device(dst, src, nbytes)
+
+    end.start("PROMPT", 1, device=Slow(), sync_kv_timeout=100)
+    Scene.add(end.world).swap({0: 1}, out=True)
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
+    assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
+    scene = start(end, HostDevice())
+    assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
+    scene.swap(EVERY_OTHER, out=False)
+    assert end.world.dd.statistics().swap.staging_bytes == 0  # a host device needs none
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_r10_swap_out_copies_in_as_many_threads_at_once(end: LocalEnd, workers: int) -> None:
+    device = MeetingDevice(workers)
+    scene = start(end, device)
+    end.world.cm._engine._swap.workers = workers  # this machine may have fewer CPUs than the test needs
+    scene.swap(EVERY_OTHER, out=True)
+    count = device.count("from_device")
+    assert (count.copies, count.nbytes, len(count.threads)) == (COPIES, COPIES * BLOCK, workers)
+    assert all(name.startswith("llm-datadist-swap") for name in count.threads)
+    assert device.count("on_device").copies == 0
+
+
+# --- staging ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(StagedDevice):
+    """Empties the first buffer only when all four have been filled; notes the buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled: set[int] = set()
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
+        self.filled.add(dst)
+        super().copy_to_device(dst, src, nbytes)
+
+    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+        wait_until(lambda: self.count("to_device").copies >= BUFFERS, 30)
+        super().copy_on_device(dst, src, nbytes)
+
+
+def test_r10_all_four_buffers_are_full_at_once_and_one_thread_that_fills_none_empties_them(end: LocalEnd) -> None:
+    device = Watched()
+    scene = start(end, device)
+    pools = end.world.dd.statistics().pools
+    scene.swap({0: 0, 1: 1, 2: 2, 9: 4, 7: 6}, out=False)  # 0, 1, 2 are merged, and cut again for the buffers
+    filled, emptied = device.count("to_device"), device.count("on_device")
+    assert (filled.copies, filled.nbytes) == (emptied.copies, emptied.nbytes) == (20, 20 * BLOCK)
+    assert len(device.filled) == BUFFERS
+    assert len(emptied.threads) == 1
+    assert not filled.threads & emptied.threads
+    assert len(filled.threads) <= end.world.dd.statistics().swap.workers
+    assert device.count("from_device").copies == 0
+    assert end.world.dd.statistics().pools == pools
+
+
+def test_r10_staging_is_taken_at_first_use_outside_the_pool_grows_with_blocks_and_ends_at_finalize(
+    end: LocalEnd,
+) -> None:
+    device = StagedDevice()
+    small = start(end, device)
+    large = Scene.add(end.world, "large", block=2048)
+    used = pool(end.world).used_bytes
+    for scene, out, staging in (
+        (small, True, 0),
+        (small, False, BUFFERS * BLOCK),
+        (small, False, BUFFERS * BLOCK),
+        (large, False, BUFFERS * 2048),
+        (small, False, BUFFERS * 2048),
+        (small, True, BUFFERS * 2048),
+    ):
+        scene.swap({0: 1, 5: 7}, out=out)
+        assert end.world.dd.statistics().swap.staging_bytes == staging
+        assert device.allocated_bytes == POOL_BYTES + staging
+        assert pool(end.world).used_bytes == used
+    end.world.dd.finalize()
+    assert device.allocated_bytes == 0
+    end.world.caches.clear()
+
+
+@pytest.mark.parametrize("room", [0, BLOCK, BUFFERS * BLOCK - 1])
+def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smaller_blocks_still_swap(
+    end: LocalEnd, room: int
+) -> None:
+    device = StagedDevice()
+    large, small = start(end, device), Scene.add(end.world, "small", block=64)
+    device.refuse_after(POOL_BYTES + room)
+    figures = ("swap_blocks: ", f"4 staging buffers of {BLOCK} bytes ({BUFFERS * BLOCK} in all)")
+    far = [array.copy() for array in large.around]
+    for _ in range(2):  # the second time there are small buffers to give back first
+        near = show(end.world, "kv")
+        with pytest.raises(OutOfMemory) as caught:
+            large.move({0: 0, 1: 5}, out=False)
+        assert [part for part in figures if part not in str(caught.value)] == []
+        assert (caught.value.status_code, caught.value.requested) == (LLMStatusCode.LLM_OUT_OF_MEMORY, BUFFERS * BLOCK)
+        assert device.allocated_bytes == POOL_BYTES
+        same_bytes(show(end.world, "kv"), near)
+        same_bytes(large.around, far)
+        large.swap({0: 0}, out=True)
+        far = [array.copy() for array in large.around]
+        if room >= BUFFERS * 64:
+            small.swap({0: 0, 1: 5}, out=False)
+    device.refuse_after(POOL_BYTES + BUFFERS * BLOCK)
+    large.swap({1: 2}, out=False)
+
+
+# --- failures and other callers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["allocate", "copy_to_device", "copy_on_device", "copy_from_device"])
+def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: LocalEnd, method: str) -> None:
+    device = BrokenDevice()
+    scene = start(end, device)
+    out = method == "copy_from_device"
+    for pairs in (EVERY_OTHER, {0: 3, 1: 3}):
+        device.broken = method
+        with pytest.raises(OSError, match="device is lost"):
+            scene.move(pairs, out=out)
+        if method == "allocate":
+            assert device.allocated_bytes == POOL_BYTES
+            break
+    device.broken = ""
+    scene.swap(EVERY_OTHER, out=out)
+    assert end.world.dd.statistics().swap.staging_bytes == (0 if out else BUFFERS * BLOCK)
+
+
+def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_ended(end: LocalEnd) -> None:
+    device = GatedDevice()
+    scene = start(end, device)
+    world, cache = end.world, end.world.caches.pop("kv")
+    thread = threading.Thread(target=world.cm.swap_blocks, args=(scene.host, cache, EVERY_OTHER))
+    thread.start()
+    assert device.arrived.wait(30)
+    used = pool(world).used_bytes
+    world.cm.deallocate_blocks_cache(cache)
+    assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 1)
+    content = make(world, "other", Spec(TENSORS, BLOCKS, BLOCK, blocks=True), 3)
+    device.gate.set()
+    thread.join()
+    assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 0)
+    same_bytes(show(world, "other"), content)

@@ -1,0 +1,274 @@
+"""The two dialects beside the CacheManager's, behind the same words: KvCacheManager (v1) and the C++-shaped calls.
+
+A test sends them to an end: ``end.do(dialect.pull_row, ...)``. A call returns its status and the text of its reason,
+whether it was raised or returned. The prompt is cluster 1, the decoder cluster 2; cache ids count from 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    DataType,
+    KvCache,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    TransferConfig,
+)
+from llm_datadist.cpp_api import OPTION_LISTEN_IP_INFO, CacheIndex, KvCacheExtParam, LlmRole
+from llm_datadist.errors import LLMException
+from tests.support import cpp
+from tests.support.cpp import HOST, Shape
+from tests.support.layers import Always
+from tests.support.linking import info
+from tests.support.moves import Use, show
+from tests.support.v1 import POOL, kv_call, kv_make, kv_of
+from tests.support.world import fill, make_config
+
+if TYPE_CHECKING:
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+    Answer = tuple[LLMStatusCode, str]
+
+__all__ = ["V1", "Cpp", "Dialect", "Layers"]
+
+OK = LLMStatusCode.LLM_SUCCESS
+LISTEN = "127.0.0.1:0"
+#: First and last layer here and there, tensors per layer.
+Layers = tuple[tuple[int, int], tuple[int, int], int]
+Pairs = list[tuple[int, int]]
+"""(dst block, src block), as in :func:`tests.support.moves.moved`."""
+
+
+class V1:
+    """KvCacheManager. A blocks cache has its id as the model id of its key."""
+
+    timed_out = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    full = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
+    gone = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+    @staticmethod
+    def start(world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+        settings = POOL | {"sync_kv_timeout": timeout, "enable_switch_role": True}
+        if role == "PROMPT":
+            settings["listen_ip_info"] = LISTEN
+        transport = "auto" if transport == "shm" else transport  # raw addresses are written by cma
+        options = make_config(**settings, extra={"llm.Transport": transport})
+        return world.start(role, 1 if role == "PROMPT" else 2, options, device)
+
+    @staticmethod
+    def link(world: World, cluster_id: int, port: int | None) -> Any:
+        return world.dd.link_clusters([info(cluster_id, port)], 10_000)
+
+    @staticmethod
+    def unlink(world: World, cluster_id: int, port: int | None) -> Any:
+        return world.dd.unlink_clusters([info(cluster_id, port)], 10_000)
+
+    @staticmethod
+    def switch(world: World, role: str, *, listen: bool = False) -> int | None:
+        world.dd.switch_role(LLMRole[role], {"llm.listenIpInfo": LISTEN} if listen else None)
+        return world.dd.listen_port
+
+    @staticmethod
+    def make(world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
+        key = BlocksCacheKey(world.dd.cluster_id, len(world.caches) + 1)
+        keyed = paged and world.dd.listen_port is not None  # a decoder's caches have none
+        desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32)
+        return kv_make(world, name, desc, seed, blocks=paged, blocks_key=key if keyed else None)
+
+    @staticmethod
+    def host(world: World, name: str, shape: Shape, seed: int) -> Bytes:
+        """Host memory of the user."""
+        arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
+        desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, Placement.HOST)
+        world.memory[f"memory of {name}"] = arrays
+        world.memory[f"kv {name}"] = cache = KvCache.create_cpu_cache(desc, [cpp.addresses(arrays)])
+        world.caches[name] = cache._cache
+        return fill(cache._cache, seed)
+
+    show = staticmethod(show)
+
+    @staticmethod
+    def allocate(world: World, nbytes: int) -> Answer:
+        return _v1(world, "allocate_cache", CacheDesc(1, [1, nbytes], DataType.DT_UINT8))
+
+    @staticmethod
+    def deallocate(world: World, name: str) -> Answer:
+        return _v1(world, "deallocate_cache", Use(name))
+
+    @staticmethod
+    def copy_row(
+        world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
+    ) -> Answer:
+        return _v1(world, "copy_cache", Use(dst), Use(src), dst_row, src_row, offset, size)
+
+    @staticmethod
+    def copy_blocks(world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
+        copies = {source: [targets[at] for targets in lists] for at, source in enumerate(sources)}
+        return _v1(world, "copy_blocks", Use(name), copies)
+
+    @staticmethod
+    def swap(world: World, src: str, dst: str, pairs: Pairs) -> Answer:
+        return _v1(world, "swap_blocks", Use(src), Use(dst), {source: target for target, source in pairs})
+
+    @staticmethod
+    def pull_row(
+        world: World, peer: int, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers | None = None
+    ) -> Answer:
+        key = CacheKeyByIdAndIndex(peer, number, row)
+        return _v1(world, "pull_cache", key, Use(name), to, size, **_ranges(layers))
+
+    @staticmethod
+    def pull_blocks(
+        world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers | None = None
+    ) -> Answer:
+        targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
+        return _v1(world, "pull_blocks", BlocksCacheKey(peer, number), Use(name), sources, targets, **_ranges(layers))
+
+    @staticmethod
+    def place(world: World, name: str, row: int) -> list[int]:
+        """What the other end has to know to push into a row: the addresses."""
+        cache = kv_of(world, name)
+        return [address + row * cache.cache_desc.shape[1] * 4 for address in cache.per_device_tensor_addrs[0]]
+
+    @staticmethod
+    def push_row(world: World, name: str, row: int, peer: int, place: list[int]) -> Answer:
+        return _sent(world, name, TransferConfig(peer, place, None, row))
+
+    @staticmethod
+    def push_blocks(world: World, name: str, peer: int, place: list[int], pairs: Pairs) -> Answer:
+        sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
+        return _sent(world, name, TransferConfig(peer, place), sources, targets)
+
+
+def _v1(world: World, method: str, *args: Any, **kwargs: Any) -> Answer:
+    try:
+        kv_call(world, method, *args, **kwargs)
+    except LLMException as error:
+        return error.status_code, str(error)
+    return OK, ""
+
+
+def _sent(world: World, name: str, config: TransferConfig, *lists: list[int]) -> Answer:
+    task = kv_call(world, "transfer_cache_async", Use(name), Always(), [config], *lists)
+    status: LLMStatusCode = task.synchronize(20_000)
+    assert task.get_results() == [status]
+    return status, ""
+
+
+def _ranges(layers: Layers | None) -> dict[str, Any]:
+    if layers is None:
+        return {}
+    here, there, per_layer = layers
+    return {
+        "src_layer_range": range(here[0], here[1] + 1),
+        "dst_layer_range": range(there[0], there[1] + 1),
+        "tensor_num_per_layer": per_layer,
+    }
+
+
+class Cpp:
+    """LlmDataDist and its calls."""
+
+    timed_out = LLMStatusCode.LLM_TIMEOUT
+    full = LLMStatusCode.LLM_OUT_OF_MEMORY
+    gone = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+    @staticmethod
+    def start(world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+        options = {"llm.SyncKvCacheWaitTime": str(timeout)}
+        return cpp.start(world, _ROLES[role], 1 if role == "PROMPT" else 2, transport, options, device)
+
+    @staticmethod
+    def link(world: World, cluster_id: int, port: int | None) -> Any:
+        cluster = cpp.cluster(cluster_id, port or 0)
+        cluster.local_ip_infos.extend(cluster.remote_ip_infos)
+        return cpp.run(world, "LinkLlmClusters", [cluster], 10_000)
+
+    @staticmethod
+    def unlink(world: World, cluster_id: int, port: int | None) -> Any:
+        return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(cluster_id, port or 0)], 10_000)
+
+    @staticmethod
+    def switch(world: World, role: str, *, listen: bool = False) -> int | None:
+        options = {OPTION_LISTEN_IP_INFO: LISTEN} if listen else {}
+        assert cpp.attempt(world, "SetRole", _ROLES[role], options) == (OK, "")
+        return world.dd.listen_port
+
+    @staticmethod
+    def make(world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
+        return cpp.made(world, name, shape, seed)  # serves as both
+
+    @staticmethod
+    def host(world: World, name: str, shape: Shape, seed: int) -> Bytes:
+        """Host memory of the user."""
+        return cpp.host_memory(world, name, Shape(shape.tensors, shape.rows, shape.width, HOST), seed)
+
+    show = staticmethod(cpp.show)
+
+    @staticmethod
+    def allocate(world: World, nbytes: int) -> Answer:
+        return cpp.attempt(world, "AllocateCache", Shape(1, 1, nbytes // 4).desc)
+
+    @staticmethod
+    def deallocate(world: World, name: str) -> Answer:
+        return cpp.attempt(world, "DeallocateCache", world.memory[f"cache {name}"].cache_id)
+
+    @staticmethod
+    def copy_row(
+        world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
+    ) -> Answer:
+        return cpp.attempt(world, "CopyKvCache", Use(src), Use(dst), src_row, dst_row, offset, size)
+
+    @staticmethod
+    def copy_blocks(world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
+        return cpp.attempt(world, "CopyKvBlocks", Use(name), Use(name), sources, lists)
+
+    @staticmethod
+    def swap(world: World, src: str, dst: str, pairs: Pairs) -> Answer:
+        sources, targets = [source for _, source in pairs], [target for target, _ in pairs]
+        return cpp.attempt(world, "CopyKvBlocks", Use(src), Use(dst), sources, [targets])
+
+    @staticmethod
+    def pull_row(
+        world: World, peer: int, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers | None = None
+    ) -> Answer:
+        return cpp.attempt(world, "PullKvCache", CacheIndex(peer, number, row), Use(name), to, size, _ext(layers))
+
+    @staticmethod
+    def pull_blocks(
+        world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers | None = None
+    ) -> Answer:
+        targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
+        return cpp.attempt(world, "PullKvBlocks", CacheIndex(peer, number), Use(name), sources, targets, _ext(layers))
+
+    @staticmethod
+    def place(world: World, name: str, row: int) -> CacheIndex:
+        """What the other end has to know to push into a row: cache id and row."""
+        return cpp.index(world, name, row)
+
+    @staticmethod
+    def push_row(world: World, name: str, row: int, peer: int, place: CacheIndex) -> Answer:
+        return cpp.attempt(world, "PushKvCache", Use(name), place, row)
+
+    @staticmethod
+    def push_blocks(world: World, name: str, peer: int, place: CacheIndex, pairs: Pairs) -> Answer:
+        sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
+        return cpp.attempt(world, "PushKvBlocks", Use(name), place, sources, targets)
+
+
+_ROLES = {"PROMPT": LlmRole.kPrompt, "DECODER": LlmRole.kDecoder, "MIX": LlmRole.kMix}
+
+
+def _ext(layers: Layers | None) -> KvCacheExtParam:
+    return KvCacheExtParam() if layers is None else KvCacheExtParam(*layers)
+
+
+Dialect = type[V1] | type[Cpp]
