@@ -53,7 +53,8 @@ class Asker(Link):
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.caches = PeerCacheView()
-        self.connection: Any = SimpleNamespace(capabilities=SimpleNamespace(shared_regions=True))
+        able = SimpleNamespace(shared_regions=True, remote_guards=False)
+        self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
         self.peer: Any = "peer"
 
     def tell(self, message: Any) -> None:
