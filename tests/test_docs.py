@@ -201,6 +201,8 @@ def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused()
         config.COPY_THREADS,
         config.PEER_TIMEOUT,
         config.CHECKSUM,
+        config.MAX_LINKS,
+        config.WRITE_BY_ADDRESS,
     }
     values = next(row[1] for row in ours if config.TRANSPORT in row[0])
     assert tuple(_code_spans(values)) == config.TRANSPORTS

@@ -14,6 +14,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
+from llm_datadist._links.identity import PeerSecrets
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     FRAME_LIMIT,
@@ -407,16 +408,17 @@ def test_unlink_requests_without_end_are_answered_and_the_link_goes_with_the_pee
 
 
 def test_a_stranger_may_link_again_and_replaces_its_own_link_only(linked: Pair) -> None:
-    incarnation = b"s" * 16
+    incarnation, known = b"s" * 16, PeerSecrets()
     with (
-        Stranger(port_of(linked), incarnation=incarnation) as first,
-        Stranger(port_of(linked), incarnation=incarnation) as second,
+        Stranger(port_of(linked), incarnation=incarnation, known=known) as first,
+        Stranger(port_of(linked), incarnation=incarnation, known=known) as second,
     ):
         first.link(sequence=1)
         second.link(sequence=2)
         assert first.is_hung_up_on()
         still_served(second)
-        with Stranger(port_of(linked), incarnation=incarnation) as stale, pytest.raises(AssertionError, match="Linked"):
+        stale = Stranger(port_of(linked), incarnation=incarnation, known=known)
+        with stale, pytest.raises(AssertionError, match="Linked"):
             stale.link(sequence=1)
         still_served(second)
         assert linked.prompt.do(links) == {2: "ready", 66: "ready"}

@@ -59,7 +59,7 @@ def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer
 
 def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pair) -> None:
     count = 520
-    shm_pair.start(extra={"llm.PeerTimeout": "600"})  # strangers send no beats
+    shm_pair.start(extra={"llm.PeerTimeout": "600", "llm.MaxLinks": "2000"})  # strangers send no beats
     assert shm_pair.prompt.port is not None
     threads = shm_pair.prompt.do(kernel_threads)
     with ExitStack() as leaving:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
+from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     PREAMBLE_BYTES,
@@ -38,9 +39,15 @@ _SECONDS = 20.0
 
 
 class Stranger:
-    """A peer at a listener's port. A context manager: closes its socket and its memory."""
+    """A peer at a listener's port. A context manager: closes its socket and its memory.
 
-    def __init__(self, port: int, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+    ``known`` are the secrets by which it proves that it was there before.
+    """
+
+    def __init__(
+        self, port: int, cluster_id: int = 66, incarnation: bytes | None = None, known: PeerSecrets | None = None
+    ) -> None:
+        self.known = PeerSecrets() if known is None else known
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
@@ -100,8 +107,13 @@ class Stranger:
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
         exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        self.say(TransportChoice("shm", "a stranger's reason", sequence, present=False, proof=b"", share=b"s" * 32))
-        self.hear(Linked)
+        transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+        proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
+        share = b"" if proof else new_share()
+        self.say(TransportChoice("shm", "a stranger's reason", sequence, proof=proof, share=share))
+        linked = self.hear(Linked)
+        if share:
+            self.known.agree(welcome.incarnation, share, linked.share, transcript)
 
     def __enter__(self) -> Self:
         return self
