@@ -15,12 +15,15 @@ from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     FRAME_HEADER,
+    PREAMBLE_BYTES,
     PROTOCOL_VERSION,
+    Hello,
     Linked,
     Welcome,
     decode,
     frame,
 )
+from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkError, LLMException
 from tests.faults.fuzz import Target, Verdicts, trial
 from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
@@ -91,7 +94,8 @@ def fuzz_dials(frames: int, seed: int) -> Verdicts:
 def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
     """Yield the address of a listener that answers everybody, seldom well, and hangs up."""
     assert stage.friend._engine is not None
-    incarnation = stage.friend._engine.store.exports.incarnation
+    exports = stage.friend._engine.store.exports
+    incarnation = exports.incarnation
     welcome = Welcome(
         PROTOCOL_VERSION,
         9,
@@ -121,8 +125,11 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         while True:
             sock, _ = server.accept()
             with sock, suppress(ConnectionError):
-                if not sock.recv(1 << 16):
+                if not (heard := sock.recv(1 << 16)):
                     return
+                hello = decode(heard[PREAMBLE_BYTES + FRAME_HEADER.size :])
+                assert isinstance(hello, Hello)
+                inproc.accept(hello.token, exports)  # it is in this process, so that a welcome can come to something
                 sock.sendall(answer())
 
     with socket.create_server(("127.0.0.1", 0)) as server:

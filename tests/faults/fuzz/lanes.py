@@ -175,13 +175,15 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
         link, owner = join(stage, theirs, 1), stage.engine.links._endpoint.lanes._handler
+        entries, _, _ = stage.engine.store.registry.snapshot()
+        guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
         plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
 
         def ask_many() -> None:
             for _ in range(500):
                 ask = owner.on_write if rng.random() < 0.5 else owner.on_read
                 try:
-                    grant = ask(link, LaneRequest(_handle(rng), 384, plan))
+                    grant = ask(link, LaneRequest(_handle(rng, guards), 384, plan))
                 except LLMException as error:
                     verdicts.refuse(error)
                 else:
@@ -196,9 +198,13 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     return verdicts
 
 
-def _handle(rng: random.Random) -> bytes:
+def _handle(rng: random.Random, true: dict[int, list[int]]) -> bytes:
+    """Return a handle; ``true`` are the guards of the caches that there are, by id."""
     guards = [[rng.randrange(24), rng.randrange(1, 6)] for _ in range(rng.randrange(1, 4))]
-    fields = [rng.randrange(5), rng.choice((0, 0, 0, rng.randrange(9))), guards]
+    cache_id = rng.randrange(5)
+    if rng.random() < 0.1:
+        guards[0] = list(true.get(cache_id, guards[0]))
+    fields: list[object] = [cache_id, rng.choice((0, 0, 0, rng.randrange(9))), guards]
     if rng.random() < 0.2:
         fields[rng.randrange(3)] = wild(rng)
     if rng.random() < 0.1:
