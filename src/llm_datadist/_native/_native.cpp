@@ -34,11 +34,14 @@ std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const Tens
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled, std::optional<int> pid,
                          bool write) {
     const Copy copy = plan.copy(dst, src);
-    const Stop stop = stop_of(deadline_ns, cancelled);
-    std::optional<nb::gil_scoped_release> released;
-    if (plan.nbytes() > release_gil_above_bytes) released.emplace();
+    Stop stop = stop_of(deadline_ns, cancelled);
+    std::optional<Interruptible> interruptible;
+    if (plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
     const std::uint64_t per_pair = check(copy, plan.pairing().count, plan.nbytes());
-    return pid ? execute_process(copy, per_pair, {*pid, write}, pool, stop) : execute(copy, per_pair, pool, stop);
+    const std::uint64_t done =
+        pid ? execute_process(copy, per_pair, {*pid, write}, pool, stop) : execute(copy, per_pair, pool, stop);
+    if (interruptible) interruptible->end();
+    return done;
 }
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {

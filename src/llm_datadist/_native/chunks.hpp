@@ -27,13 +27,24 @@ inline bool passed(std::int64_t deadline_ns) {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec >= deadline_ns;
 }
 
-// When work ends before it is done: at a time, or once another thread sets the flag.
+// What may interrupt work besides its deadline. Asked by every thread that takes part, between two chunks.
+class Interrupt {
+public:
+    virtual bool now() noexcept = 0;
+
+protected:
+    ~Interrupt() = default;
+};
+
+// When work ends before it is done: at a time, once another thread sets the flag, or by an interrupt.
 struct Stop {
     std::int64_t deadline_ns;
     const std::uint8_t* cancelled = nullptr;  // written by another thread of this process; null: no flag
+    Interrupt* interrupt = nullptr;
 
     bool now() const {
-        return (cancelled != nullptr && __atomic_load_n(cancelled, __ATOMIC_RELAXED) != 0) || passed(deadline_ns);
+        return (cancelled != nullptr && __atomic_load_n(cancelled, __ATOMIC_RELAXED) != 0) || passed(deadline_ns) ||
+               (interrupt != nullptr && interrupt->now());
     }
 };
 

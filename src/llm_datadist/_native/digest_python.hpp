@@ -51,13 +51,13 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
                     dst ? &Run::dst : &Run::src};
     const std::uint64_t total = check_side(side, count);
     const DigestKey key = key_of(nonce);
-    const Stop stop = stop_of(deadline_ns, cancelled);
+    Stop stop = stop_of(deadline_ns, cancelled);
     std::vector<Digest> out;
-    {
-        std::optional<nb::gil_scoped_release> released;
-        if (total > digest_without_gil_above) released.emplace();
-        if (!digest_side(side, total, key, each_run, pool, stop, out)) return std::nullopt;
-    }
+    std::optional<Interruptible> interruptible;
+    if (total > digest_without_gil_above) stop.interrupt = &interruptible.emplace();
+    const bool whole = digest_side(side, total, key, each_run, pool, stop, out);
+    if (interruptible) interruptible->end();
+    if (!whole) return std::nullopt;
     return give_rows<Digests>(std::move(out));
 }
 

@@ -1,15 +1,21 @@
-// What Python says about when a long call ends before it is done: a deadline, and a byte that a cancellation sets.
+// What Python says about when a long call ends before it is done: a deadline, a byte that a cancellation sets, and
+// exceptions of signal handlers.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <pthread.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "chunks.hpp"
 #include "error.hpp"
+#include "ticket.hpp"
 
 namespace datadist {
 
@@ -22,5 +28,51 @@ inline Stop stop_of(std::int64_t deadline_ns, const std::optional<Flag>& cancell
     if (cancelled->size() != 1) refuse("cancelled has ", cancelled->size(), " bytes: must be one");
     return {deadline_ns, cancelled->data()};
 }
+
+constexpr std::int64_t look_for_signals_every_ns = 20'000'000;
+
+// Releases the interpreter lock for a long call, and runs signal handlers meanwhile. Handlers run in the main thread
+// only, so elsewhere nothing is looked at. Made and ended by the caller's thread, with the lock.
+class Interruptible final : public Interrupt {
+public:
+    Interruptible() {
+        if (::getpid() == ::gettid()) next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;
+    }
+
+    ~Interruptible() { take_back(); }
+
+    Interruptible(const Interruptible&) = delete;
+    Interruptible& operator=(const Interruptible&) = delete;
+
+    bool now() noexcept override {
+        if (next_look_ns_ == 0) return false;
+        if (!::pthread_equal(::pthread_self(), caller_)) return raised_.load(std::memory_order_relaxed);
+        if (!raised_.load(std::memory_order_relaxed) && monotonic_ns() >= next_look_ns_) look();
+        return raised_.load(std::memory_order_relaxed);
+    }
+
+    // Takes the lock back; throws the exception of a handler. Nothing may touch memory of the call any more.
+    void end() {
+        take_back();
+        if (raised_.load(std::memory_order_relaxed)) throw nb::python_error();
+    }
+
+private:
+    void take_back() {
+        if (PyThreadState* state = std::exchange(released_, nullptr)) PyEval_RestoreThread(state);
+    }
+
+    // The exception stays set in this thread's state, where nothing runs Python before end().
+    void look() noexcept {
+        const nb::gil_scoped_acquire acquired;
+        if (PyErr_CheckSignals() != 0) raised_.store(true, std::memory_order_relaxed);
+        next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;
+    }
+
+    pthread_t caller_ = ::pthread_self();
+    std::int64_t next_look_ns_ = 0;  // 0: never
+    std::atomic<bool> raised_{false};
+    PyThreadState* released_ = PyEval_SaveThread();
+};
 
 }  // namespace datadist
