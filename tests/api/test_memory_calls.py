@@ -254,12 +254,13 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
     [
         (Placement.DEVICE, "mem_pool_cfg", Placement.HOST),
         (Placement.HOST, "host_mem_pool_cfg", Placement.DEVICE),
+        (Placement.HOST, "host_mem_pool_cfg", None),
     ],
 )
 def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_is_a_noop(
-    end: LocalEnd, missing: Placement, option: str, other: Placement
+    end: LocalEnd, missing: Placement, option: str, other: Placement | None
 ) -> None:
-    end.start("PROMPT", 1, **{option: None})
+    end.start("PROMPT", 1, **({option: None} | ({} if other else {"mem_pool_cfg": None})))
     cm, words = end.world.cm, (f"cache_desc.placement={missing.name}", option, "llm.")
     with refused(end.world, ParamError, *words):
         cm.allocate_cache(desc(placement=missing), [CacheKey(1, 1)])
@@ -270,7 +271,8 @@ def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_
     cm.deallocate_blocks_cache(Cache(1, desc(), [], is_blocks_cache=True))
     cm.remove_cache_key(CacheKey(1, 1))
     assert state(end.world) == before
-    cm.allocate_cache(desc(placement=other))
+    if other:
+        cm.allocate_cache(desc(placement=other))
 
 
 # --- pools at init ----------------------------------------------------------------------------------------------------
