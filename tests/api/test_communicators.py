@@ -1,188 +1,190 @@
-"""link, unlink, query_register_mem_status: rank tables become links, whoever calls first (interface §3.5, B2.3)."""
+"""link, unlink, query_register_mem_status: rank tables become links, whichever member calls first (interface §3.5,
+B2.3)."""
 
 from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist.errors import LLMStatusCode, NotLinked
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import Spec, make, picture, wait_until
+from llm_datadist import BlocksCacheKey
+from llm_datadist.errors import CacheNotFound, LLMStatusCode, NotLinked
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, explain, info, link, links, not_linked, unlink
+from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.ranks import (
     FAILED,
     OK,
     PREPARING,
     SECONDS,
+    Meeting,
     drop,
     explained,
+    finalize_and_init,
     host,
     join,
-    join_all,
     joined,
     new_name,
-    not_linked,
     settle,
     start_two,
     status,
     table,
 )
+from tests.support.world import make_config
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
+    from tests.support.ends import ChildEnd
     from tests.support.world import World
 
-pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink")
+pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
+
+ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 
 
-def explain(world: World, cluster_id: int) -> Any:
-    return world.dd.explain(cluster_id)
+# --- members that come, or do not -------------------------------------------------------------------------------------
 
 
-# --- two members ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["prompt first", "decoder first"])
-def test_nobody_has_to_be_first_and_the_link_works_both_ways(pair: Pair, first: int) -> None:
+def test_r20_either_member_may_be_first_and_unlink_is_local(pair: Pair) -> None:
     ends = start_two(pair)
-    early, late = ends[first], ends[1 - first]
-    name, ranks, rank_table = new_name(), {1: 0, 2: 1}, table(host(0), host(1))
-    early.do(make, "kv", Spec(blocks=True), 1)
-    assert early.do(join, name, ranks, rank_table) == 1
-    assert early.do(status, 1) is PREPARING
-    assert "PREPARING" in not_linked(early, late.cluster_id)
-    assert late.do(join, name, ranks, rank_table) == 1
-    assert settle(ends, [1, 1]) == [OK, OK]
-    for end, peer in ((early, late), (late, early)):
-        assert end.do(links) == {peer.cluster_id: "ready"}
-        there = end.do(explain, peer.cluster_id)
-        assert (there.transport, there.remote_cluster_id) == (pair.transport, peer.cluster_id)
-        assert end.do(explained, 1).waiting_for == ()
-    bytes_move_both_ways(*ends)
+    for end in ends:
+        end.do(make, "kv", Spec(blocks=True), 1)
+    for comm_id, early, late, hosts in ((1, *ends, (host(0), host(1))), (2, *ends[::-1], (host(0), host(0)))):
+        meeting = Meeting((1, 2), table=table(*hosts))
+        assert meeting.join(early) == [comm_id]
+        assert early.do(status, comm_id) is PREPARING
+        assert "PREPARING" in not_linked(early, late.cluster_id)
+        spelled_differently = json.dumps(json.loads(meeting.table), indent=2, sort_keys=True)
+        assert spelled_differently != meeting.table
+        assert replace(meeting, table=spelled_differently).join(late) == [comm_id]
+        assert settle(ends, [comm_id, comm_id]) == [OK, OK]
+        for end, peer in (ends, ends[::-1]):
+            assert end.do(links) == {peer.cluster_id: "ready"}
+            there = end.do(explain, peer.cluster_id)
+            assert (there.transport, there.remote_cluster_id) == (pair.transport, peer.cluster_id)
+            assert end.do(explained, comm_id).waiting_for == ()
+        bytes_move_both_ways(*ends)
+        early.do(drop, comm_id)
+        alone(*ends)
+        assert late.do(status, comm_id) is OK, "until it unlinks itself"
+        not_linked(late, early.cluster_id)
+        with pytest.raises(NotLinked, match=f"communicator {comm_id}"):
+            early.do(status, comm_id)
+        late.do(drop, comm_id)
 
 
-def test_the_members_may_be_on_one_host_with_one_address_and_the_table_may_be_spelled_differently(pair: Pair) -> None:
-    ends = start_two(pair)
-    name, first = new_name(), table(host(0), host(0))
-    second = json.dumps(json.loads(first), indent=2, sort_keys=True)
-    assert first != second
-    ids = [ends[0].do(join, name, {1: 0, 2: 1}, first), ends[1].do(join, name, {1: 0, 2: 1}, second)]
-    assert settle(ends, ids) == [OK, OK]
-    bytes_move_both_ways(*ends)
-
-
-def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason(
-    end: LocalEnd, caplog: pytest.LogCaptureFixture
+def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason_and_the_same_may_be_tried_again(
+    local_pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    end.start("PROMPT", 5, link_total_time=1)
-    end.do(make, "kv", Spec(blocks=True), 1)
-    ids = [end.do(join, new_name(), ranks, table(host(0), host(1))) for ranks in ({5: 0, 9: 1}, {1: 0, 5: 1})]
-    assert settle([end, end], ids, 10) == [FAILED, FAILED]
-    for comm_id, missing in zip(ids, (9, 1), strict=True):
-        told = end.do(explained, comm_id)
+    ends = start_two(local_pair, link_total_time=1)
+    here = ends[0]
+    here.do(make, "kv", Spec(blocks=True), 1)
+    meetings = {missing: Meeting((1, missing)) for missing in (9, 0, 2)}
+    ids = [meeting.join(here)[0] for meeting in meetings.values()]
+    assert settle([here] * 3, ids, 10) == [FAILED] * 3
+    for comm_id, missing in zip(ids, meetings, strict=True):
+        told = here.do(explained, comm_id)
         assert told.waiting_for == (missing,)
         assert f"cluster {missing} did not join within 1 s" in told.reason
         assert any(told.reason in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-        assert "did not join" in not_linked(end, missing)
-        assert end.do(status, comm_id) is FAILED, "for good"
-        end.do(drop, comm_id)
-    assert end.world.dd.statistics().communicators == ()
-
-
-def test_a_failed_communicator_does_not_stand_in_the_way_of_the_next_one(pair: Pair) -> None:
-    ends = start_two(pair, link_total_time=1)
-    name, rank_table = new_name(), table(host(0), host(0))
-    comm_id = ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
-    assert settle(ends[:1], [comm_id]) == [FAILED]
+        assert "did not join" in not_linked(here, missing)
+        assert here.do(status, comm_id) is FAILED, "for good"
     # The same name again, while the failed one is still there.
-    ids = join_all(ends, name, rank_table)
-    assert ids == [2, 1]
-    assert settle(ends, ids) == [OK, OK]
+    again = meetings[2].join(*ends)
+    assert again == [4, 1]
+    assert settle(ends, again) == [OK, OK]
     bytes_move_both_ways(*ends)
+    for comm_id in ids:
+        here.do(drop, comm_id)
+    assert [each.comm_id for each in here.do(picture).communicators] == [4]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rank_table", "part"),
-    [
-        ({1: 0, 2: 1, 3: 2}, None, "cluster_rank_info differs: {1: 0, 2: 1"),
-        ({1: 1, 2: 3}, None, "cluster_rank_info differs"),
-        ({1: 0, 2: 1}, {"version": "1.2"}, "rank_table differs: digest"),
-    ],
-    ids=["members", "ranks", "table"],
-)
-def test_members_that_do_not_mean_the_same_fail_at_once_and_say_what_differs(
-    shm_pair: Pair, ranks: dict[int, int], rank_table: dict[str, Any] | None, part: str
-) -> None:
-    ends = start_two(shm_pair)
-    name, hosts = new_name(), [host(0)] * 4
+SHM, TCP = {"llm.Transport": "shm"}, {"llm.Transport": "tcp"}
+FOUR_HOSTS: Final = [host(0)] * 4
+#: What differs between members: settings, members and table of the decoder, what both say, and what the decoder says.
+DIFFERENCES: Final[dict[str, tuple[dict[str, Any], dict[int, int], dict[str, Any], str, str]]] = {
+    "members": ({}, {1: 0, 2: 1, 3: 2}, {}, "cluster_rank_info differs: {1: 0, 2: 1", ""),
+    "ranks": ({}, {1: 1, 2: 3}, {}, "cluster_rank_info differs", ""),
+    "table": ({}, {1: 0, 2: 1}, {"version": "1.2"}, "rank_table differs: digest", ""),
+    "rca": ({"enable_remote_cache_accessible": True}, {1: 0, 2: 1}, {}, "EnableRemoteCacheAccessible differs", ""),
+    "transport": ({"extra": TCP}, {1: 0, 2: 1}, {}, "", "llm.Transport differs: shm at the peer, tcp here"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_members_that_do_not_mean_the_same_fail_and_say_what_differs(shm_pair: Pair, name: str) -> None:
+    settings, ranks, fields, at_both, at_the_decoder = DIFFERENCES[name]
+    # Only for another transport is the time waited for: another attempt may find another one.
+    seconds = {"link_total_time": 2 if name == "transport" else 60}
+    shm_pair.prompt.start("PROMPT", 1, **({"extra": SHM} | seconds))
+    shm_pair.decoder.start("DECODER", 2, **({"extra": SHM} | seconds | settings))
+    ends, communicator = (shm_pair.prompt, shm_pair.decoder), new_name()
     ids = [
-        ends[0].do(join, name, {1: 0, 2: 1}, table(*hosts)),
-        ends[1].do(join, name, ranks, table(*hosts, **(rank_table or {}))),
+        ends[0].do(join, communicator, {1: 0, 2: 1}, table(*FOUR_HOSTS)),
+        ends[1].do(join, communicator, ranks, table(*FOUR_HOSTS, **fields)),
     ]
-    assert settle(ends, ids, 20) == [FAILED, FAILED], "long before link_total_time"
-    for end, comm_id in zip(ends, ids, strict=True):
-        reason = end.do(explained, comm_id).reason
-        assert part in reason
-        assert "cluster 1" in reason
-        assert "cluster 2" in reason
+    assert settle(ends, ids) == [FAILED, FAILED]
+    reasons = [end.do(explained, comm_id).reason for end, comm_id in zip(ends, ids, strict=True)]
+    assert at_the_decoder in reasons[1]
+    for reason in reasons:
+        assert at_both in reason
+        if at_both:
+            assert "cluster 1" in reason
+            assert "cluster 2" in reason
     assert [end.do(links) for end in ends] == [{}, {}]
 
 
-def test_remote_cache_access_at_one_end_only_fails_at_both(shm_pair: Pair) -> None:
-    shm_pair.prompt.start("PROMPT", 1, enable_remote_cache_accessible=True, **SECONDS)
-    shm_pair.decoder.start("DECODER", 2, **SECONDS)
-    ends = shm_pair.prompt, shm_pair.decoder
-    ids = join_all(ends)
-    assert settle(ends, ids) == [FAILED, FAILED]
-    assert all(
-        "EnableRemoteCacheAccessible differs" in e.do(explained, c).reason for e, c in zip(ends, ids, strict=True)
-    )
-
-
-def test_ends_without_a_common_transport_fail_in_time_and_say_why(shm_pair: Pair) -> None:
-    shm_pair.prompt.start("PROMPT", 1, extra={"llm.Transport": "shm"}, link_total_time=2)
-    shm_pair.decoder.start("DECODER", 2, extra={"llm.Transport": "tcp"}, link_total_time=2)
-    ends = shm_pair.prompt, shm_pair.decoder
-    ids = join_all(ends)
-    assert settle(ends, ids) == [FAILED, FAILED]
-    assert "llm.Transport differs: shm at the peer, tcp here" in ends[1].do(explained, ids[1]).reason
-
-
-# --- unlink -----------------------------------------------------------------------------------------------------------
-
-
-def test_unlink_is_local_and_the_other_member_sees_the_end(pair: Pair) -> None:
-    ends = start_two(pair)
-    ids = joined(*ends)
-    ends[1].do(make, "kv", Spec(blocks=True), 1)
-    ends[0].do(drop, ids[0])
-    alone(*ends)
-    assert ends[1].do(status, ids[1]) is OK, "until it unlinks itself"
-    not_linked(ends[1], 1)
-    with pytest.raises(NotLinked, match=f"communicator {ids[0]}"):
-        ends[0].do(status, ids[0])
-    ends[1].do(drop, ids[1])
-    assert joined(*ends) == [2, 2]
+def test_members_that_never_come_do_not_hold_up_one_that_does(shm_pair: Pair) -> None:
+    ends = start_two(shm_pair)
+    for missing in range(100, 130):
+        for end in ends:
+            Meeting((end.cluster_id, missing)).join(end)
+    # Those that are dialled: more than there are threads.
+    dead = [Meeting((1, 2), table=table(host(2), host(3))).join(ends[1])[0] for _ in range(40)]
+    assert joined(*ends) == [31, 71]
     bytes_move_both_ways(*ends)
+    assert {ends[1].do(status, each) for each in dead} == {PREPARING}
+
+
+def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[ChildEnd]) -> None:
+    for cluster_id, end in enumerate(four, 2**63 + 1):
+        end.start("MIX", cluster_id, **SECONDS)
+    members = tuple(end.cluster_id for end in four)
+    meeting = Meeting(members, table=table(*(host(number) for number in range(4))))
+    assert meeting.join(four[2], four[0], four[3]) == [1] * 3
+    wait_until(lambda: len(four[0].do(links)) == 2)
+    four[0].do(make, "kv", Spec(blocks=True), 1)
+    assert four[0].do(status, 1) is PREPARING
+    assert "PREPARING" in not_linked(four[0], four[2].cluster_id), "linked, but the communicator is not ready"
+    meeting.join(four[1])
+    assert settle(four, [1] * 4) == [OK] * 4
+    for number, first in enumerate(four):
+        assert sorted(first.do(links)) == sorted({*members} - {first.cluster_id})
+        for second in four[number + 1 :]:
+            bytes_move_both_ways(first, second)
+    four[3].do(drop, 1)
+    wait_until(lambda: all(len(end.do(links)) == 2 for end in four[:3]))
+    bytes_move_both_ways(four[0], four[1])
+
+
+# --- unlink, finalize -------------------------------------------------------------------------------------------------
 
 
 def test_unlink_while_preparing_ends_the_preparation(shm_pair: Pair) -> None:
     ends = start_two(shm_pair, link_total_time=2)
-    name, rank_table = new_name(), table(host(0), host(0))
+    meeting = Meeting((1, 2))
     before = [end.do(picture) for end in ends]
     for end in ends:
-        end.do(drop, end.do(join, name, {1: 0, 2: 1}, rank_table))
+        end.do(drop, meeting.join(end)[0])
         assert end.do(picture).communicators == ()
-    # Whoever comes after waits in vain.
-    comm_id = ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
-    assert settle(ends[:1], [comm_id]) == [FAILED]
-    ends[0].do(drop, comm_id)
+    # The next one waits in vain.
+    ids = meeting.join(ends[0])
+    assert settle(ends[:1], ids) == [FAILED]
+    ends[0].do(drop, ids[0])
     assert [end.do(picture) for end in ends] == before
-    ids = join_all(ends, name, rank_table)
-    assert settle(ends, ids) == [OK, OK]
+    assert settle(ends, meeting.join(*ends)) == [OK, OK]
 
 
 def test_unlink_waits_for_a_running_pull(local_pair: Pair) -> None:
@@ -206,72 +208,43 @@ def test_unlink_waits_for_a_running_pull(local_pair: Pair) -> None:
     alone(*ends)
 
 
-# --- several communicators with one member ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gone", [0, 1], ids=["the older goes", "the newer goes"])
-def test_a_second_communicator_has_its_own_id_and_keeps_the_link(pair: Pair, gone: int) -> None:
-    ends = start_two(pair)
-    assert joined(*ends) == [1, 1]
-    assert joined(*ends) == [2, 2]
-    assert [end.do(links) for end in ends] == [{2: "ready"}, {1: "ready"}]
+def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair) -> None:
+    ends = start_two(shm_pair)
+    joined(*ends)
+    Meeting((1, 77)).join(ends[0])
     for end in ends:
-        end.do(drop, (1, 2)[gone])
+        end.do(finalize_and_init, make_config(extra=SHM, **SECONDS))
+        assert end.do(picture).communicators == ()
+        with pytest.raises(NotLinked):
+            end.do(status, 1)
+    assert joined(*ends) == [1, 1], "ids begin anew"
     bytes_move_both_ways(*ends)
-    ends[0].do(drop, (2, 1)[gone])
+
+
+# --- several that want one link ---------------------------------------------------------------------------------------
+
+
+def test_communicators_with_one_member_have_ids_of_their_own_and_the_last_one_keeps_the_link(tcp_pair: Pair) -> None:
+    ends, meeting = start_two(tcp_pair), Meeting((1, 2))
+    # Calls with the very same arguments find each other pairwise, also while none is ready.
+    assert [meeting.join(*ends) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    for number in (1, 2, 3):
+        assert settle(ends, [number] * 2) == [OK, OK]
+    assert [end.do(links) for end in ends] == [{2: "ready"}, {1: "ready"}]
+    for gone in (1, 3):  # the oldest, the newest
+        for end in ends:
+            end.do(drop, gone)
+        bytes_move_both_ways(*ends)
+    ends[0].do(drop, 2)
     alone(*ends)
-
-
-def test_two_calls_with_the_very_same_arguments_find_each_other_pairwise(pair: Pair) -> None:
-    ends = start_two(pair)
-    name, rank_table = new_name(), table(host(0), host(0))
-    ids = [join_all(ends, name, rank_table) for _ in range(2)]
-    assert ids == [[1, 1], [2, 2]]
-    assert [settle(ends, each) for each in ids] == [[OK, OK], [OK, OK]]
-    bytes_move_both_ways(*ends)
-
-
-def test_a_link_of_link_clusters_is_used_and_outlives_the_communicator(pair: Pair) -> None:
-    extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **SECONDS)
-    pair.decoder.start("DECODER", 2, extra=extra, **SECONDS)
-    ends = pair.prompt, pair.decoder
-    pair.link()
-    before = [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)]
-    ids = joined(*ends)
-    assert [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)] == before, "the same link"
-    for end, comm_id in zip(ends, ids, strict=True):
-        end.do(drop, comm_id)
-    bytes_move_both_ways(*ends)
-    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-    alone(*ends)
-
-
-def test_link_clusters_over_a_communicator_is_already_link_and_unlink_clusters_ends_it(pair: Pair) -> None:
-    extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **SECONDS)
-    pair.decoder.start("DECODER", 2, extra=extra, **SECONDS)
-    ends = pair.prompt, pair.decoder
-    ids = joined(*ends)
-    already = LLMStatusCode.LLM_ALREADY_LINK
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (already, [already])
-    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-    alone(*ends)
-    assert [end.do(status, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK, OK]
-    pair.decoder.do(make, "kv", Spec(blocks=True), 1)
-    not_linked(pair.decoder, 1)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
-    for end, comm_id in zip(ends, ids, strict=True):
-        end.do(drop, comm_id)
-    bytes_move_both_ways(*ends)
 
 
 def test_forty_communicators_begun_in_opposite_orders_all_become_ready(shm_pair: Pair) -> None:
     ends = start_two(shm_pair)
-    names, rank_table = [new_name() for _ in range(40)], table(host(0), host(0))
-    for end, order in zip(ends, (names, names[::-1]), strict=True):
-        for name in order:
-            end.do(join, name, {1: 0, 2: 1}, rank_table)
+    meetings = [Meeting((1, 2)) for _ in range(40)]
+    for end, order in zip(ends, (meetings, meetings[::-1]), strict=True):
+        for meeting in order:
+            meeting.join(end)
     for end in ends:
         assert settle([end] * 40, range(1, 41)) == [OK] * 40
     assert [end.do(links) for end in ends] == [{2: "ready"}, {1: "ready"}]
@@ -281,15 +254,58 @@ def test_forty_communicators_begun_in_opposite_orders_all_become_ready(shm_pair:
     alone(*ends)
 
 
-def test_members_that_never_come_do_not_hold_up_one_that_does(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
-    for missing in range(100, 130):
-        ends[1].do(join, new_name(), {2: 0, missing: 1}, table(host(0), host(1)))
-        ends[0].do(join, new_name(), {1: 0, missing: 1}, table(host(0), host(1)))
-    late = ends[1].cluster_id
-    # Those that are dialled: more than there are threads.
-    dead = [ends[1].do(join, new_name(), {1: 0, late: 1}, table(host(2), host(3))) for _ in range(40)]
-    comm_ids = joined(*ends)
+def test_link_clusters_and_communicators_share_a_link_and_each_keeps_it_for_itself(shm_pair: Pair) -> None:
+    prompt, decoder = ends = shm_pair.prompt, shm_pair.decoder
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=SHM, **SECONDS)
+    decoder.start("DECODER", 2, extra=SHM, **SECONDS)
+    shm_pair.link()
+    before = [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)]
+    joined(*ends)
+    assert [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)] == before, "the same link"
+    for end in ends:
+        end.do(drop, 1)
     bytes_move_both_ways(*ends)
-    assert {ends[1].do(status, each) for each in dead} == {PREPARING}
-    assert comm_ids == [31, 71]
+    there = [info(1, prompt.port)]
+    assert decoder.do(unlink, there) == SUCCESS
+    alone(*ends)
+    # The other way round: link_clusters comes to the link of a communicator, and unlink_clusters ends it.
+    assert joined(*ends) == [2, 2]
+    assert decoder.do(link, there) == (ALREADY, [ALREADY])
+    assert decoder.do(unlink, there) == SUCCESS
+    alone(*ends)
+    assert [end.do(status, 2) for end in ends] == [OK, OK]
+    decoder.do(make, "kv", Spec(blocks=True), 1)
+    not_linked(decoder, 1)
+    assert decoder.do(link, there) == SUCCESS
+    for end in ends:
+        end.do(drop, 2)
+    bytes_move_both_ways(*ends)
+
+
+def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[ChildEnd]) -> None:
+    """Two of three members are linked; link_clusters makes that link usable, and keeps it when the rest fails."""
+    for cluster_id, end in enumerate(four[:3], 1):
+        end.start("MIX", cluster_id, listen_ip_info="127.0.0.1:0", **SECONDS)
+    listening, dialling, third = four[:3]
+    meeting, there = Meeting((1, 2, 3)), [info(1, listening.port)]
+    meeting.join(listening, dialling)
+    wait_until(lambda: all(end.do(links) for end in (listening, dialling)))
+    dialling.do(make, "kv", Spec(blocks=True), 1)
+    not_linked(dialling, 1)
+    assert dialling.do(link, there) == SUCCESS
+    assert dialling.do(link, there) == (ALREADY, [ALREADY])
+    dialling.do(drop, 1)
+    assert dialling.do(links) == {1: "ready"}
+    with pytest.raises(CacheNotFound):
+        dialling.do(call, "pull_blocks", BlocksCacheKey(1, 0), Use("kv"), [0], [0])
+    # At the other end the communicator fails, and its link with it: the one that link_clusters made is dialled again.
+    replace(meeting, table=table(*[host(0)] * 3, version="1.2")).join(third)
+    assert settle([listening], [1]) == [FAILED]
+    wait_until(lambda: dialling.do(is_redialled, 1))
+    bytes_move_both_ways(listening, dialling)
+
+
+def is_redialled(world: World, peer: int) -> bool:
+    engine = world.dd._engine
+    link_ = None if engine is None else engine.links.peek(peer)
+    return link_ is not None and link_.origin.reconnected and link_.usable

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMClusterInfo
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import LinkRefused
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, links
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link_number, links, not_linked, unlink
 from tests.support.moves import Spec, make, wait_until
 from tests.support.ranks import (
     FAILED,
     OK,
     SECONDS,
+    Meeting,
     drop,
     explained,
     host,
-    join,
     joined,
-    new_name,
-    not_linked,
     settle,
     start_two,
     status,
@@ -37,28 +35,25 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("victim", [1, 3], ids=["it listened", "it dialled"])
-def test_r22_kill_9_of_a_member_that_was_met_is_no_success_for_who_waits_for_another(
+def test_r22_kill_9_of_a_member_that_was_met_is_no_success_for_one_that_waits_for_another(
     four: list[ChildEnd], victim: int
 ) -> None:
     """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes."""
-    waiting, late, dying, unused = four
-    numbers = {waiting: 2, dying: victim, late: 4, unused: 9}
-    for end in (waiting, dying, late):
-        end.start("MIX", numbers[end], link_total_time=2)
-    ranks, name, rank_table = {victim: 0, 2: 1, 4: 2}, new_name(), table(*[host(0)] * 3)
-    ranks = {cluster_id: rank for rank, cluster_id in enumerate(sorted(ranks))}
-    for end in (dying, waiting):
-        end.do(join, name, ranks, rank_table)
+    waiting, late, dying, _ = four
+    for end, number in ((waiting, 2), (dying, victim), (late, 4), (four[3], 9)):
+        end.start("MIX", number, link_total_time=2)
+    meeting = Meeting((victim, 2, 4))
+    meeting.join(dying, waiting)
     wait_until(lambda: waiting.do(links) == {victim: "ready"})
     wait_until(lambda: victim not in waiting.do(explained, 1).waiting_for)
     dying.kill()
+    four.remove(dying)
     alone(waiting)
     wait_until(lambda: victim in waiting.do(explained, 1).waiting_for)
-    late.do(join, name, ranks, rank_table)
+    meeting.join(late)
     wait_until(lambda: waiting.do(explained, 1).waiting_for == (victim,))
     assert settle([waiting, late], [1, 1]) == [FAILED, FAILED]
     assert f"cluster {victim} did not join" in waiting.do(explained, 1).reason
-    four.remove(dying)
 
 
 @pytest.mark.parametrize("restarted", [1, 3], ids=["it listened", "it dialled"])
@@ -66,20 +61,36 @@ def test_r22_a_member_that_is_killed_while_preparing_may_come_back(four: list[Ch
     first, second, third, dying = four
     for end, number in ((first, 2), (second, 4), (dying, restarted)):
         end.start("MIX", number, **SECONDS)
-    name, rank_table = new_name(), table(*[host(0)] * 3)
-    ranks = {cluster_id: rank for rank, cluster_id in enumerate(sorted((2, 4, restarted)))}
-    for end in (dying, first):
-        end.do(join, name, ranks, rank_table)
+    meeting = Meeting((restarted, 2, 4))
+    meeting.join(dying, first)
     wait_until(lambda: first.do(explained, 1).waiting_for == (4,))
     dying.kill()
     four.remove(dying)
     third.start("MIX", restarted, **SECONDS)
-    for end in (third, second):
-        end.do(join, name, ranks, rank_table)
+    meeting.join(third, second)
     ends = [first, second, third]
     assert settle(ends, [1, 1, 1]) == [OK] * 3
     for one, other in ((first, second), (first, third), (second, third)):
         bytes_move_both_ways(one, other)
+
+
+def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_any_unlink(shm_pair: Pair) -> None:
+    survivor, victim = shm_pair.prompt, ChildEnd("victim")
+    for killed in (3, 0):  # the one that dialled, the one that listened
+        survivor.start("MIX", 1, **SECONDS)
+        victim.start("MIX", killed, **SECONDS)
+        joined(survivor, victim)
+        survivor.do(make, "kv", Spec(blocks=True), 1)
+        victim.kill()
+        alone(survivor)
+        not_linked(survivor, killed)
+        victim = ChildEnd("successor")
+        victim.start("MIX", killed, **SECONDS)
+        assert joined(survivor, victim) == [2, 1]
+        bytes_move_both_ways(survivor, victim)
+        survivor.stop()
+        victim.stop()
+    victim.close()
 
 
 def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> None:
@@ -87,19 +98,17 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> N
     ends = start_two(local_pair)
     third = LocalEnd("third")
     third.start("MIX", 3, extra={"llm.Transport": local_pair.transport}, **SECONDS)
-    name, ranks, rank_table = new_name(), {1: 0, 2: 1, 3: 2}, table(*[host(0)] * 3)
+    meeting = Meeting((1, 2, 3))
     try:
-        for end in ends:
-            end.do(join, name, ranks, rank_table)
+        meeting.join(*ends)
         wait_until(lambda: all(end.do(explained, 1).waiting_for == (3,) for end in ends))
         for end, peer in zip(ends, (2, 1), strict=True):
-            was = end.do(sequence, peer)
-            assert end.do(unlink_by_id, peer) == SUCCESS
+            was = end.do(link_number, peer)
+            assert end.do(unlink, [info(peer)], 5000, True) == SUCCESS
             made_again(end, peer, was)
             wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
-        third.do(join, name, ranks, rank_table)
-        everybody = [*ends, third]
-        assert settle(everybody, [1, 1, 1]) == [OK] * 3
+        meeting.join(third)
+        assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
         bytes_move_both_ways(*ends)
     finally:
         third.stop()
@@ -107,19 +116,7 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> N
 
 def made_again(end: End, peer: int, was: int) -> None:
     """There is a newer link than number ``was``."""
-    wait_until(lambda: end.do(sequence, peer) > was)
-
-
-def sequence(world: World, peer: int) -> int:
-    engine = world.dd._engine
-    there = None if engine is None else engine.links.peek(peer)
-    return 0 if there is None else there.origin.sequence
-
-
-def unlink_by_id(world: World, peer: int) -> Any:
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = peer
-    return world.dd.unlink_clusters([cluster], 5000, force=True)
+    wait_until(lambda: end.do(link_number, peer) > was)
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:
@@ -127,7 +124,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
     ready_ids = joined(*ends)
     for end in ends:
         end.do(make, "kv", Spec(blocks=True), 1)
-    waiting = [end.do(join, "of three" + new_name(), {1: 0, 2: 1, 3: 2}, table(*[host(0)] * 3)) for end in ends[:1]]
+    waiting = Meeting((1, 2, 3)).join(ends[0])
     bytes_move_both_ways(*ends)
     ends[0].do(drop, ready_ids[0])
     assert ends[0].do(links) == {2: "ready"}, "the other communicator wants it too"
@@ -140,7 +137,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
 def test_finalize_while_link_is_being_called_leaves_nothing(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """finalize is to be alone (interface §11); who breaks that rule gets an error, not a listener for ever."""
+    """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever."""
     end.start("MIX", number, **SECONDS)
     really = Communicators._enter
 
@@ -151,25 +148,25 @@ def test_finalize_while_link_is_being_called_leaves_nothing(
 
     monkeypatch.setattr(Communicators, "_enter", entered_late)
     with pytest.raises(LinkRefused, match="finalized"):
-        end.do(join, new_name(), {1: 0, 3: 1}, table(host(0), host(0)))
+        Meeting((1, 3)).join(end)
 
 
-def test_a_communicator_that_has_failed_before_this_end_began_to_dial_dials_nobody(
+def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dialled(
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member with another table comes between listening and dialling."""
     ends = start_two(local_pair)
-    name, ranks = new_name(), {0: 0, 1: 1, 2: 2}
+    meeting = Meeting((0, 1, 2))
     really = RetryQueue.add
 
     def added_late(self: RetryQueue[Any], member: Any) -> bool:
         if member.cluster_id == 0 and member.communicator.expected:
-            ends[1].do(join, name, ranks, table(*[host(0)] * 3, version="1.2"))
+            replace(meeting, table=table(*[host(0)] * 3, version="1.2")).join(ends[1])
             wait_until(lambda: not member.communicator.preparing)
         return really(self, member)
 
     monkeypatch.setattr(RetryQueue, "add", added_late)
-    assert ends[0].do(join, name, ranks, table(*[host(0)] * 3)) == 1
+    assert meeting.join(ends[0]) == [1]
     assert ends[0].do(status, 1) is FAILED
     wait_until(lambda: not ends[0].do(is_dialling))
     assert ends[0].do(status, 1) is FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -19,6 +19,7 @@ from tests.support.ranks import (
     FAILED,
     OK,
     PREPARING,
+    Meeting,
     explained,
     host,
     join,
@@ -87,10 +88,11 @@ def test_without_a_free_port_link_is_link_failed_and_nothing_is_left(end: LocalE
     end.start("MIX", 1)
     name = free_name()
     code = LLMStatusCode.LLM_LINK_FAILED
+    arguments = (name, {1: 0, 2: 1}, table(host(0), host(0)))
     with taken(host(0), ports(name, 1), listening=False):
         parts = [host(0), str(ports(name, 1)[7]), PORTS_VARIABLE]
-        refused([end], [], LinkRefused, parts, join, name, {1: 0, 2: 1}, table(host(0), host(0)), status=code)
-    assert end.do(join, name, {1: 0, 2: 1}, table(host(0), host(0))) == 1
+        refused([end], [], LinkRefused, parts, join, *arguments, status=code)
+    assert end.do(join, *arguments) == 1
 
 
 def test_another_communicator_at_the_first_port_is_passed_by(shm_pair: Pair) -> None:
@@ -101,32 +103,29 @@ def test_another_communicator_at_the_first_port_is_passed_by(shm_pair: Pair) -> 
     for end in ends:
         end.do(set_ports, f"{low}-{low + 7}")
     try:
-        waiting = [ends[0].do(join, new_name(), {1: 0, 9: 1}, table(host(0), host(1))) for _ in range(4)]
+        waiting = [Meeting((1, 9)).join(ends[0])[0] for _ in range(4)]
         ids = join_all(ends)
         assert settle(ends, ids) == [OK, OK]
-        assert {ends[0].do(status, each) for each in waiting} == {PREPARING}, "met by nobody"
+        assert {ends[0].do(status, each) for each in waiting} == {PREPARING}
     finally:
         for end in ends:
             end.do(set_ports, None)
 
 
-@pytest.mark.parametrize("text", ["x", "1", "5-4", "0-5", "1-65536", "-", "1-2-3"])
-def test_a_wrong_range_of_ports_in_the_environment_is_named(
-    end: LocalEnd, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_wrong_range_of_ports_in_the_environment_is_named(end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     end.start("MIX", 1)
-    monkeypatch.setenv(PORTS_VARIABLE, text)
-    refused([end], [], ParamError, [PORTS_VARIABLE, text], join, "n", {1: 0, 2: 1}, table(host(0), host(0)))
-    refused([end], [], ParamError, [PORTS_VARIABLE, text], join, "n", {0: 0, 1: 1}, table(host(0), host(0)))
+    for text in ("x", "1", "5-4", "0-5", "1-65536", "-", "1-2-3"):
+        monkeypatch.setenv(PORTS_VARIABLE, text)
+        for ranks in ({1: 0, 2: 1}, {0: 0, 1: 1}):
+            refused([end], [], ParamError, [PORTS_VARIABLE, text], join, "n", ranks, table(host(0), host(0)))
 
 
 def test_an_address_that_is_not_of_this_host_is_listened_for_on_all_of_them(shm_pair: Pair) -> None:
     """Behind address translation the table names an address that this host does not have."""
     ends = start_two(shm_pair)
-    name = new_name()
-    # Both say 192.0.2.1 for cluster 1, but what the decoder dials leads to loopback, as a translation would.
-    ends[0].do(join, name, {1: 0, 2: 1}, table("192.0.2.1", host(1)))
-    with socket.create_connection(("127.0.0.1", _open_port(name))):
+    meeting = Meeting((1, 2), table=table("192.0.2.1", host(1)))
+    meeting.join(ends[0])
+    with socket.create_connection(("127.0.0.1", _open_port(meeting.name))):
         pass
     assert ends[0].do(status, 1) is PREPARING
 
@@ -135,7 +134,7 @@ def _open_port(name: str) -> int:
     for number in ports(name, 1):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", number)):
             return number
-    raise AssertionError("nobody listens")
+    raise AssertionError("there is no listener")
 
 
 def _is_open(number: int) -> bool:
@@ -146,89 +145,65 @@ def _is_open(number: int) -> bool:
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
-def meeting(communicator: str, rank_table: str, **changes: Any) -> CommunicatorId:
+def at_loopback() -> Meeting:
+    """Return what clusters 1 and 2 mean, where strangers reach them."""
+    return Meeting((1, 2), table=table("127.0.0.1", "127.0.0.1"))
+
+
+def meeting_of(meeting: Meeting, **changes: Any) -> CommunicatorId:
+    """Return what a member says of it, but for the changes."""
     fields: dict[str, Any] = {
-        "name": communicator,
-        "members": [(1, 0), (2, 1)],
-        "table": RankTable.parse(rank_table).digest,
+        "name": meeting.name,
+        "members": list(meeting.ranks.items()),
+        "table": RankTable.parse(meeting.table).digest,
         "token": b"t" * 16,
     }
     return CommunicatorId(**(fields | changes))
 
 
-@pytest.mark.parametrize(
-    ("cluster_id", "changes", "code"),
-    [
-        (2, {"name": "another"}, LLMStatusCode.LLM_NOT_YET_LINK),
-        (3, {}, LLMStatusCode.LLM_NOT_YET_LINK),
-        (1, {}, LLMStatusCode.LLM_NOT_YET_LINK),
-        (3, {"members": [(1, 0), (3, 1)]}, LLMStatusCode.LLM_NOT_YET_LINK),
-        (2, None, LLMStatusCode.LLM_LINK_FAILED),
-    ],
-    ids=["another name", "no member", "ourselves", "another idea of the members", "link_clusters"],
-)
-def test_a_stranger_at_the_port_is_refused_and_the_preparation_goes_on(
-    shm_pair: Pair, cluster_id: int, changes: dict[str, Any] | None, code: LLMStatusCode
-) -> None:
-    ends = start_two(shm_pair)
-    name, rank_table = new_name(), table("127.0.0.1", "127.0.0.1")
-    ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
-    with Stranger(_open_port(name), cluster_id) as stranger:
-        wanted = None if changes is None else meeting(name, rank_table, **changes)
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=wanted))
-        assert stranger.hear(Refused).code == code
-        assert stranger.is_hung_up_on()
+#: The stranger's id, what it says of the communicator (None: nothing, as link_clusters does), and the refusal.
+STRANGERS: Final[dict[str, tuple[int, dict[str, Any] | None, LLMStatusCode]]] = {
+    "another name": (2, {"name": "another"}, LLMStatusCode.LLM_NOT_YET_LINK),
+    "no member": (3, {}, LLMStatusCode.LLM_NOT_YET_LINK),
+    "ourselves": (1, {}, LLMStatusCode.LLM_NOT_YET_LINK),
+    "another idea of the members": (3, {"members": [(1, 0), (3, 1)]}, LLMStatusCode.LLM_NOT_YET_LINK),
+    "link_clusters": (2, None, LLMStatusCode.LLM_LINK_FAILED),
+}
+
+
+def test_strangers_at_the_port_cost_their_own_connection_only_and_the_preparation_goes_on(shm_pair: Pair) -> None:
+    ends, meeting = start_two(shm_pair), at_loopback()
+    meeting.join(ends[0])
+    port = _open_port(meeting.name)
+    for name, (cluster_id, changes, code) in STRANGERS.items():
+        with Stranger(port, cluster_id) as stranger:
+            communicator = None if changes is None else meeting_of(meeting, **changes)
+            stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=communicator))
+            assert stranger.hear(Refused).code == code, name
+            assert stranger.is_hung_up_on()
+        assert ends[0].do(status, 1) is PREPARING
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    assert ends[1].do(link, [info(1, port)]) == (failed, [failed])  # a good end that takes it for another listener
     assert ends[0].do(status, 1) is PREPARING
-    ends[1].do(join, name, {1: 0, 2: 1}, rank_table)
-    assert settle(ends, [1, 1]) == [OK, OK]
-    bytes_move_both_ways(*ends)
-
-
-def test_what_is_no_greeting_at_the_port_costs_its_own_connection_only(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
-    name, rank_table = new_name(), table("127.0.0.1", "127.0.0.1")
-    ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
-    port = _open_port(name)
     with Stranger(port) as garbage, Stranger(port) as silent, Stranger(port) as half:
         garbage.say(b"GET / HTTP/1.1\r\n\r\n")
         assert garbage.is_hung_up_on()
         half.say(CONTROL_PREAMBLE[:5])
-        ends[1].do(join, name, {1: 0, 2: 1}, rank_table)
+        meeting.join(ends[1])
         assert settle(ends, [1, 1]) == [OK, OK]
-        wait_until(lambda: not _is_open(port), 5)  # closed once all are met, whoever is still there
+        wait_until(lambda: not _is_open(port), 5)  # closed once all are met, whatever strangers are still there
         assert silent.is_hung_up_on()
+    bytes_move_both_ways(*ends)
 
 
-def test_a_member_with_another_table_fails_the_preparation_whoever_it_is(local_pair: Pair) -> None:
-    ends = start_two(local_pair)
-    name, rank_table = new_name(), table("127.0.0.1", "127.0.0.1")
-    ends[0].do(join, name, {1: 0, 2: 1}, rank_table)
-    with Stranger(_open_port(name), 2) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=meeting(name, rank_table, table=b"?" * 16)))
-        told = stranger.hear(Refused)
-    assert told.code == LLMStatusCode.LLM_PARAM_INVALID
+def test_a_member_with_another_table_fails_the_preparation(local_pair: Pair) -> None:
+    ends, meeting = start_two(local_pair), at_loopback()
+    meeting.join(ends[0])
+    with Stranger(_open_port(meeting.name), 2) as stranger:
+        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=meeting_of(meeting, table=b"?" * 16)))
+        assert stranger.hear(Refused).code == LLMStatusCode.LLM_PARAM_INVALID
     assert settle(ends[:1], [1]) == [FAILED]
     assert "rank_table differs" in ends[0].do(explained, 1).reason
-
-
-def test_a_communicator_is_not_looked_for_at_a_listener_of_link_clusters(shm_pair: Pair) -> None:
-    shm_pair.start(linked=False)
-    assert shm_pair.prompt.port is not None
-    with Stranger(shm_pair.prompt.port, 2) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(communicator=meeting("n", table(host(0)))))
-        assert stranger.hear(Refused).code == LLMStatusCode.LLM_NOT_YET_LINK
-    shm_pair.link()
-
-
-def test_link_clusters_to_the_port_of_a_communicator_is_link_failed_and_says_why(
-    shm_pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    ends = start_two(shm_pair)
-    name = new_name()
-    ends[0].do(join, name, {1: 0, 2: 1}, table("127.0.0.1", "127.0.0.1"))
-    failed = LLMStatusCode.LLM_LINK_FAILED
-    assert ends[1].do(link, [info(1, _open_port(name))]) == (failed, [failed])
-    assert ends[0].do(status, 1) is PREPARING
 
 
 def test_a_listener_of_link_clusters_at_the_port_is_passed_by(shm_pair: Pair) -> None:

@@ -1,18 +1,20 @@
-"""Peers that are killed, frozen, restarted or finalised over shm, and what their survivors see (interface R22, I3)."""
+"""Peers that are killed, frozen, restarted or finalized, and what their survivors see (interface R22, I3): how a
+death is noticed, also where the sockets do not tell, and what must not pass for one."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
-import tempfile
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
-from tests.support.ends import ChildEnd
+from tests.support.family import Family, one_family
 from tests.support.frozen import freeze
 from tests.support.gates import stopped
 from tests.support.linking import (
@@ -20,9 +22,12 @@ from tests.support.linking import (
     alone,
     begin_there,
     bytes_move_both_ways,
+    finalize,
     info,
     link,
+    link_number,
     links,
+    redials,
     result_there,
     runs_there,
     unlink,
@@ -35,10 +40,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.support.ends import ChildEnd, End
     from tests.support.moves import Bytes
 
-pytestmark = pytest.mark.covers("llm.ShmSocketDir")
+pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout")
 
 KEY = CacheKey(1, 10)
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
@@ -48,49 +53,10 @@ TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
 
 
-class Family:
-    """The processes of one test. Survivors must have nothing left when they have finalized."""
-
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
-        self._newborn: dict[ChildEnd, Any] = {}
-
-    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
-        end = ChildEnd(f"{role.lower()} {cluster_id}")
-        self._newborn[end] = end.do(residue_of)
-        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
-        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
-        return end
-
-    def kill(self, end: ChildEnd) -> None:
-        del self._newborn[end]
-        end.kill()
-
-    def part(self) -> None:
-        for end in self._newborn:
-            end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
-        try:
-            for end, newborn in self._newborn.items():
-                end.stop()
-                assert end.do(settled_of, newborn) == newborn
-                end.close()
-        finally:
-            for end in self._newborn:
-                end.kill()
-
-
 @pytest.fixture
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
-    before = files_of_ours()
-    family = Family(getattr(request, "param", "shm"))
-    yield family
-    family.part()
-    assert files_of_ours() == before
-
-
-def files_of_ours() -> list[str]:
-    names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
-    return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+    with one_family(getattr(request, "param", "shm")) as family:
+        yield family
 
 
 def waiting(world: World, peer: int) -> int:
@@ -108,7 +74,7 @@ def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:
 
 
 def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
-    """Both end with PeerLost, which says who, where and why."""
+    """Both end with PeerLost, which says which peer, where and why."""
     for name in ("row pull", "paged pull"):
         error = decoder.do(result_there, name)
         assert isinstance(error, PeerLost), error
@@ -160,24 +126,61 @@ def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[By
         decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
 BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
 
 
+def keep_pulling(world: World, peer: int, stop: Path, rows: Bytes, paged: Bytes) -> int:
+    """Pull a row and two blocks again and again, and compare every byte each time; return how often."""
+    count = 0
+    while not stop.exists():
+        before = [fill(world.caches[name], 2 * count + i) for i, name in enumerate(("other rows", "other paged"))]
+        to, from_ = count % 8, 3 * count % 8
+        call(world, "pull_cache", CacheKeyByIdAndIndex(peer, 1, from_), Use("other rows"), to)  # consumes no key
+        call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use("other paged"), [from_, 7 - from_], [to, 7 - to])
+        same_bytes(show(world, "other rows"), moved(before[0], rows, [(to, from_)]))
+        same_bytes(show(world, "other paged"), moved(before[1], paged, [(to, from_), (7 - to, 7 - from_)]))
+        world.memory["pulls"] = count = count + 1
+    return count
+
+
+def pulls(world: World) -> int:
+    """Return how often so far; raise what ended it."""
+    if not runs_there(world, "puller"):
+        world.memory["puller"].result()
+    return int(world.memory.get("pulls", 0))
+
+
+def many_more_pulls(end: End) -> None:
+    count = end.do(pulls)
+    wait_until(lambda: end.do(pulls) > count + 20)
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
 @BOTH_TRANSPORTS
-def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(family: Family) -> None:
-    prompt = family.born("PROMPT", 1)
+def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold_up_no_other_link(
+    family: Family, tmp_path: Path
+) -> None:
+    prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
+    rows = third.do(make, "rows", Spec(), 5)
+    paged = third.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(3, 0)), 6)
+    decoder.do(make, "other rows", Spec(), 7)
+    decoder.do(make, "other paged", Spec(blocks=True), 8)
     warmed_up(prompt, decoder)
+    assert decoder.do(link, [info(3, third.port)]) == SUCCESS
+    decoder.do(begin_there, "puller", keep_pulling, 3, tmp_path / "stop", rows, paged)
+    many_more_pulls(decoder)
     tables, held = decoder.do(picture), decoder.do(residue_of)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
+    many_more_pulls(decoder)
     family.kill(prompt)
     both_pulls_lost(decoder, prompt, KILLED)
     not_linked(decoder)
+    many_more_pulls(decoder)
     if family.transport == "tcp":
         # No descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
         assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
@@ -185,8 +188,19 @@ def test_r22_pulls_that_wait_for_a_killed_prompt_fail_and_leave_nothing_behind(f
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
-    wait_until(lambda: [decoder.do(settled_of, held)[kind] for kind in kept] == [held[kind] for kind in kept])
-    assert decoder.do(picture) == tables
+    wait_until(
+        lambda: [held[kind] for kind in kept] == [now[kind] for now in [decoder.do(residue_of)] for kind in kept]
+    )
+    (tmp_path / "stop").touch()
+    total = decoder.do(result_there, "puller")
+    assert isinstance(total, int), total
+    after = decoder.do(picture)
+    assert replace(after, links=()) == replace(tables, links=())
+    (left,) = after.links
+    assert (left.remote_cluster_id, left.peer_pid, left.state) == (3, third.pid, "ready")
+    assert left.read_bytes == total * 4 * 3 * 48  # tensors, a row and two blocks: the same link all along
+    unchanged(third, [rows, paged])
+    assert decoder.do(redials) == ()
 
 
 @BOTH_TRANSPORTS
@@ -213,69 +227,61 @@ def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes
     pulls_arrive(prompt, decoder, source, target)
 
 
-def keep_pulling(world: World, peer: int, stop: Path, rows: Bytes, paged: Bytes) -> int:
-    """Pull a row and two blocks again and again, and compare every byte each time; return how often."""
-    count = 0
-    while not stop.exists():
-        before = [fill(world.caches[name], 2 * count + i) for i, name in enumerate(("other rows", "other paged"))]
-        to, from_ = count % 8, 3 * count % 8
-        call(world, "pull_cache", CacheKeyByIdAndIndex(peer, 1, from_), Use("other rows"), to)  # consumes no key
-        call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use("other paged"), [from_, 7 - from_], [to, 7 - to])
-        same_bytes(show(world, "other rows"), moved(before[0], rows, [(to, from_)]))
-        same_bytes(show(world, "other paged"), moved(before[1], paged, [(to, from_), (7 - to, 7 - from_)]))
-        world.memory["pulls"] = count = count + 1
-    return count
-
-
-def pulls(world: World) -> int:
-    """Return how often so far; raise what ended it."""
-    if not runs_there(world, "puller"):
-        world.memory["puller"].result()
-    return int(world.memory.get("pulls", 0))
-
-
 @BOTH_TRANSPORTS
-def test_r22_i15_the_link_to_a_third_process_moves_data_all_the_while(family: Family, tmp_path: Path) -> None:
-    prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
-    caches(prompt, decoder)
-    rows = third.do(make, "rows", Spec(), 5)
-    paged = third.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(3, 0)), 6)
-    decoder.do(make, "other rows", Spec(), 7)
-    decoder.do(make, "other paged", Spec(blocks=True), 8)
-    assert decoder.do(link, [info(1, prompt.port), info(3, third.port)]) == (SUCCESS[0], SUCCESS[1] * 2)
-    decoder.do(begin_there, "puller", keep_pulling, 3, tmp_path / "stop", rows, paged)
-
-    def many_more() -> None:
-        count = decoder.do(pulls)
-        wait_until(lambda: decoder.do(pulls) > count + 20)
-
-    many_more()
-    pull_in_vain(decoder, prompt)
-    many_more()
+def test_a_killed_peer_is_unlinked_with_and_without_force(family: Family) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     family.kill(prompt)
-    both_pulls_lost(decoder, prompt, KILLED)
-    many_more()
-    not_linked(decoder)
-    (tmp_path / "stop").touch()
-    total = decoder.do(result_there, "puller")
-    assert isinstance(total, int), total
-    (left,) = decoder.do(picture).links
-    assert (left.remote_cluster_id, left.peer_pid, left.state) == (3, third.pid, "ready")
-    assert left.read_bytes == total * 4 * 3 * 48  # tensors, a row and two blocks: the same link all along
-    unchanged(third, [rows, paged])
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(unlink, [info(1)], 1000, True) == SUCCESS
+    assert (decoder.do(links), decoder.do(redials)) == ({}, ())
+
+
+def forked(world: World, properly: bool) -> int:
+    """Fork a child that outlives its parent: by Python, or by a library that knows nothing of Python."""
+    child: int = os.fork() if properly else ctypes.CDLL(None).fork()
+    if child == 0:
+        # Nothing but system calls: a raw fork has told Python nothing.
+        while True:
+            signal.pause()
+    return child
+
+
+@pytest.mark.parametrize(
+    ("family", "properly", "timeout"),
+    [("shm", True, "600"), ("shm", False, "600"), ("tcp", False, "1.5")],
+    indirect=["family"],
+)
+def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
+    family: Family, properly: bool, timeout: str
+) -> None:
+    """The child holds the link, the lanes and the listener: over tcp only missed beats tell."""
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra={"llm.PeerTimeout": timeout})
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    child = prompt.do(forked, properly)
+    try:
+        bytes_move_both_ways(prompt, decoder)  # the child disturbs nothing
+        family.kill(prompt)
+        alone(decoder)
+        if family.transport == "tcp":
+            # The listener's port still takes connections; it is dialled again, and hears nothing.
+            wait_until(lambda: [each.attempts > 0 for each in decoder.do(redials)] == [True])
+            assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+            assert decoder.do(redials) == ()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 # --- restarted --------------------------------------------------------------------------------------------------------
 
 
-@BOTH_TRANSPORTS
-@pytest.mark.parametrize("same_address", [True, False])
+@pytest.mark.parametrize(
+    ("family", "same_address"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"]
+)
 def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     socket_folder: Path, family: Family, same_address: bool
 ) -> None:
-    # Another address comes with socket files, of which the killed prompt leaves one.
-    extra = {} if same_address else {"llm.ShmSocketDir": str(socket_folder)}
+    extra = {"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {}
     prompt = family.born("PROMPT", 1, extra=extra)
     decoder = family.born("DECODER", 2, extra=extra)
     _, target = caches(prompt, decoder)
@@ -293,10 +299,10 @@ def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     source = [prompt.do(make, "rows", ROWS, 11), prompt.do(make, "paged", PAGED, 12)]
     pulls_arrive(prompt, decoder, source, target)
     bytes_move_both_ways(prompt, decoder)
-    assert len(list(socket_folder.iterdir())) == (0 if same_address else 2)
+    assert len(list(socket_folder.iterdir())) == (2 if family.transport == "shm" else 0)  # the killed one leaves one
 
 
-@BOTH_TRANSPORTS
+@pytest.mark.parametrize("family", ["tcp"], indirect=True)
 def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Family) -> None:
     prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
     caches(prompt, old)
@@ -315,32 +321,27 @@ def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Fa
 # --- finalized --------------------------------------------------------------------------------------------------------
 
 
-def finalize(world: World) -> None:
-    world.dd.finalize()
-
-
 def init_again(world: World, options: dict[str, str]) -> int | None:
     """Initialise the same object."""
     world.dd.init(options)
     return world.dd.listen_port
 
 
-@pytest.mark.parametrize("leaver", ["prompt", "decoder"])
-def test_r22_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair, leaver: str) -> None:
+@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
+def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair) -> None:
     pair.start(extra=PATIENT)
-    left = caches(pair.prompt, pair.decoder)
-    gone, stays = (pair.prompt, pair.decoder) if leaver == "prompt" else (pair.decoder, pair.prompt)
-    gone.do(finalize)
-    alone(stays)
-    not_linked(stays, gone.cluster_id)
-    unchanged(stays, left[0] if stays is pair.prompt else left[1])
     extra = PATIENT | {"llm.Transport": pair.transport}
-    listen = "127.0.0.1:0" if gone is pair.prompt else None
-    gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
-    not_linked(stays, gone.cluster_id)
-    pair.link()
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-    unchanged(stays, left[0] if stays is pair.prompt else left[1])
+    for gone, stays in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        kept = [stays.do(make, "rows", Spec(), 1), stays.do(make, "paged", Spec(blocks=True), 2)]
+        gone.do(finalize)
+        alone(stays)
+        not_linked(stays, gone.cluster_id)
+        listen = "127.0.0.1:0" if gone is pair.prompt else None
+        gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
+        not_linked(stays, gone.cluster_id)
+        pair.link()
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+        unchanged(stays, kept)
 
 
 # --- frozen -----------------------------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1], [0])
     freeze(prompt)
     wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
-    # The answer is known, so nobody has to be asked; the other pull waits for the peer to come back.
+    # The answer is known, so no question is sent; the other pull waits for the peer to come back.
     decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
     unchanged(decoder, [target[0], moved(target[1], source[1], [(0, 1), (3, 6)])])
     decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)
@@ -371,7 +372,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
 @BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
     prompt = family.born("PROMPT", 1)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "3"})
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
     source, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
@@ -385,3 +386,21 @@ def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pulls_arrive(prompt, decoder, source, target)
     assert (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"})
+
+
+def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
+    prompt, decoder = (
+        family.born("PROMPT", 1, extra=PATIENT),
+        family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"}),
+    )
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    number, begun = decoder.do(link_number, 1), decoder.do(beats)
+    wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
+    assert decoder.do(links) == {1: "ready"}
+    assert decoder.do(link_number, 1) == number, "the same link all along"
+    bytes_move_both_ways(prompt, decoder)
+
+
+def beats(world: World) -> int:
+    assert world.dd._engine is not None
+    return world.dd._engine.links._heartbeat._count

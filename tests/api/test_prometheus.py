@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.prometheus import register
+from tests.support.linking import finalize
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -34,21 +35,6 @@ def _scrape(world: World) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_scrape_shows_what_moved_and_what_waits(pair: Pair) -> None:
-    pair.start()
-    pair.prompt.do(_publish)
-    pair.decoder.do(_pull)
-    decoder, prompt = pair.decoder.do(_scrape), pair.prompt.do(_scrape)
-    moved = 3 * 1024 * 2
-    assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
-    assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
-    assert decoder[f'llm_datadist_link_read_bytes_total{{cluster="2",peer="1",transport="{pair.transport}"}}'] == moved
-    assert prompt[f'llm_datadist_link_up{{cluster="1",peer="2",transport="{pair.transport}"}}'] == 1
-    assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
-    assert prompt['llm_datadist_unconsumed_bytes{cluster="1"}'] > 0
-    assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
-
-
 def _scrape_after_finalize(world: World) -> bytes:
     registry = CollectorRegistry()
     register(world.dd, registry)
@@ -56,18 +42,23 @@ def _scrape_after_finalize(world: World) -> bytes:
     return generate_latest(registry)
 
 
-def test_finalized_exports_nothing(local_pair: Pair) -> None:
-    local_pair.start(linked=False)
-    assert local_pair.decoder.do(_scrape_after_finalize) == b""
-
-
-def _finalize(world: World) -> None:
-    world.dd.finalize()
-
-
-def test_scrape_shows_a_lost_link_that_is_being_dialled_again(shm_pair: Pair) -> None:
+def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_nothing_after_finalize(
+    shm_pair: Pair,
+) -> None:
     shm_pair.start()
-    name = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
-    assert name not in shm_pair.decoder.do(_scrape)
-    shm_pair.prompt.do(_finalize)  # its process lives, so there is hope
-    wait_until(lambda: shm_pair.decoder.do(_scrape).get(name, 0) >= 1)
+    shm_pair.prompt.do(_publish)
+    shm_pair.decoder.do(_pull)
+    decoder, prompt = shm_pair.decoder.do(_scrape), shm_pair.prompt.do(_scrape)
+    moved = 3 * 1024 * 2
+    assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
+    assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
+    assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
+    assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
+    assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
+    assert prompt['llm_datadist_unconsumed_bytes{cluster="1"}'] > 0
+    assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
+    redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
+    assert redials not in decoder
+    shm_pair.prompt.do(finalize)  # its process lives, so there is hope
+    wait_until(lambda: shm_pair.decoder.do(_scrape).get(redials, 0) >= 1)
+    assert shm_pair.decoder.do(_scrape_after_finalize) == b""

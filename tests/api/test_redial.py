@@ -1,4 +1,4 @@
-"""What one end dialled and lost comes back by itself, to the same incarnation only, until somebody unlinks it
+"""What one end dialled and lost comes back by itself, to the same incarnation only, until it is unlinked
 (interface R22)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +15,24 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import NotLinked
 from tests.support.ends import ChildEnd
+from tests.support.family import Family, one_family
 from tests.support.frozen import frozen
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.linking import (
+    SUCCESS,
+    bytes_move_both_ways,
+    finalize,
+    info,
+    link,
+    link_number,
+    links,
+    not_linked,
+    redials,
+    start_both,
+    unlink,
+)
+from tests.support.moves import Spec, make, wait_until
 from tests.support.strangers import silent_port
-from tests.support.world import World, residue_of, settled_of
+from tests.support.world import World, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +42,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers("errors.NotLinked")
 
-ALREADY = LLMStatusCode.LLM_ALREADY_LINK
+ALREADY, TIMEOUT = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_TIMEOUT
+REDIAL = "llm-datadist-redial"
 BOTH_UP = ({2: "ready"}, {1: "ready"})
 PATIENT = {"llm.PeerTimeout": "600"}
 
@@ -43,19 +57,9 @@ def lose(world: World, peer: int) -> None:
         channel._socket.shutdown(socket.SHUT_RDWR)
 
 
-def redials(world: World) -> tuple[Any, ...]:
-    return world.dd.statistics().redials
-
-
 def threads(world: World) -> list[str]:
     names: list[str] = residue_of(world)["threads"]
     return names
-
-
-def link_number(world: World, peer: int) -> int:
-    assert world.dd._engine is not None
-    link_ = world.dd._engine.links._table.get(peer)
-    return 0 if link_ is None or not link_.usable else link_.origin.sequence
 
 
 def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
@@ -67,88 +71,76 @@ def comes_back(pair: Pair, was: int) -> None:
     wait_until(lambda: pair.decoder.do(link_number, 1) > was)
     wait_until(lambda: both(pair) == BOTH_UP)
     assert pair.decoder.do(redials) == ()
-    wait_until(lambda: "llm-datadist-redial" not in pair.decoder.do(threads))
+    wait_until(lambda: REDIAL not in pair.decoder.do(threads))
 
 
-@pytest.mark.parametrize("by_the_dialler", [False, True])
-def test_a_lost_link_comes_back_by_itself_many_times(pair: Pair, by_the_dialler: bool) -> None:
-    pair.start()
-    for _ in range(3):
-        was = pair.decoder.do(link_number, 1)
-        loser, peer = (pair.decoder, 1) if by_the_dialler else (pair.prompt, 2)
+def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    prompt, decoder = pair.prompt, pair.decoder
+    pair.link()  # the decoder dials
+    for loser, peer in ((prompt, 2), (decoder, 1), (prompt, 2)):
+        was = decoder.do(link_number, 1)
         loser.do(lose, peer)
         comes_back(pair, was)
-        bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
-@pytest.mark.parametrize("caller", ["prompt", "decoder"])
-def test_an_explicit_link_after_a_redial_succeeds_once(pair: Pair, caller: str) -> None:
-    pair.start()  # the decoder dials
-    pair.prompt.stop()
-    pair.decoder.stop()
-    for end, role, cluster_id in ((pair.prompt, "PROMPT", 1), (pair.decoder, "DECODER", 2)):
-        extra = {"llm.Transport": pair.transport}
-        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", extra=extra)
-    pair.link()
-    was = pair.decoder.do(link_number, 1)
-    pair.decoder.do(lose, 1)
-    comes_back(pair, was)
-    here, there = (pair.prompt, pair.decoder) if caller == "prompt" else (pair.decoder, pair.prompt)
-    mended = here.do(link_number, there.cluster_id)
-    assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS
-    assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
-    assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
-    bytes_move_both_ways(pair.prompt, pair.decoder)
+        bytes_move_both_ways(prompt, decoder)
+    for here, there in ((decoder, prompt), (prompt, decoder)):
+        mended = here.do(link_number, there.cluster_id)
+        assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS
+        assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
+        assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
+    bytes_move_both_ways(prompt, decoder)
 
 
 def redialling(end: End) -> bool:
     return [(each.remote_cluster_id, each.attempts > 0) for each in end.do(redials)] == [(1, True)]
 
 
-def not_linked(end: End, *parts: str) -> None:
-    asked: list[tuple[Any, ...]] = [(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0]), (explain, 1)]
-    for ask in asked:
-        with pytest.raises(NotLinked) as caught:
-            end.do(*ask)
-        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
-        assert "\n" not in str(caught.value)
+@contextmanager
+def redial_without_answer(pair: Pair) -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """The decoder has lost its link and dials the prompt, which is stopped meanwhile."""
+    assert isinstance(pair.prompt, ChildEnd)
+    assert isinstance(pair.decoder, ChildEnd)
+    with frozen(pair.prompt):
+        pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(pair.decoder))
+        yield pair.prompt, pair.decoder
 
 
-def explain(world: World, cluster_id: int) -> Any:
-    return world.dd.explain(cluster_id)
-
-
-def test_operations_meanwhile_are_not_linked_and_say_that_a_redial_goes_on(shm_pair: Pair) -> None:
+def test_a_redial_is_told_of_and_goes_on_after_an_explicit_link_that_times_out(shm_pair: Pair) -> None:
     shm_pair.start()
     shm_pair.decoder.do(make, "kv", Spec(blocks=True), 1)
-    with frozen(shm_pair.prompt):
-        shm_pair.decoder.do(lose, 1)
-        wait_until(lambda: redialling(shm_pair.decoder))
-        not_linked(shm_pair.decoder, "cluster 1", f"127.0.0.1:{shm_pair.prompt.port} is being dialled again")
-        assert shm_pair.decoder.do(links) == {}
-        (reconnect,) = shm_pair.decoder.do(redials)
-        assert reconnect.address == f"127.0.0.1:{shm_pair.prompt.port}"
+    with redial_without_answer(shm_pair) as (prompt, decoder):
+        not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
+        assert decoder.do(links) == {}
+        (reconnect,) = decoder.do(redials)
+        assert reconnect.address == f"127.0.0.1:{prompt.port}"
+        assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
+        wait_until(lambda: redialling(decoder))  # it goes on: the user wants the link, too
     wait_until(lambda: both(shm_pair) == BOTH_UP)
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-    wait_until(lambda: shm_pair.decoder.do(redials) == ())
+    wait_until(lambda: decoder.do(redials) == ())
+    bytes_move_both_ways(prompt, decoder)
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_an_unlink_ends_the_redial(shm_pair: Pair, force: bool) -> None:
+def test_an_unlink_an_explicit_link_and_finalize_end_a_redial(shm_pair: Pair) -> None:
     shm_pair.start()
-    with frozen(shm_pair.prompt):
-        shm_pair.decoder.do(lose, 1)
-        wait_until(lambda: redialling(shm_pair.decoder))
-        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 5000, force) == SUCCESS
-        assert shm_pair.decoder.do(redials) == ()
-        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 5000, force) == SUCCESS
-        wait_until(lambda: "llm-datadist-redial" not in shm_pair.decoder.do(threads))
-    # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
-    wait_until(lambda: shm_pair.prompt.do(links) == {})
-    assert shm_pair.decoder.do(links) == {}
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    for force in (False, True):
+        with redial_without_answer(shm_pair) as (prompt, decoder):
+            for _ in range(2):
+                assert decoder.do(unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
+                assert decoder.do(redials) == ()
+            wait_until(lambda: REDIAL not in decoder.do(threads))
+        # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
+        wait_until(lambda: prompt.do(links) == {})
+        assert decoder.do(links) == {}
+        shm_pair.link()
+        bytes_move_both_ways(prompt, decoder)
+    with redial_without_answer(shm_pair):
+        pass
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(redials) == ()
+    with redial_without_answer(shm_pair):
+        decoder.stop()
+        assert REDIAL not in decoder.do(threads)
 
 
 def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
@@ -177,46 +169,21 @@ def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) 
     shm_pair.link()
 
 
-def test_an_explicit_link_ends_the_redial(shm_pair: Pair) -> None:
+def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pair) -> None:
+    """By force, or when it had lost the link already: the redial is refused."""
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start()
-    with frozen(shm_pair.prompt):
-        shm_pair.decoder.do(lose, 1)
-        wait_until(lambda: redialling(shm_pair.decoder))
-        timeout = LLMStatusCode.LLM_TIMEOUT
-        assert shm_pair.decoder.do(link, [info(1, shm_pair.prompt.port)], 200) == (timeout, [timeout])
-        wait_until(lambda: redialling(shm_pair.decoder))  # it goes on: the user wants the link, too
+    assert prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
+    wait_until(lambda: both(shm_pair) == ({}, {}) and decoder.do(redials) == ())
     shm_pair.link()
-    assert shm_pair.decoder.do(redials) == ()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-def test_finalize_ends_the_redial_at_once(shm_pair: Pair) -> None:
-    shm_pair.start()
-    with frozen(shm_pair.prompt):
-        shm_pair.decoder.do(lose, 1)
-        wait_until(lambda: redialling(shm_pair.decoder))
-        shm_pair.decoder.stop()
-        assert "llm-datadist-redial" not in shm_pair.decoder.do(threads)
-
-
-def test_a_link_that_the_peer_gave_up_by_force_does_not_come_back_by_itself(pair: Pair) -> None:
-    pair.start()
-    assert pair.prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
-    wait_until(lambda: both(pair) == ({}, {}) and pair.decoder.do(redials) == ())
-    assert both(pair) == ({}, {}), "the redial was refused"
-    pair.link()
-    was = pair.decoder.do(link_number, 1)
-    pair.decoder.do(lose, 1)  # linked explicitly since: forgiven
-    comes_back(pair, was)
-
-
-def test_a_peer_that_unlinked_what_it_had_lost_is_not_linked_by_a_redial(shm_pair: Pair) -> None:
-    shm_pair.start()
-    with frozen(shm_pair.decoder):
-        shm_pair.prompt.do(lose, 2)
-        wait_until(lambda: shm_pair.prompt.do(links) == {})
-        assert shm_pair.prompt.do(unlink, [info(2, 1)]) == SUCCESS
-    wait_until(lambda: shm_pair.decoder.do(links) == {} and shm_pair.decoder.do(redials) == ())
+    was = decoder.do(link_number, 1)
+    decoder.do(lose, 1)  # linked explicitly since: forgiven
+    comes_back(shm_pair, was)
+    with frozen(decoder):
+        prompt.do(lose, 2)
+        wait_until(lambda: prompt.do(links) == {})
+        assert prompt.do(unlink, [info(2, 1)]) == SUCCESS
+    wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())
     assert both(shm_pair) == ({}, {})
     shm_pair.link()
 
@@ -225,72 +192,51 @@ def test_a_peer_that_unlinked_what_it_had_lost_is_not_linked_by_a_redial(shm_pai
 
 
 @pytest.fixture
-def prompts(request: pytest.FixtureRequest) -> Iterator[list[ChildEnd]]:
-    """Prompts of the test's own, to be killed."""
-    ends: list[ChildEnd] = []
-    yield ends
-    for end in ends:
-        end.kill()
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    with one_family(getattr(request, "param", "shm")) as family:
+        yield family
 
 
-def born(prompts: list[ChildEnd], port: int | None = 0, **settings: Any) -> ChildEnd:
-    prompts.append(ChildEnd("prompt"))
-    prompts[-1].start("PROMPT", 1, listen_ip_info=f"127.0.0.1:{port}", **settings)
-    return prompts[-1]
+def born(family: Family) -> ChildEnd:
+    return family.born("PROMPT", 1)
 
 
 @pytest.fixture
-def decoder() -> Iterator[ChildEnd]:
-    """A decoder that must have nothing left afterwards."""
-    end = ChildEnd("decoder")
-    before = end.do(residue_of)
-    end.start("DECODER", 2, extra=PATIENT)
+def decoder(family: Family) -> ChildEnd:
+    end = family.born("DECODER", 2, extra=PATIENT)
     end.do(make, "kv", Spec(blocks=True), 1)
-    yield end
-    end.stop()
-    assert end.do(settled_of, before) == before
-    end.close()
-
-
-def test_a_killed_peer_is_not_dialled_for_long(prompts: list[ChildEnd], decoder: ChildEnd) -> None:
-    prompt = born(prompts)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    prompt.kill()
-    wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())  # its process has ended: no hope
-    wait_until(lambda: "llm-datadist-redial" not in decoder.do(threads))
-
-
-def finalize(world: World) -> None:
-    world.dd.finalize()
+    return end
 
 
 @pytest.mark.parametrize("cluster_id", [1, 9])
-def test_another_incarnation_at_the_address_ends_the_redial(
-    prompts: list[ChildEnd], decoder: ChildEnd, cluster_id: int
+def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
+    family: Family, decoder: ChildEnd, cluster_id: int
 ) -> None:
-    prompt = born(prompts)
+    prompt = born(family)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(finalize)  # the process goes on: nothing but its silence tells
-    wait_until(lambda: redialling(decoder))
-    other = ChildEnd("other")
-    prompts.append(other)
-    other.start("PROMPT", cluster_id, listen_ip_info=f"127.0.0.1:{prompt.port}")
+    # An address without a listener is tried on.
+    wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
+    (reconnect,) = decoder.do(redials)
+    assert "refused" in reconnect.reason
+    not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
+    other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
-    assert decoder.do(links) == {}, "nobody has asked for a link to the new one"
+    assert decoder.do(links) == {}, "nothing has asked for a link to the new one"
     assert other.do(links) == {}
-    not_linked(decoder, "link_clusters makes the link")
+    not_linked(decoder, 1, "link_clusters makes the link")
     assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
 
 
 def test_r22_a_restarted_peer_is_linked_at_once_although_its_end_has_not_been_seen(
-    prompts: list[ChildEnd], decoder: ChildEnd
+    family: Family, decoder: ChildEnd
 ) -> None:
     for wanted in (1, None):
-        first = born(prompts)
+        first = born(family)
         assert decoder.do(link, [info(1, first.port)]) == SUCCESS
-        # Somebody else holds the sockets and the process is only stopped: no end of stream, no pidfd tells anything.
+        # The process is only stopped: no end of stream, no pidfd tells anything.
         with frozen(first):
-            second = born(prompts)
+            second = born(family)
             assert decoder.do(link, [info(wanted, second.port)]) == SUCCESS
             bytes_move_both_ways(second, decoder)
         wait_until(lambda end=first: end.do(links) == {})  # type: ignore[misc]
@@ -303,12 +249,13 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
     return link(world, [info(1, port)])
 
 
-def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(prompts: list[ChildEnd], decoder: ChildEnd) -> None:
-    first = born(prompts)
+def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family, decoder: ChildEnd) -> None:
+    first = born(family)
     assert decoder.do(link, [info(1, first.port)]) == SUCCESS
     for _ in range(4):
-        second = born(prompts)
+        second = born(family)
         assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
+        family.kill(first)
         bytes_move_both_ways(second, decoder)
         first = second
 
@@ -317,11 +264,12 @@ def test_a_silent_but_linked_peer_is_already_link(shm_pair: Pair) -> None:
     shm_pair.start(extra=PATIENT)
     with frozen(shm_pair.prompt), silent_port() as silent:
         for port in (shm_pair.prompt.port, silent):
-            assert shm_pair.decoder.do(link, [info(1, port)], 1500) == (ALREADY, [ALREADY])
+            assert shm_pair.decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
 
 
-def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(pair: Pair) -> None:
+def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pair: Pair) -> None:
+    pair = tcp_pair
     pair.start()
     for number in range(15):
         loser, peer = (pair.decoder, 1) if number % 2 else (pair.prompt, 2)
@@ -339,10 +287,8 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(pair: 
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def test_a_forked_child_redials_nothing_and_its_parent_goes_on(prompts: list[ChildEnd]) -> None:
-    prompt, forker = born(prompts), ChildEnd("forker")
-    prompts.append(forker)  # killed: a fork ends threads of other libraries, too
-    forker.start("DECODER", 2)
+def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
+    prompt, forker = born(family), family.born("DECODER", 2)
     assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(prompt):
         forker.do(lose, 1)
@@ -350,6 +296,7 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(prompts: list[Chi
         assert forker.do(fork_and_look) == "not initialized"
     wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
     bytes_move_both_ways(prompt, forker)
+    family.kill(forker)  # a fork ends threads of other libraries, too
 
 
 def fork_and_look(world: World) -> str:
@@ -371,13 +318,3 @@ def fork_and_look(world: World) -> str:
     os.waitpid(child, 0)
     with os.fdopen(out, "rb") as pipe:
         return pipe.read().decode()
-
-
-def test_an_address_where_nobody_listens_is_tried_on(decoder: ChildEnd, prompts: list[ChildEnd]) -> None:
-    prompt = born(prompts)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    prompt.do(finalize)
-    wait_until(lambda: [each.attempts >= 3 for each in decoder.do(redials)] == [True])
-    (reconnect,) = decoder.do(redials)
-    assert "refused" in reconnect.reason
-    not_linked(decoder, "attempts, the last attempt: link to 127.0.0.1", "refused")

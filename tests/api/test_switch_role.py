@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist import BlocksCacheKey, LLMConfig, LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
-from llm_datadist.config import Options
-from llm_datadist.datadist import _check_v1
-from llm_datadist.errors import LinkError, LLMException, NoneArgument, NotInitialized, ParamError, StateError
+from llm_datadist.errors import LinkError, LLMException, NoneArgument, ParamError, StateError
 from tests.support.linking import (
     SUCCESS,
     alone,
     begin_there,
     bytes_move_both_ways,
+    free_port,
     info,
     link,
+    links,
     result_there,
     unlink,
 )
-from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show
+from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show, wait_until
 from tests.support.ranks import host, join, new_name, table
 from tests.support.world import World, make_config
 
@@ -62,12 +62,6 @@ def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
     return {LISTEN: f"{ip}:{port}"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
 def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:
     with socket.socket() as sock:
         return sock.connect_ex((ip, port or 0)) == 0
@@ -89,11 +83,16 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
         assert (reachable(first), reachable(second)) == (False, False)
 
 
-def test_r01_the_same_role_and_no_options_are_allowed_and_every_role_has_its_turn(end: LocalEnd) -> None:
+def test_every_role_has_its_turn_also_the_same_again_and_survives_finalize_and_init(end: LocalEnd) -> None:
     end.start("MIX", 2)
     for role in ("MIX", "PROMPT", "PROMPT", "DECODER", "MIX"):
         assert end.do(switch, role) is None
         assert end.do(role_of) == role
+    end.do(switch, "DECODER")
+    end.world.dd.finalize()
+    assert end.do(role_of) == "DECODER"
+    end.world.dd.init(make_config())
+    assert (end.do(role_of), end.do(listening)) == ("DECODER", None)
 
 
 def test_the_same_address_is_left_alone_also_one_with_a_picked_port(end: LocalEnd) -> None:
@@ -106,15 +105,13 @@ def test_the_same_address_is_left_alone_also_one_with_a_picked_port(end: LocalEn
     assert engine.links._listener is before
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1")]
-)
-def test_the_same_port_on_another_ip_moves_the_listener(end: LocalEnd, old: str, new: str) -> None:
+def test_the_same_port_on_another_ip_moves_the_listener(end: LocalEnd) -> None:
     port = free_port()
-    end.start("PROMPT", 2, listen_ip_info=f"{old}:{port}")
-    assert end.do(switch, "PROMPT", at(port, new)) == port
-    assert end.do(listening) == (new, port)
-    assert reachable(port, "127.0.0.2") == (new != "127.0.0.1")
+    end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
+    for ip in ("127.0.0.2", "0.0.0.0", "127.0.0.1"):
+        assert end.do(switch, "PROMPT", at(port, ip)) == port
+        assert end.do(listening) == (ip, port)
+        assert reachable(port, "127.0.0.2") == (ip != "127.0.0.1")
 
 
 def test_a_whole_config_will_do_and_its_other_options_are_ignored(end: LocalEnd) -> None:
@@ -131,33 +128,22 @@ def test_a_whole_config_will_do_and_its_other_options_are_ignored(end: LocalEnd)
     assert engine.options.cache_manager
 
 
-@pytest.mark.parametrize("ip", ["127.0.0.1", "192.0.2.1"], ids=["busy", "not of this host"])
-def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd, ip: str) -> None:
-    end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
-    before = end.do(listening)
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        for _ in range(2):
-            with pytest.raises(LinkError) as caught:
-                end.do(switch, "DECODER", at(port, ip))
-            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-            assert f"{ip}:{port}" in str(caught.value)
-            assert "the role stays PROMPT" in str(caught.value)
-            assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
-    assert reachable(end.port)
-
-
-def test_the_old_listener_is_back_when_the_new_one_on_its_port_cannot_be_bound(end: LocalEnd) -> None:
+def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd) -> None:
     port = free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
-    # 0.0.0.0 needs the port on every address, and one of them is taken.
-    with socket.create_server(("127.0.0.9", port)), pytest.raises(LinkError, match=r"0\.0\.0\.0"):
-        end.do(switch, "DECODER", at(port, "0.0.0.0"))
-    assert (end.do(role_of), end.do(listening)) == ("PROMPT", ("127.0.0.1", port))
-    assert reachable(port)
+    # 0.0.0.0 needs the port on every address, and one of them is taken: the old listener is back.
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.9", port)):
+        for ip, number in (("127.0.0.1", busy.getsockname()[1]), ("192.0.2.1", port), ("0.0.0.0", port)):
+            with pytest.raises(LinkError) as caught:
+                end.do(switch, "DECODER", at(number, ip))
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert f"{ip}:{number}" in str(caught.value)
+            assert "the role stays PROMPT" in str(caught.value)
+            assert (end.do(role_of), end.do(listening)) == ("PROMPT", ("127.0.0.1", port))
+            assert reachable(port)
 
 
-def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
+def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -165,7 +151,7 @@ def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
     thief: list[socket.socket] = []
 
     def slow_bind(address: tuple[str, int]) -> socket.socket:
-        """Somebody else takes the old address the moment it is free."""
+        """Another process takes the old address the moment it is free."""
         if not reachable(port) and not thief:
             thief.append(socket.create_server(("127.0.0.1", port)))
         return bind(address)
@@ -181,8 +167,10 @@ def test_when_neither_can_be_bound_the_error_says_that_nobody_listens(
 # --- links stand in the way -------------------------------------------------------------------------------------------
 
 
-def test_i13_a_link_stands_in_the_way_whoever_made_it_and_nothing_changes(pair: Pair) -> None:
+def test_i13_a_link_stands_in_the_way_whichever_end_made_it_and_nothing_changes(shm_pair: Pair) -> None:
+    pair = shm_pair
     pair.start()
+    wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
     for end in (pair.prompt, pair.decoder):
         before = end.do(listening)
         for options in (None, at(free_port()), at(end.port or 0)):
@@ -190,6 +178,10 @@ def test_i13_a_link_stands_in_the_way_whoever_made_it_and_nothing_changes(pair: 
         assert end.do(listening) == before
     bytes_move_both_ways(pair.prompt, pair.decoder)
     assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+    alone(pair.prompt)
+    assert pair.prompt.do(switch, "PROMPT", at(pair.prompt.port)) == pair.prompt.port
+    pair.link()  # a peer that has ended does not stand in the way either
+    pair.decoder.stop()
     alone(pair.prompt)
     assert pair.prompt.do(switch, "DECODER") is None
 
@@ -254,28 +246,22 @@ def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_c
     bytes_move_both_ways(decoder, local_pair.prompt)
 
 
-def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(pair: Pair) -> None:
+def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(shm_pair: Pair) -> None:
     """The peer's call returns before the end of the connection has been read here."""
+    shm_pair.start(linked=False)
     for _ in range(20):
-        pair.start()
-        assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-        assert pair.prompt.do(switch, "DECODER") is None
-        pair.prompt.stop()
-        pair.decoder.stop()
-
-
-def test_a_link_to_a_peer_that_has_ended_does_not_stand_in_the_way(pair: Pair) -> None:
-    pair.start()
-    pair.decoder.stop()
-    alone(pair.prompt)
-    assert pair.prompt.do(switch, "DECODER") is None
+        shm_pair.link()
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+        assert shm_pair.prompt.do(switch, "DECODER") is None
+        assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
 
 
 # --- caches live on ---------------------------------------------------------------------------------------------------
 
 
-def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(pair: Pair) -> None:
+def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(tcp_pair: Pair) -> None:
     """interface B11 item 6: D pulls from P, both switch, P links to D, D pushes over the link that P made."""
+    pair = tcp_pair
     extra = {"llm.Transport": pair.transport}
     settings: dict[str, Any] = {"enable_remote_cache_accessible": True, "extra": extra}
     pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
@@ -301,50 +287,30 @@ def test_the_flow_of_the_sample_roles_change_and_caches_ids_and_keys_stay(pair: 
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def test_the_role_survives_finalize_and_init(end: LocalEnd) -> None:
-    end.start("DECODER", 2)
-    end.do(switch, "MIX")
-    end.world.dd.finalize()
-    assert end.do(role_of) == "MIX"
-    end.world.dd.init(make_config())
-    assert (end.do(role_of), end.do(listening)) == ("MIX", None)
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "role", "options", "parts"),
-    [
-        (NoneArgument, None, None, ["role"]),
-        (TypeError, 1, None, ["role", "int"]),
-        (TypeError, "PROMPT", None, ["role", "str"]),
-        (TypeError, LLMRole.MIX, [], ["switch_options", "list"]),
-        (TypeError, LLMRole.MIX, "x", ["switch_options", "str"]),
-        (TypeError, LLMRole.MIX, {LISTEN: 1}, [LISTEN, "int"]),
-        (ParamError, LLMRole.MIX, {LISTEN: ""}, ["''", "ip:port"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1"}, ["ip:port"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:x"}, ["port 'x'"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:65536"}, ["65536"]),
-        (ParamError, LLMRole.MIX, {LISTEN: "::1:5"}, ["::1:5"]),
-    ],
-)
-def test_r01_a_wrong_argument_of_switch_role_is_refused(
-    end: LocalEnd, kind: type[Exception], role: Any, options: Any, parts: list[str]
-) -> None:
+WRONG_ARGUMENTS: list[tuple[type[Exception], Any, Any, list[str]]] = [
+    (NoneArgument, None, None, ["role"]),
+    (TypeError, 1, None, ["role", "int"]),
+    (TypeError, "PROMPT", None, ["role", "str"]),
+    (TypeError, LLMRole.MIX, [], ["switch_options", "list"]),
+    (TypeError, LLMRole.MIX, "x", ["switch_options", "str"]),
+    (TypeError, LLMRole.MIX, {LISTEN: 1}, [LISTEN, "int"]),
+    (ParamError, LLMRole.MIX, {LISTEN: ""}, ["''", "ip:port"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1"}, ["ip:port"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:x"}, ["port 'x'"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "127.0.0.1:65536"}, ["65536"]),
+    (ParamError, LLMRole.MIX, {LISTEN: "::1:5"}, ["::1:5"]),
+]
+
+
+def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
     end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
     before = end.do(listening)
-    refused([end], [], kind, parts, switch_as_it_is, role, options)
-    assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
-
-
-def test_before_init_and_after_finalize_it_is_a_runtime_error() -> None:
-    datadist = LLMDataDist(LLMRole.MIX, 1)
-    for _ in range(2):
-        with pytest.raises(NotInitialized, match="not initialized"):
-            datadist.switch_role(LLMRole.PROMPT)
-        datadist.init(make_config())
-        datadist.finalize()
+    for kind, role, options, parts in WRONG_ARGUMENTS:
+        refused([end], [], kind, parts, switch_as_it_is, role, options)
+        assert (end.do(role_of), end.do(listening)) == ("PROMPT", before)
 
 
 # --- the hixl backend, and v1 -----------------------------------------------------------------------------------------
@@ -361,35 +327,6 @@ def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leave
         assert end.do(role_of) == role
 
 
-def v1(**changes: str) -> Options:
-    options = {"ge.exec.deviceId": "0", LISTEN: "127.0.0.1:1", "llm.EnableSwitchRole": "1"}
-    return Options.parse(options | changes, LLMRole.PROMPT)
-
-
-@pytest.mark.parametrize(
-    ("options", "new", "listen", "code", "part"),
-    [
-        ({"llm.EnableSwitchRole": "0"}, "DECODER", None, LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "EnableSwitchRole"),
-        ({}, "DECODER", "1.2.3.4:5;1.2.3.5:5", LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "several"),
-        ({}, "MIX", None, None, ""),
-        ({}, "DECODER", None, None, ""),
-        ({}, "DECODER", "127.0.0.1:1", None, ""),
-        ({}, "PROMPT", "127.0.0.1:1", LLMStatusCode.LLM_PARAM_INVALID, "already"),
-    ],
-)
-def test_the_rules_of_v1_mode(
-    options: dict[str, str], new: str, listen: str | None, code: LLMStatusCode | None, part: str
-) -> None:
-    if code is None:
-        _check_v1(v1(**options), LLMRole.PROMPT, LLMRole[new], listen)
-        return
-    with pytest.raises(LLMException) as caught:
-        _check_v1(v1(**options), LLMRole.PROMPT, LLMRole[new], listen)
-    assert caught.value.status_code is code
-    assert part in str(caught.value)
-
-
-def test_in_v1_mode_a_prompt_has_to_listen() -> None:
-    with pytest.raises(ParamError, match=LISTEN):
-        _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, None)
-    _check_v1(v1(), LLMRole.DECODER, LLMRole.PROMPT, "127.0.0.1:1")
+def test_in_v1_mode_a_decoder_may_listen(end: LocalEnd) -> None:
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_cache_manager=False, enable_switch_role=True)
+    assert end.do(switch, "DECODER", at(end.port)) == end.port

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import LLMException, NoneArgument, NotLinked, PeerLost
-from tests.support.frozen import frozen
+from llm_datadist.errors import LLMException, NotLinked, PeerLost
 from tests.support.gates import gated_call
 from tests.support.linking import (
     SUCCESS,
@@ -20,18 +19,20 @@ from tests.support.linking import (
     info,
     link,
     links,
+    not_linked,
     result_there,
     start_both,
     unlink,
 )
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End, LocalEnd
+    from tests.support.ends import End
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -43,6 +44,8 @@ pytestmark = pytest.mark.covers(
 )
 
 TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
+TIMED_OUT = (TIMEOUT, [TIMEOUT])
+LINKED: Final = {"prompt": {2: "ready"}, "decoder": {1: "ready"}}
 
 
 def caches(pair: Pair) -> tuple[Bytes, Bytes]:
@@ -50,85 +53,55 @@ def caches(pair: Pair) -> tuple[Bytes, Bytes]:
     return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
 
 
-def not_linked(end: End, peer: int) -> None:
-    with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", type(BLOCKS)(peer, 0), Use("kv"), [0], [0])
-    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert str(peer) in str(caught.value)
+def refilled(world: World, seed: int) -> Bytes:
+    """Fill the cache with other bytes, and return them."""
+    return fill(world.caches["kv"], seed)
+
+
+def both(pair: Pair) -> dict[str, dict[int, str]]:
+    return {"prompt": pair.prompt.do(links), "decoder": pair.decoder.do(links)}
 
 
 # --- at rest ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("by_the_dialler", [False, True])
-def test_after_an_unlink_neither_end_is_linked_and_nothing_else_has_changed(
-    pair: Pair, force: bool, by_the_dialler: bool
-) -> None:
+def test_i02_after_an_unlink_by_either_end_neither_is_linked_and_a_second_one_is_a_success(pair: Pair) -> None:
     start_both(pair.prompt, pair.decoder, pair.transport)
     source, target = caches(pair)
     before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
-    unlinker, peer = (pair.decoder, pair.prompt) if by_the_dialler else (pair.prompt, pair.decoder)
-    assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 5000, force) == SUCCESS
-    not_linked(unlinker, peer.cluster_id)
-    if not force:
-        not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
-    alone(pair.prompt, pair.decoder)
+    for unlinker, peer in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        for force in (False, True):
+            pair.link()
+            assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 5000, force) == SUCCESS
+            not_linked(unlinker, peer.cluster_id)
+            if not force:
+                not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
+            clusters = [info(77, peer.port, local=None), *[info(peer.cluster_id, peer.port)] * 2]
+            assert unlinker.do(unlink, clusters, 5000, force) == (SUCCESS[0], SUCCESS[1] * 3)
+            alone(pair.prompt, pair.decoder)
     assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
     same_bytes(pair.prompt.do(show, "kv"), source)
     same_bytes(pair.decoder.do(show, "kv"), target)
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_i2_unlinking_what_is_not_linked_is_a_success(pair: Pair, force: bool) -> None:
-    pair.start()
-    clusters = [info(77, pair.prompt.port), info(1, pair.prompt.port), info(1, pair.prompt.port)]
-    assert pair.decoder.do(unlink, clusters, 5000, force) == (SUCCESS[0], SUCCESS[1] * 3)
-    assert pair.decoder.do(unlink, clusters, 5000, force) == (SUCCESS[0], SUCCESS[1] * 3)
-
-
-def test_without_force_exactly_one_remote_ip_is_needed_and_with_force_none(pair: Pair) -> None:
-    pair.start()
-    port = pair.prompt.port
-    clusters = [info(1), info(1, port, port), info(5, port)]
-    assert pair.decoder.do(unlink, clusters) == (INVALID, [INVALID, INVALID, SUCCESS[0]])
-    assert pair.decoder.do(links) == {1: "ready"}
-    assert pair.decoder.do(unlink, [info(1, local=None)], 5000, True) == SUCCESS
-
-
-@pytest.mark.parametrize(("kind", "force", "part"), [(TypeError, 1, "force"), (NoneArgument, None, "force")])
-def test_r01_force_must_be_a_bool(end: LocalEnd, kind: type[Exception], force: Any, part: str) -> None:
-    end.start("DECODER", 2)
-    refused([end], [], kind, [part], unlink, [info(1, 1)], 5000, force)
-
-
-def test_r01_unlinking_needs_a_cluster_id(end: LocalEnd) -> None:
-    end.start("DECODER", 2)
-    parts = ["clusters[1].remote_cluster_id"]
-    refused([end], [], NoneArgument, parts, unlink, [info(1, 1), info(None, 1)])
-
-
-# --- linking again ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_linking_again_at_once_works_many_times_from_either_side(pair: Pair, force: bool) -> None:
+@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
+def test_linking_again_at_once_works_many_times_from_either_side(pair: Pair) -> None:
     start_both(pair.prompt, pair.decoder, pair.transport)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
+    pair.link()
     for number in range(12):
         unlinker, peer = (pair.prompt, pair.decoder) if number % 3 else (pair.decoder, pair.prompt)
-        assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 5000, force) == SUCCESS
+        assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 5000, number % 2 == 0) == SUCCESS
         # The peer may still hold its end of a link that was given up by force.
         assert unlinker.do(link, [info(peer.cluster_id, peer.port)]) == SUCCESS
-        wait_until(lambda: (pair.prompt.do(links), pair.decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+        wait_until(lambda: both(pair) == LINKED)
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
+@pytest.mark.parametrize("pair", ["inproc", "shm"], indirect=True)
 def test_unlinking_from_both_sides_at_once_many_times(pair: Pair) -> None:
     start_both(pair.prompt, pair.decoder, pair.transport)
     for _ in range(10):
-        assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
+        pair.link()
         pair.prompt.do(begin_there, "unlink", unlink, [info(2, pair.decoder.port)])
         assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
         assert pair.prompt.do(result_there, "unlink") == SUCCESS
@@ -145,6 +118,7 @@ def gated_pull(world: World, folder: Path) -> None:
 @contextmanager
 def pull_under_way(pair: Pair, folder: Path) -> Iterator[None]:
     """The decoder pulls and stands still before its first byte; the end of the block lets it go on."""
+    folder.mkdir()
     pair.decoder.do(begin_there, "pull", gated_pull, folder)
     try:
         wait_until((folder / "reached").exists)
@@ -153,84 +127,67 @@ def pull_under_way(pair: Pair, folder: Path) -> Iterator[None]:
         (folder / "go").touch()
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_an_unlink_of_our_own_waits_for_our_running_pull(pair: Pair, tmp_path: Path, force: bool) -> None:
-    pair.start()
-    source, target = caches(pair)
-    with pull_under_way(pair, tmp_path):
-        pair.decoder.do(begin_there, "unlink", unlink, [info(1, pair.prompt.port)], 30_000, force)
-        wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
-        not_linked(pair.decoder, 1)  # nothing new begins
-    assert pair.decoder.do(result_there, "pull") is None
-    assert pair.decoder.do(result_there, "unlink") == SUCCESS
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
-    same_bytes(pair.prompt.do(show, "kv"), source)
-    alone(pair.prompt, pair.decoder)
-
-
-def test_an_unlink_of_the_peer_waits_for_our_running_pull(pair: Pair, tmp_path: Path) -> None:
+def test_an_unlink_that_may_wait_waits_for_a_running_pull(pair: Pair, tmp_path: Path) -> None:
     start_both(pair.prompt, pair.decoder, pair.transport)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
-    source, target = caches(pair)
-    with pull_under_way(pair, tmp_path):
-        pair.prompt.do(begin_there, "unlink", unlink, [info(2, pair.decoder.port)], 30_000)
-        wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
-        assert pair.prompt.do(links) == {2: "draining"}
-    assert pair.decoder.do(result_there, "pull") is None
-    assert pair.prompt.do(result_there, "unlink") == SUCCESS
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
-    same_bytes(pair.prompt.do(show, "kv"), source)
-    alone(pair.prompt, pair.decoder)
-
-
-@pytest.mark.parametrize("by_the_puller", [False, True])
-def test_an_unlink_that_cannot_wait_that_long_keeps_the_link_at_both_ends(
-    pair: Pair, tmp_path: Path, by_the_puller: bool
-) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
-    source, target = caches(pair)
-    unlinker, peer = (pair.decoder, pair.prompt) if by_the_puller else (pair.prompt, pair.decoder)
-    with pull_under_way(pair, tmp_path):
-        assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 100) == (TIMEOUT, [TIMEOUT])
-        wait_until(lambda: (pair.prompt.do(links), pair.decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
-    assert pair.decoder.do(result_there, "pull") is None
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-    assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)]) == SUCCESS
-    alone(pair.prompt, pair.decoder)
-
-
-def test_a_forced_unlink_does_not_wait_for_longer_than_it_may(pair: Pair, tmp_path: Path) -> None:
-    pair.start()
     source, _ = caches(pair)
-    with pull_under_way(pair, tmp_path):
-        assert pair.decoder.do(unlink, [info(1)], 100, True) == SUCCESS
-        assert pair.decoder.do(links) == {}
-    error = pair.decoder.do(result_there, "pull")
-    assert isinstance(error, NotLinked), error
-    assert error.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert (error.peer, error.phase) == (1, "copy")
-    assert "given up" in str(error)
-    same_bytes(pair.prompt.do(show, "kv"), source)
-    pair.link()
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
-def test_a_forced_unlink_of_the_peer_ends_our_running_pull_with_a_typed_error(pair: Pair, tmp_path: Path) -> None:
-    pair.start()
-    source, _ = caches(pair)
-    with pull_under_way(pair, tmp_path):
-        assert pair.prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
+    rows = [(pair.decoder, pair.prompt, False), (pair.decoder, pair.prompt, True), (pair.prompt, pair.decoder, False)]
+    for number, (unlinker, peer, force) in enumerate(rows):
+        pair.link()
+        target = pair.decoder.do(refilled, number)
+        with pull_under_way(pair, tmp_path / str(number)):
+            unlinker.do(begin_there, "unlink", unlink, [info(peer.cluster_id, peer.port)], 30_000, force)
+            wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
+            if unlinker is pair.prompt:
+                assert pair.prompt.do(links) == {2: "draining"}
+            not_linked(pair.decoder, 1)  # nothing new begins
+        assert pair.decoder.do(result_there, "pull") is None
+        assert unlinker.do(result_there, "unlink") == SUCCESS
+        same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
+        same_bytes(pair.prompt.do(show, "kv"), source)
         alone(pair.prompt, pair.decoder)
-    error = pair.decoder.do(result_there, "pull")
-    assert isinstance(error, PeerLost), error
-    assert (error.status_code, error.peer, error.phase) == (LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, 1, "copy")
-    same_bytes(pair.prompt.do(show, "kv"), source)
 
 
-def pull_until_refused(world: World) -> tuple[int, LLMException]:
-    """Pull from three threads until there is no link any more; return how many pulls succeeded, and the refusal."""
+def test_an_unlink_that_cannot_wait_that_long_keeps_the_link_at_both_ends(pair: Pair, tmp_path: Path) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    source, _ = caches(pair)
+    for number, (unlinker, peer) in enumerate([(pair.prompt, pair.decoder), (pair.decoder, pair.prompt)]):
+        pair.link()
+        target = pair.decoder.do(refilled, number)
+        with pull_under_way(pair, tmp_path / str(number)):
+            assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)], 100) == TIMED_OUT
+            wait_until(lambda: both(pair) == LINKED)
+        assert pair.decoder.do(result_there, "pull") is None
+        same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+        assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)]) == SUCCESS
+        alone(pair.prompt, pair.decoder)
+
+
+def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error_when_its_time_is_over_or_at_once_from_the_other_end(
+    pair: Pair, tmp_path: Path
+) -> None:
+    pair.start()
+    source, _ = caches(pair)
+    rows: list[tuple[End, int, int, type[LLMException], LLMStatusCode, str]] = [
+        (pair.decoder, 1, 100, NotLinked, LLMStatusCode.LLM_NOT_YET_LINK, "given up"),
+        (pair.prompt, 2, 5000, PeerLost, LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, ""),
+    ]
+    for unlinker, peer, timeout, kind, status, part in rows:
+        with pull_under_way(pair, tmp_path / str(peer)):
+            assert unlinker.do(unlink, [info(peer)], timeout, True) == SUCCESS
+            assert unlinker.do(links) == {}
+            alone(pair.prompt, pair.decoder)
+        error = pair.decoder.do(result_there, "pull")
+        assert isinstance(error, kind), error
+        assert (error.status_code, error.peer, error.phase) == (status, 1, "copy")
+        assert part in str(error)
+        same_bytes(pair.prompt.do(show, "kv"), source)
+        pair.link()
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def pull_until_refused(world: World) -> int:
+    """Pull from three threads until there is no link any more; return how many pulls succeeded."""
     counts, errors = [0], []
 
     def run() -> None:
@@ -248,49 +205,23 @@ def pull_until_refused(world: World) -> tuple[int, LLMException]:
     for thread in threads:
         thread.join()
     assert {type(error) for error in errors} == {NotLinked}, errors
-    return counts[0], errors[0]
+    return counts[0]
 
 
-@pytest.mark.parametrize("by_the_puller", [False, True])
-def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair, by_the_puller: bool) -> None:
+def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
     start_both(pair.prompt, pair.decoder, pair.transport)
-    source, target = caches(pair)
-    for _ in range(5):
-        assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
+    source, _ = caches(pair)
+    for number, (unlinker, peer) in enumerate([(pair.prompt, pair.decoder), (pair.decoder, pair.prompt)] * 3):
+        pair.link()
+        target = pair.decoder.do(refilled, number)
         pair.decoder.do(begin_there, "storm", pull_until_refused)
         wait_until(lambda: pair.decoder.do(read_bytes) > 0)
-        unlinker, peer = (pair.decoder, pair.prompt) if by_the_puller else (pair.prompt, pair.decoder)
         assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)]) == SUCCESS
-        count, _ = pair.decoder.do(result_there, "storm")
-        assert count > 0
+        assert pair.decoder.do(result_there, "storm") > 0
         alone(pair.prompt, pair.decoder)
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
+        same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
     same_bytes(pair.prompt.do(show, "kv"), source)
 
 
 def read_bytes(world: World) -> int:
     return sum(each.read_bytes for each in world.dd.statistics().links)
-
-
-# --- a peer that stands still -----------------------------------------------------------------------------------------
-
-
-def test_an_unlink_that_is_not_answered_keeps_the_link_for_when_the_peer_goes_on(shm_pair: Pair) -> None:
-    shm_pair.start()
-    with frozen(shm_pair.prompt):
-        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
-        assert shm_pair.decoder.do(links) == {1: "ready"}
-    bytes_move_both_ways(shm_pair.decoder, shm_pair.prompt)
-    assert shm_pair.prompt.do(links) == {2: "ready"}
-    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
-
-
-def test_i2_a_forced_unlink_never_contacts_the_peer(shm_pair: Pair) -> None:
-    shm_pair.start()
-    with frozen(shm_pair.prompt):
-        assert shm_pair.decoder.do(unlink, [info(1)], 200, True) == SUCCESS
-        assert shm_pair.decoder.do(links) == {}
-        # The kernel takes the connection of a stopped process; nobody answers.
-        assert shm_pair.decoder.do(link, [info(1, shm_pair.prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.decoder, shm_pair.prompt)

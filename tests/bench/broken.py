@@ -59,18 +59,6 @@ class MovesNothingAfterTheFirst(Good):
             view[:] = kept
 
 
-class MovesTooLittle(Good):
-    def transfer(self) -> None:
-        for index in range(self.workload.blocks - 1):
-            self.transfer_one(index)
-
-
-class LeavesOutALastByte(Good):
-    def transfer(self) -> None:
-        super().transfer()
-        self.destination_views[-1][self.workload.dst_blocks[-1], -1] ^= 1
-
-
 class MovesAWrongBlock(Good):
     """Two blocks swap places in the last tensor."""
 
@@ -79,12 +67,6 @@ class MovesAWrongBlock(Good):
         first, second = self.workload.dst_blocks[:2]
         view = self.destination_views[-1]
         view[[first, second]] = view[[second, first]]
-
-
-class TakesAnotherTensor(Good):
-    def transfer(self) -> None:
-        super().transfer()
-        self.destination_views[0][1::2] = self.destination_views[-1][1::2]
 
 
 class WritesOutside(Good):

@@ -50,20 +50,18 @@ def test_each_peer_has_a_row_and_none_is_a_row_too() -> None:
     assert [row.peer for row in make_rows(CASE, "shm", measured(1, 1), None, {})] == [None]
 
 
-def test_what_a_floor_asks_for_decides() -> None:
+def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> None:
     found = {floor.what: floor for floor in floors(rows())}
     limit = found["pull over shm, 4 KiB, of the limit"]
     assert (limit.measured, limit.wanted, limit.met) == (0.5, 0.9, False)
     peer = found["pull over shm, 4 KiB, of nixl"]
     assert (peer.measured, peer.wanted, peer.met, peer.limit) == (10.0, 10.0, True, 20.0)
     assert found["planning 122 tensors x 1000 blocks"].met is None
-
-
-def test_floors_of_time_are_upper_bounds() -> None:
     work = Workload(op=Op.LATENCY, block_bytes=65536, blocks=10)
-    latency = replace(CASE, workload=work, samples=10, limit=None)
-    found = floors(make_rows(latency, "shm", measured(1, 3), None, {"nixl": measured(1, 1)}))
-    [single] = [floor for floor in found if "one 64 KiB block" in floor.what]
+    latency = make_rows(
+        replace(CASE, workload=work, samples=10, limit=None), "shm", measured(1, 3), None, {"nixl": measured(1, 1)}
+    )
+    [single] = [floor for floor in floors(latency) if "one 64 KiB block" in floor.what]
     assert single.measured == pytest.approx(3.0)
     assert (single.wanted, single.met) == (1.5, False)
 
@@ -107,41 +105,31 @@ def test_one_limit_and_the_others_are_peers(
     assert (case.limit, case.peers) == (limit, peers)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+def test_a_picture_is_drawn_the_same_each_time_and_of_nothing_too(tmp_path: Path) -> None:
     latency = msgspec.structs.replace(rows()[0], op="latency", call="pull_blocks, one")
-    path = tmp_path / f"rows{suffix}"
-    draw([*rows(), latency], path)
-    written = path.read_bytes()
-    assert written.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
-    assert len(written) > 5000
-    if suffix == ".svg":
-        draw([*rows(), latency], path)
-        assert path.read_bytes() == written
+    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        pictures = [tmp_path / f"{number}{suffix}" for number in range(3)]
+        for path, drawn in zip(pictures, ([*rows(), latency], [*rows(), latency], []), strict=True):
+            draw(drawn, path)
+        first, second, nothing = (path.read_bytes() for path in pictures)
+        assert first.startswith(begin)
+        assert len(first) > 5000
+        assert nothing.startswith(begin)
+        assert first == second
 
 
-def test_a_picture_of_nothing_is_drawn_too(tmp_path: Path) -> None:
-    draw([], tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").stat().st_size > 0
-
-
-def _proc(folder: Path, available_kib: int, *, limit: str, used: int) -> Path:
-    group = folder / "group"
-    group.mkdir()
+@pytest.mark.parametrize(
+    ("limit", "found", "what"), [("max\n", 500 << 10, "MemAvailable"), ("300000\n", 200_000, "memory.max")]
+)
+def test_memory_is_what_the_host_has_left_or_the_cgroup(tmp_path: Path, limit: str, found: int, what: str) -> None:
+    group = tmp_path / "group"
+    for folder in (group, tmp_path / "self"):
+        folder.mkdir()
     (group / "memory.max").write_text(limit)
-    (group / "memory.current").write_text(str(used))
-    (folder / "self").mkdir()
-    (folder / "meminfo").write_text(f"MemTotal: 1000000 kB\nMemAvailable: {available_kib} kB\n")
-    (folder / "self" / "cgroup").write_text("0::/\n")
-    (folder / "self" / "mountinfo").write_text(f"1 1 0:1 / {group} rw - cgroup2 cgroup2 rw\n")
-    return folder
-
-
-def test_memory_is_what_the_host_has_left_or_the_cgroup(tmp_path: Path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.mkdir()
-    second.mkdir()
-    assert available_memory(_proc(first, 500, limit="max\n", used=7)) == (500 << 10, "MemAvailable")
-    found, what = available_memory(_proc(second, 500, limit="300000\n", used=100_000))
-    assert found == 200_000
-    assert what.endswith("memory.max")
+    (group / "memory.current").write_text("100000")
+    (tmp_path / "meminfo").write_text("MemTotal: 1000000 kB\nMemAvailable: 500 kB\n")
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "self" / "mountinfo").write_text(f"1 1 0:1 / {group} rw - cgroup2 cgroup2 rw\n")
+    nbytes, source = available_memory(tmp_path)
+    assert nbytes == found
+    assert source.endswith(what)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 __all__ = ["KILLED", "STAGES", "SURVIVED", "Session", "compare"]
 
 STAGES: Final = ("unit", "wide", "full")
 KILLED, SURVIVED = "killed", "survived"
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Numbers of one module."""
-
-    module: str
-    mutants: int
-    killed: tuple[int, ...]
-    survived: int
 
 
 class Session:
@@ -81,18 +69,14 @@ class Session:
     def table(self) -> str:
         """Return the table of all modules and the list of survivors, both sorted."""
         lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'full':>7}{'survived':>10}{'not run':>9}"]
-        for row in self._rows():
-            cells = "".join(f"{number:>7}" for number in row.killed)
-            rest = row.mutants - sum(row.killed) - row.survived
-            lines.append(f"{row.module:<28}{row.mutants:>9}{cells}{row.survived:>10}{rest:>9}")
-        survivors = sorted(key for key in self.results if self.outcome(key) == SURVIVED)
-        return "\n".join([*lines, "", f"survived ({len(survivors)}):", *(f"  {key}" for key in survivors)])
-
-    def _rows(self) -> Iterator[_Row]:
         for module in sorted({key.split(":")[0] for key in self.results}):
             keys = [key for key in self.results if key.split(":")[0] == module]
-            killed = tuple(sum(self.results[key].get(stage) == KILLED for key in keys) for stage in STAGES)
-            yield _Row(module, len(keys), killed, sum(self.outcome(key) == SURVIVED for key in keys))
+            killed = [sum(self.results[key].get(stage) == KILLED for key in keys) for stage in STAGES]
+            survived = sum(self.outcome(key) == SURVIVED for key in keys)
+            cells = "".join(f"{number:>7}" for number in killed)
+            lines.append(f"{module:<28}{len(keys):>9}{cells}{survived:>10}{len(keys) - sum(killed) - survived:>9}")
+        survivors = sorted(key for key in self.results if self.outcome(key) == SURVIVED)
+        return "\n".join([*lines, "", f"survived ({len(survivors)}):", *(f"  {key}" for key in survivors)])
 
     def _write(self, entry: dict[str, object]) -> None:
         with self._path.open("a") as file:
@@ -101,16 +85,11 @@ class Session:
 
 def compare(before: Session, after: Session) -> tuple[list[str], str]:
     """Return the mutants that were killed before and survive after, and a summary in one line."""
-    both = [key for key in before.results if before.outcome(key) and after.outcome(key)]
-    lost = sorted(key for key in both if (before.outcome(key), after.outcome(key)) == (KILLED, SURVIVED))
-    won = sum((before.outcome(key), after.outcome(key)) == (SURVIVED, KILLED) for key in both)
-    only = [_only(before, after), _only(after, before)]
+    one, other = ({key: each.outcome(key) for key in each.results if each.outcome(key)} for each in (before, after))
+    both = sorted(one.keys() & other.keys())
+    lost = [key for key in both if (one[key], other[key]) == (KILLED, SURVIVED)]
+    won = sum((one[key], other[key]) == (SURVIVED, KILLED) for key in both)
     return lost, (
         f"{len(both)} mutants in both: {len(lost)} killed before survive now, {won} the other way; "
-        f"{only[0]} only before, {only[1]} only after"
+        f"{len(one) - len(both)} only before, {len(other) - len(both)} only after"
     )
-
-
-def _only(one: Session, other: Session) -> int:
-    keys: Iterable[str] = one.results
-    return sum(one.outcome(key) is not None and other.outcome(key) is None for key in keys)

@@ -3,10 +3,14 @@ and calls in the background of an end, which goes on answering meanwhile."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
+from llm_datadist.errors import NotLinked
 from tests.support.background import Call
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 
@@ -22,10 +26,16 @@ __all__ = [
     "alone",
     "begin_there",
     "bytes_move_both_ways",
+    "explain",
+    "finalize",
+    "free_port",
     "info",
     "link",
+    "link_number",
     "link_when",
     "links",
+    "not_linked",
+    "redials",
     "result_there",
     "runs_there",
     "start_both",
@@ -79,6 +89,46 @@ def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int =
 def links(world: World) -> dict[int, str]:
     """Return the state of every link, by cluster id."""
     return {each.remote_cluster_id: each.state for each in world.dd.statistics().links}
+
+
+def redials(world: World) -> tuple[Any, ...]:
+    return world.dd.statistics().redials
+
+
+def explain(world: World, cluster_id: int) -> Any:
+    return world.dd.explain(cluster_id)
+
+
+def finalize(world: World) -> None:
+    world.dd.finalize()
+
+
+def link_number(world: World, peer: int) -> int:
+    """Return the number of the link, which a later one exceeds; 0 where there is none that can be used."""
+    assert world.dd._engine is not None
+    there = world.dd._engine.links.peek(peer)
+    return 0 if there is None or not there.usable else there.origin.sequence
+
+
+def not_linked(end: End, peer: int, *parts: str) -> str:
+    """Pulling from the peer into "kv" and a question for its link are NOT_YET_LINK; return the text of the pull."""
+    with pytest.raises(NotLinked) as caught:
+        end.do(explain, peer)
+    assert str(peer) in str(caught.value)
+    with pytest.raises(NotLinked) as caught:
+        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
+    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    text = str(caught.value)
+    assert [part for part in (str(peer), *parts) if part not in text] == [], text
+    assert "\n" not in text
+    return text
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def alone(*ends: End) -> None:

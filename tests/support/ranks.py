@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import pytest
-
-from llm_datadist import BlocksCacheKey, LLMStatusCode, RegisterMemStatus
-from llm_datadist.errors import NotLinked
-from tests.support.moves import Use, call, wait_until
+from llm_datadist import RegisterMemStatus
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +28,7 @@ __all__ = [
     "OK",
     "PREPARING",
     "SECONDS",
+    "Meeting",
     "drop",
     "explained",
     "finalize_and_init",
@@ -38,7 +37,6 @@ __all__ = [
     "join_all",
     "joined",
     "new_name",
-    "not_linked",
     "settle",
     "start_two",
     "status",
@@ -61,15 +59,6 @@ def start_two(pair: Pair, **settings: Any) -> tuple[End, End]:
     return pair.prompt, pair.decoder
 
 
-def not_linked(end: End, peer: int) -> str:
-    """Pulling from the peer into "kv" is NOT_YET_LINK; return the text."""
-    with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
-    assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def finalize_and_init(world: World, options: dict[str, str]) -> None:
     """The same object lives again."""
     world.dd.finalize()
@@ -77,7 +66,7 @@ def finalize_and_init(world: World, options: dict[str, str]) -> None:
 
 
 def new_name() -> str:
-    """Return a communicator's name that nobody else has."""
+    """Return a communicator's name that no other test has."""
     return f"test {os.getpid()} {next(_numbers)}"
 
 
@@ -106,6 +95,24 @@ def join(world: World, name: str, ranks: dict[int, int], rank_table: str) -> int
     return world.dd.link(name, ranks, rank_table)
 
 
+@dataclass
+class Meeting:
+    """A communicator that is to be: ranks follow the order of the cluster ids; one host unless a table is given."""
+
+    members: tuple[int, ...]
+    name: str = field(default_factory=new_name)
+    table: str = ""
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        return {cluster_id: rank for rank, cluster_id in enumerate(sorted(self.members))}
+
+    def join(self, *ends: End) -> list[int]:
+        """Let these ends call ``link()``, in this order; return the communicators' ids."""
+        rank_table = self.table or table(*(host(0) for _ in self.members))
+        return [end.do(join, self.name, self.ranks, rank_table) for end in ends]
+
+
 def drop(world: World, comm_id: int) -> None:
     """Call ``unlink()`` there."""
     world.dd.unlink(comm_id)
@@ -120,11 +127,9 @@ def explained(world: World, comm_id: int) -> CommunicatorStatistics:
 
 
 def join_all(ends: Iterable[End], name: str | None = None, rank_table: str | None = None) -> list[int]:
-    """Let every end call ``link()``, in this order; ranks follow the cluster ids. Return the communicators' ids."""
+    """Let every end call ``link()``, in this order; return the communicators' ids."""
     ends = list(ends)
-    ranks = {cluster_id: rank for rank, cluster_id in enumerate(sorted(end.cluster_id for end in ends))}
-    name, rank_table = name or new_name(), rank_table or table(*(host(0) for _ in ends))
-    return [end.do(join, name, ranks, rank_table) for end in ends]
+    return Meeting(tuple(end.cluster_id for end in ends), name or new_name(), rank_table or "").join(*ends)
 
 
 def settle(ends: Iterable[End], comm_ids: Sequence[int], seconds: float = 20.0) -> list[RegisterMemStatus]:

@@ -1,4 +1,4 @@
-"""Strangers: peers and listeners made of a raw socket and the messages, who say whatever a test wants."""
+"""Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SECONDS = 20.0
 
 
 class Stranger:
-    """Somebody at a listener's port. A context manager: closes its socket and its memory."""
+    """A peer at a listener's port. A context manager: closes its socket and its memory."""
 
     def __init__(self, port: int, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
         self.cluster_id = cluster_id
@@ -145,7 +145,7 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 def read_hello(sock: socket.socket) -> Hello:
-    """Read the preamble and the Hello of somebody who dials a listener of the test."""
+    """Read the preamble and the Hello of a peer that dials a listener of the test."""
     data = b""
     parser = FrameParser()
     while True:
@@ -166,6 +166,6 @@ def read_hello(sock: socket.socket) -> Hello:
 
 @contextmanager
 def silent_port() -> Iterator[int]:
-    """A port where connections are accepted by the kernel and nobody ever answers."""
+    """A port where connections are accepted by the kernel and never answered."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]

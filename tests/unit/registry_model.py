@@ -6,8 +6,40 @@ Nothing is kept that can be derived: a cache is needed while it has an owner, a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llm_datadist._cache.geometry import CacheKind, Geometry
+
+if TYPE_CHECKING:
+    from llm_datadist._cache.registry import Effects
 
 Key = tuple[int, int, int]
+
+
+def geometry(kind: CacheKind, rows: int, tensors: int) -> Geometry:
+    return Geometry(kind, tensors, rows, 8, 8 * rows, (rows, 8), 2, 1)
+
+
+class Ledger:
+    """Carries effects out the way CacheStore does, and refuses to do anything twice. Storages and guards are names."""
+
+    def __init__(self) -> None:
+        self.advanced: set[str] = set()
+        self.retired: set[str] = set()
+        self.freed: set[str] = set()
+
+    def apply(self, effects: Effects) -> None:
+        for guard in effects.advance:
+            assert guard not in self.advanced | self.retired, f"{guard} advanced twice, or after it was retired"
+            self.advanced.add(guard)
+        for guard in effects.retire:
+            assert guard not in self.retired, f"{guard} retired twice"
+            self.retired.add(guard)
+        for entry in effects.free:
+            storage = entry.storage
+            assert storage not in self.freed, f"{storage} freed twice"
+            assert storage in self.retired, f"{storage} freed before its guard was retired"
+            self.freed.add(storage)
 
 
 @dataclass(eq=False)
@@ -16,7 +48,7 @@ class Cache:
 
     name: str
     owned: bool
-    blocks: bool
+    kind: CacheKind
     rows: int
     tensors: int
     owner: bool = True
@@ -105,7 +137,7 @@ class Model:
         for key, row, name in keys:
             binding = Binding(name, key, cache, row, set(range(cache.tensors)))
             old = self.bound(key)
-            if old is not None and not cache.owned and not cache.blocks:
+            if old is not None and not cache.owned and cache.kind is CacheKind.CACHE:
                 binding.bound = False  # the first one stays
             elif old is not None:
                 self.unbind(old)
@@ -120,7 +152,7 @@ class Model:
             self.unbind(binding)
 
     def deallocate(self, cache: Cache) -> None:
-        if cache.owned and cache.owner and cache.blocks:
+        if cache.owned and cache.owner and cache.kind is not CacheKind.CACHE:
             self.withdraw(cache)
         elif cache.owned:
             cache.owner = False

@@ -1,36 +1,42 @@
-"""Frames and channels: order, back-pressure, bad frames and the end, over real sockets with a reader of the test's."""
+"""Frames and channels over real sockets: order, back-pressure, callers that read their answers, and every end."""
 
 from __future__ import annotations
 
 import itertools
+import re
+import signal
 import socket
+import struct
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_datadist._links.channel import Channel, FrameParser, tune
+from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, decode, encode, frame
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, UnlinkAck, decode, frame
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
 from tests.support.moves import wait_until
+
+from .lane_ends import tcp_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LARGE = "x" * 4000
+PATIENCE_MS = 30_000
+CONTROL = "llm-datadist-control"
+
 
 # --- FrameParser ------------------------------------------------------------------------------------------------------
 
 
 def take_all(parser: FrameParser) -> list[bytes]:
-    payloads = []
-    while (payload := parser.take()) is not None:
-        payloads.append(payload)
-    return payloads
+    return list(iter(parser.take, None))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(0, 600)), st.binary(max_size=3))
@@ -53,15 +59,8 @@ def test_the_limit_holds_and_what_came_before_is_delivered(limit: int, announced
     if announced <= limit:
         assert parser.take() == (b"" if announced == 0 else None)
         return
-    with pytest.raises(ProtocolError, match=f"{announced} bytes: at most {limit}"):
-        parser.take()
-
-
-def test_a_parser_keeps_no_more_than_one_frame_of_a_hostile_stream() -> None:
-    parser = FrameParser(10)
-    parser.feed(FRAME_HEADER.pack(11))
     for _ in range(2):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match=f"{announced} bytes: at most {limit}"):
             parser.take()
 
 
@@ -69,88 +68,148 @@ def test_a_parser_keeps_no_more_than_one_frame_of_a_hostile_stream() -> None:
 
 
 class Ends:
-    """A channel, the socket at its other end, and what the channel reported."""
+    """A channel whose answers are UnlinkAcks, the socket at its other end, and what was reported in which thread."""
 
-    def __init__(self, control: ControlLoop, on_message: Callable[[Message], None] | None = None) -> None:
-        ours, self.theirs = socket.socketpair()
-        for sock in (ours, self.theirs):
+    def __init__(
+        self,
+        control: ControlLoop,
+        on_message: Callable[[Ends, Message], None] = lambda ends, message: None,
+        first: Message | None = None,
+        make: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+    ) -> None:
+        self.control = control
+        self.ours, self.theirs = make()
+        for sock in (self.ours, self.theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
         self.theirs.settimeout(20)
+        self.waiters: dict[int, Waiter] = {}
         self.heard: list[Message] = []
+        self.answered: list[tuple[int, str]] = []
         self.lost: list[str] = []
         self.threads: set[str] = set()
         self._on_message = on_message
-        self.channel = Channel(control, ours, self._message, self._lost)
+        self.channel = Channel(control, self.ours, self._message, self._end, first, self._answer)
+
+    def begin(self) -> Ends:
         self.channel.begin()
+        wait_until(self.at_rest)
+        return self
 
-    def _message(self, message: Message) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.heard.append(message)
-        if self._on_message is not None:
-            self._on_message(message)
+    def expect(self, number: int) -> Waiter:
+        self.waiters[number] = Waiter()
+        return self.waiters[number]
 
-    def _lost(self, reason: str) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.lost.append(reason)
+    def begin_to_wait(self, waiter: Waiter, deadline: Deadline | None = None) -> threading.Thread:
+        """Wait in a thread; return once that reads the channel, or waits beside another one that does."""
+        arguments = waiter, deadline or Deadline(PATIENCE_MS)
+        thread = threading.Thread(target=self.channel.wait, args=arguments, name="caller")
+        thread.start()
+        wait_until(self.led)
+        return thread
+
+    def led(self) -> bool:
+        return self.channel._reader is not None and not self.channel._watched
+
+    def at_rest(self) -> bool:
+        return not self.channel._role_held and self.channel._watched
+
+    def files_closed(self) -> bool:
+        return self.ours.fileno() == -1 and self.channel._watch.closed
+
+    def ended(self) -> bool:
+        return bool(self.lost) and self.files_closed()
+
+    def once_led(self, act: Callable[[], None]) -> threading.Thread:
+        """Call ``act`` in a thread once a caller reads the channel."""
+
+        def run() -> None:
+            wait_until(self.led)
+            act()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def say(self, *messages: Message) -> None:
+        self.theirs.sendall(b"".join(map(frame, messages)))
 
     def read(self, count: int) -> list[Message]:
         """Read messages at the other end until there are ``count``, or the stream ends."""
-        parser = FrameParser()
-        messages: list[Message] = []
-        while len(messages) < count and (data := self.theirs.recv(65536)):
+        parser, messages = FrameParser(), list[Message]()
+        while len(messages) < count and (data := self.theirs.recv(1 + len(messages) % 3000)):
             parser.feed(data)
             messages += [decode(payload) for payload in take_all(parser)]
+        assert parser.rest() == b""
         return messages
+
+    def _answer(self, message: Message) -> bool:
+        if not isinstance(message, UnlinkAck) or (waiter := self.waiters.pop(message.id, None)) is None:
+            return False
+        self.answered.append((message.id, threading.current_thread().name))
+        waiter.wake(message)
+        return True
+
+    def _message(self, message: Message) -> None:
+        self.threads.add(threading.current_thread().name)
+        if not self._answer(message):
+            self.heard.append(message)
+            self._on_message(self, message)
+
+    def _end(self, reason: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.lost.append(reason)
+        for number in list(self.waiters):
+            self.waiters.pop(number).wake(None)
 
     def close(self) -> None:
         self.channel.close("test over")
-        self.theirs.close()
-        wait_until(lambda: bool(self.lost))
+        wait_until(self.ended)
         assert len(self.lost) == 1, "the end is told exactly once"
-        assert self.threads <= {"llm-datadist-control"}
+        assert self.threads <= {CONTROL}, "but for answers, callbacks run on the control thread"
+        self.theirs.close()
 
 
 @contextmanager
-def channel(on_message: Callable[[Message], None] | None = None) -> Iterator[Ends]:
+def channel(**settings: Any) -> Iterator[Ends]:
     control = ControlLoop()
     control.start()
-    ends = Ends(control, on_message)
+    ends = Ends(control, **settings)
     try:
-        yield ends
+        yield ends.begin()
         ends.close()
     finally:
         ends.theirs.close()
         control.stop()
 
 
-def test_messages_come_in_order_and_on_the_control_thread() -> None:
-    with channel() as ends:
-        sent: list[Message] = [Beat(i) for i in range(1000)]
-        ends.theirs.sendall(b"".join(frame(message) for message in sent))
-        wait_until(lambda: len(ends.heard) == 1000)
-        assert ends.heard == sent
+def join(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
-def test_what_came_with_the_handshake_is_delivered_first() -> None:
+def test_before_the_channel_begins_nothing_is_read_and_what_came_with_the_handshake_is_first_then() -> None:
     control = ControlLoop()
     control.start()
-    ours, theirs = socket.socketpair()
-    heard: list[Message] = []
-    lost: list[str] = []
-    one = Channel(control, ours, heard.append, lost.append)
-    one.begin(frame(Beat(1)) + frame(Beat(2))[:-3])
-    theirs.sendall(frame(Beat(2))[-3:] + frame(Beat(3)))
-    wait_until(lambda: len(heard) == 3)
-    assert heard == [Beat(1), Beat(2), Beat(3)]
-    one.close("enough")
-    wait_until(lambda: bool(lost))
+    ends = Ends(control, first=Beat(0))
+    ends.channel.send(Beat(1))
+    waiter, stream = ends.expect(7), frame(Beat(5)) + frame(UnlinkAck(7)) + frame(Beat(6))
+    ends.theirs.sendall(stream[-20:])
+    ends.channel.wait(waiter, Deadline(10))
+    assert waiter.waiting
+    ends.channel.begin(stream[:-20])
+    ends.channel.wait(waiter, Deadline(PATIENCE_MS))
+    assert waiter.answer == UnlinkAck(7)
+    wait_until(lambda: ends.heard == [Beat(5), Beat(6)])
+    ends.channel.send(Beat(2))
+    assert ends.read(3) == [Beat(0), Beat(1), Beat(2)]
+    ends.close()
     control.stop()
-    theirs.close()
 
 
 def test_frames_of_several_threads_never_interleave_whatever_the_reader_does() -> None:
+    per_thread, threads = 150, 8
     with channel() as ends:
-        per_thread, threads = 150, 8
 
         def talk(number: int) -> None:
             for i in range(per_thread):
@@ -159,14 +218,8 @@ def test_frames_of_several_threads_never_interleave_whatever_the_reader_does() -
         talkers = [threading.Thread(target=talk, args=(number,)) for number in range(threads)]
         for talker in talkers:
             talker.start()
-        parser = FrameParser()
-        got: list[Message] = []
-        while len(got) < per_thread * threads:
-            parser.feed(ends.theirs.recv(1 + len(got) % 3000))
-            got += [decode(payload) for payload in take_all(parser)]
-        for talker in talkers:
-            talker.join()
-        assert parser.rest() == b""
+        got = ends.read(per_thread * threads)
+        join(*talkers)
         assert all(isinstance(m, Failed) and m.text == LARGE[: 50 * (m.id % 70)] for m in got)
         for number in range(threads):
             assert [m.id for m in got if isinstance(m, Failed) and m.code == number] == list(range(per_thread))
@@ -176,19 +229,18 @@ def test_frames_of_several_threads_never_interleave_whatever_the_reader_does() -
 def test_a_peer_that_does_not_take_its_answers_is_not_read_from() -> None:
     answers = 2000  # of 4 KB, to as many Beats
 
-    def answer(message: Message) -> None:
+    def answer(ends: Ends, message: Message) -> None:
         assert isinstance(message, Beat)
         ends.channel.send(Failed(message.count, 0, LARGE))
 
-    with channel(answer) as ends:
-        asker = threading.Thread(target=ends.theirs.sendall, args=(b"".join(frame(Beat(i)) for i in range(answers)),))
+    with channel(on_message=answer) as ends:
+        asker = threading.Thread(target=ends.say, args=[Beat(i) for i in range(answers)])
         asker.start()
         wait_until(lambda: ends.channel._paused)
-        taken = len(ends.heard)
-        assert taken < answers / 2, "8 MB of answers were asked for, about 1 MiB may wait"
+        assert len(ends.heard) < answers / 2, "8 MB of answers were asked for, about 1 MiB may wait"
         assert (1 << 20) < len(ends.channel._backlog) < (1 << 20) + 2 * 4096
         got = ends.read(answers)
-        asker.join()
+        join(asker)
         assert [m.id for m in got if isinstance(m, Failed)] == list(range(answers))
         assert len(ends.heard) == answers
         assert not ends.lost
@@ -196,10 +248,12 @@ def test_a_peer_that_does_not_take_its_answers_is_not_read_from() -> None:
 
 def test_a_peer_that_reads_nothing_at_all_is_given_up_above_the_bound() -> None:
     with channel() as ends:
-        message = Failed(0, 0, LARGE)
+        message, sent = Failed(0, 0, LARGE), 0
         while not ends.channel.reason:
             ends.channel.send(message)
-        wait_until(lambda: bool(ends.lost))
+            sent += 1
+        assert (15 << 20) < sent * len(LARGE) < (18 << 20)
+        wait_until(ends.ended)
         with pytest.raises(NotLinked) as caught:
             ends.channel.send(message)
         assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
@@ -207,70 +261,83 @@ def test_a_peer_that_reads_nothing_at_all_is_given_up_above_the_bound() -> None:
         assert "unread" in ends.lost[0]
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["control thread reads", "caller reads"])
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("rest", "reason"),
     [
-        (FRAME_HEADER.pack(FRAME_LIMIT + 1), "at most"),
-        (FRAME_HEADER.pack(3) + b"abc", "no message of this protocol"),
-        (frame(Beat(1)) + b"GET / HTTP/1.1\r\n\r\n", "at most"),
+        (FRAME_HEADER.pack(FRAME_LIMIT + 1) + frame(UnlinkAck(2)), "peer announced a frame of .* at most"),
+        (FRAME_HEADER.pack(1) + b"\xc1" + frame(UnlinkAck(2)), "no message of this protocol"),
+        (b"GET / HTTP/1.1\r\n\r\n", "at most"),
+        (b"", "^the peer closed the connection$"),
+        (frame(UnlinkAck(2))[:-1], "^the peer closed the connection inside a frame$"),
     ],
+    ids=["size", "content", "protocol", "end between frames", "end inside a frame"],
 )
-def test_a_bad_frame_ends_the_channel(data: bytes, reason: str) -> None:
+def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
+    rest: bytes, reason: str, waits: bool
+) -> None:
     with channel() as ends:
-        ends.theirs.sendall(data)
-        wait_until(lambda: bool(ends.lost))
-        assert reason in ends.lost[0]
-        assert ends.theirs.recv(1) == b"", "the peer sees the end"
+        first, second = ends.expect(1), ends.expect(2)
+        threads = [ends.begin_to_wait(second)] if waits else []
+        before: list[Message] = [UnlinkAck(1)] if waits else [Beat(1), UnlinkAck(1), Beat(2)]
+        ends.theirs.sendall(b"".join(map(frame, before)) + rest)
+        ends.theirs.shutdown(socket.SHUT_WR)
+        join(*threads)
+        wait_until(ends.ended)
+        assert (first.answer, second.answer) == (UnlinkAck(1), None)
+        assert ends.heard == ([] if waits else [Beat(1), Beat(2)])
+        assert re.search(reason, ends.lost[0])
+        with suppress(ConnectionResetError):
+            assert ends.theirs.recv(1) == b"", "the peer sees the end"
         with pytest.raises(NotLinked, match="closed"):
             ends.channel.send(Beat(1))
 
 
-def test_good_frames_before_a_bad_one_are_delivered_and_none_after() -> None:
-    with channel() as ends:
-        ends.theirs.sendall(frame(Beat(1)) + frame(Beat(2)) + FRAME_HEADER.pack(1) + b"\xc1" + frame(Beat(3)))
-        wait_until(lambda: bool(ends.lost))
-        assert ends.heard == [Beat(1), Beat(2)]
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_peers_end_is_told_with_what_it_left_unsaid(inside: bool) -> None:
-    with channel() as ends:
-        ends.theirs.sendall(frame(Beat(1)) + (encode(Beat(2))[:3] if inside else b""))
+def test_a_reset_and_a_close_by_another_thread_wake_the_caller_that_reads() -> None:
+    with channel(make=tcp_pair) as ends:
+        thread = ends.begin_to_wait(ends.expect(1))
+        ends.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         ends.theirs.close()
-        wait_until(lambda: bool(ends.lost))
+        join(thread)
+        wait_until(ends.ended)
+        assert ends.lost == ["the connection broke: Connection reset by peer"]
+    with channel() as ends:
+        waiter = ends.expect(1)
+        thread = ends.begin_to_wait(waiter)
+        ends.channel.close("given up")
+        join(thread)
+        assert waiter.answer is None
+        assert ends.lost == ["given up"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_bug_or_a_close_in_a_handler_nothing_is_delivered_and_the_loop_goes_on(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def handle(ends: Ends, message: Message) -> None:
+        if fails:
+            raise KeyError("a bug")
+        ends.channel.close("enough")
+
+    with channel(on_message=handle) as ends:
+        other = Ends(ends.control).begin()
+        ends.say(Beat(1), Beat(2))
+        wait_until(ends.ended)
         assert ends.heard == [Beat(1)]
-        assert ends.lost == ["the peer closed the connection" + (" inside a frame" if inside else "")]
-
-
-def test_a_bug_in_a_handler_ends_its_own_channel_and_not_the_loop(caplog: pytest.LogCaptureFixture) -> None:
-    def buggy(message: Message) -> None:
-        raise KeyError("a bug")
-
-    control = ControlLoop()
-    control.start()
-    bad, good = Ends(control, buggy), Ends(control)
-    bad.theirs.sendall(frame(Beat(1)) + frame(Beat(2)))
-    wait_until(lambda: bool(bad.lost))
-    assert "KeyError" in bad.lost[0]
-    assert bad.heard == [Beat(1)], "nothing is delivered after the end"
-    good.theirs.sendall(frame(Beat(3)))
-    wait_until(lambda: good.heard == [Beat(3)])
-    assert "unexpected error" in caplog.text
-    bad.close()
-    good.close()
-    control.stop()
-
-
-def test_closing_from_a_handler_delivers_nothing_more() -> None:
-    with channel(lambda message: ends.channel.close("enough")) as ends:
-        ends.theirs.sendall(frame(Beat(1)) + frame(Beat(2)))
-        wait_until(lambda: bool(ends.lost))
-        assert ends.heard == [Beat(1)]
-        assert ends.lost == ["enough"]
+        assert ends.lost == ["internal error: KeyError('a bug')" if fails else "enough"]
+        assert ("unexpected error" in caplog.text) == fails
+        other.say(Beat(3))
+        wait_until(lambda: other.heard == [Beat(3)])
+        other.close()
 
 
 def test_closing_while_flushing_from_many_threads_tells_once_and_leaves_nothing() -> None:
-    for _ in range(20):
+    def talk_until_closed(one: Channel) -> None:
+        with suppress(NotLinked):
+            while True:
+                one.send(Beat(1))
+
+    for _ in range(10):
         with channel() as ends:
             for i in range(100):
                 ends.channel.send(Failed(i, 0, LARGE))
@@ -279,37 +346,30 @@ def test_closing_while_flushing_from_many_threads_tells_once_and_leaves_nothing(
             for thread in [*talkers, *closers]:
                 thread.start()
             ends.theirs.recv(20_000)
-            for thread in [*closers, *talkers]:
-                thread.join(20)
-                assert not thread.is_alive()
-            wait_until(lambda: bool(ends.lost))
+            join(*closers, *talkers)
+            wait_until(ends.ended)
             assert ends.lost[0].startswith("reason ")
             # What the peer gets is a prefix of what was sent, cut anywhere.
             while ends.theirs.recv(65536):
                 pass
 
 
-def talk_until_closed(one: Channel) -> None:
-    with suppress(NotLinked):
-        while True:
-            one.send(Beat(1))
-
-
-def test_a_channel_of_a_stopped_loop_ends_at_once() -> None:
+def test_a_loop_that_has_stopped_ends_the_channel_at_the_next_use() -> None:
     control = ControlLoop()
     control.start()
-    ends = Ends(control)
+    closed, read, late = Ends(control).begin(), Ends(control).begin(), Ends(control)
     control.stop()
-    ends.threads.clear()
-    ends.channel.close("finalized")
-    assert ends.lost == ["finalized"]
-    assert ends.theirs.recv(1) == b""
-    ends.theirs.close()
-    late_ours, late_theirs = socket.socketpair()
-    late: list[str] = []
-    Channel(control, late_ours, lambda message: None, late.append).begin()
-    assert late == ["the control thread has stopped"]
-    late_theirs.close()
+    closed.channel.close("finalized")
+    waiter = read.expect(1)
+    read.say(Beat(1))
+    read.channel.wait(waiter, Deadline(PATIENCE_MS))
+    assert waiter.answer is None
+    late.channel.begin()
+    stopped = "the control thread has stopped"
+    assert [each.lost for each in (closed, read, late)] == [["finalized"], [stopped], [stopped]]
+    for each in (closed, read, late):
+        assert each.files_closed()
+        each.theirs.close()
 
 
 def test_tune_sets_what_every_control_socket_has() -> None:
@@ -320,22 +380,168 @@ def test_tune_sets_what_every_control_socket_has() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
-def test_the_first_message_goes_out_before_what_anybody_sends() -> None:
-    control = ControlLoop()
-    control.start()
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(20)
-    lost: list[str] = []
-    one = Channel(control, ours, lambda message: None, lost.append, first=Beat(0))
-    one.send(Beat(1))
-    one.begin()
-    one.send(Beat(2))
-    wanted = b"".join(frame(Beat(i)) for i in range(3))
-    got = b""
-    while len(got) < len(wanted):
-        got += theirs.recv(100)
-    assert got == wanted
-    one.close("enough")
-    wait_until(lambda: bool(lost))
-    control.stop()
-    theirs.close()
+# --- Callers that wait for answers ------------------------------------------------------------------------------------
+
+
+def test_a_caller_reads_its_answer_by_itself_and_then_leaves_the_channel_to_the_control_thread() -> None:
+    with channel() as ends:
+        for number in range(50):
+            waiter = ends.expect(number)
+            thread = ends.begin_to_wait(waiter)
+            ends.say(UnlinkAck(number))
+            join(thread)
+            assert waiter.answer == UnlinkAck(number)
+            assert ends.at_rest()
+        assert ends.answered == [(number, "caller") for number in range(50)]
+        ends.say(Beat(1))
+        wait_until(lambda: ends.heard == [Beat(1)])
+
+
+def test_a_caller_that_prepared_reads_an_answer_that_is_there_already_or_leaves_the_channel_to_others() -> None:
+    with channel() as ends:
+        waiter, first, second = (ends.expect(number) for number in (7, 1, 2))
+        ends.channel.prepare(waiter)
+        ends.say(UnlinkAck(7))
+        for _ in range(2):  # turns of the control thread: it would have read what it is woken for
+            ends.control.call(lambda: None)
+        assert waiter.waiting
+        ends.channel.wait(waiter, Deadline(PATIENCE_MS))
+        assert waiter.answer == UnlinkAck(7)
+        assert ends.answered == [(7, threading.current_thread().name)]
+        assert ends.at_rest()
+        ends.channel.prepare(first)
+        ends.channel.prepare(second)  # the first one reads already
+        ends.channel.forgo(second)
+        assert ends.led()
+        ends.say(Beat(1))
+        ends.channel.forgo(first)
+        wait_until(lambda: ends.heard == [Beat(1)])
+        ends.say(UnlinkAck(2), UnlinkAck(1))
+        for each in (first, second):
+            ends.channel.wait(each, Deadline(PATIENCE_MS))
+        assert (first.answer, second.answer) == (UnlinkAck(1), UnlinkAck(2))
+        wait_until(ends.at_rest)
+
+
+def test_what_is_no_answer_goes_to_the_control_thread_in_order_with_all_that_follows() -> None:
+    with channel() as ends:
+        waiter = ends.expect(7)
+        thread = ends.begin_to_wait(waiter)
+        ends.say(Beat(1), Beat(2), UnlinkAck(7), Beat(3), UnlinkAck(8), Beat(4))
+        join(thread)
+        assert waiter.answer == UnlinkAck(7)
+        assert ends.answered == [(7, CONTROL)]
+        wait_until(lambda: len(ends.heard) == 5)
+        # The control thread also gets an answer that no caller waits for.
+        assert ends.heard == [Beat(1), Beat(2), Beat(3), UnlinkAck(8), Beat(4)]
+        wait_until(ends.at_rest)
+
+
+def test_the_caller_that_reads_hands_answers_to_others_and_those_it_leaves_behind_get_theirs_too() -> None:
+    with channel() as ends:
+        waiters = [ends.expect(number) for number in range(8)]
+        threads = [ends.begin_to_wait(waiter) for waiter in waiters]
+        ends.say(UnlinkAck(3), UnlinkAck(2), UnlinkAck(0))
+        join(threads[0], threads[2], threads[3])
+        assert ends.answered == [(3, "caller"), (2, "caller"), (0, "caller")]
+        left = (7, 6, 5, 4, 1)
+        assert all(waiters[number].waiting for number in left)
+        ends.say(*map(UnlinkAck, left))
+        join(*threads)
+        assert [waiter.answer for waiter in waiters] == [UnlinkAck(number) for number in range(8)]
+        assert [number for number, _ in ends.answered] == [3, 2, 0, *left]
+
+
+def test_many_callers_and_other_frames_at_once() -> None:
+    callers, rounds = 6, 100
+    with channel() as ends:
+        wrong: list[object] = []
+        numbers, sending = itertools.count(), threading.Lock()
+
+        def call() -> None:
+            for _ in range(rounds):
+                number = next(numbers)
+                waiter = ends.expect(number)
+                with sending:
+                    ends.say(Beat(2 * number), UnlinkAck(number), Beat(2 * number + 1))
+                ends.channel.wait(waiter, Deadline(PATIENCE_MS))
+                if waiter.answer != UnlinkAck(number):
+                    wrong.append((number, waiter.answer))
+
+        threads = [threading.Thread(target=call) for _ in range(callers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not wrong
+        wait_until(lambda: len(ends.heard) == 2 * callers * rounds)
+        beats = [message.count for message in ends.heard if isinstance(message, Beat)]
+        assert sorted(beats) == list(range(2 * callers * rounds)), "each once"
+        assert all(first + 1 == second for first, second in zip(beats[::2], beats[1::2], strict=True)), "in order"
+        assert sorted(number for number, _ in ends.answered) == list(range(callers * rounds))
+
+
+def test_frames_may_come_in_pieces_cut_anywhere() -> None:
+    stream = frame(UnlinkAck(1)) + frame(Beat(5)) + frame(UnlinkAck(2))
+    with channel() as ends:
+        for cut in range(len(stream) + 1):
+            first, second = ends.expect(1), ends.expect(2)
+            threads = [ends.begin_to_wait(first)]
+            ends.theirs.sendall(stream[:cut])
+            if cut >= len(frame(UnlinkAck(1))):
+                join(*threads)
+            threads.append(threading.Thread(target=ends.channel.wait, args=(second, Deadline(PATIENCE_MS))))
+            threads[1].start()
+            ends.theirs.sendall(stream[cut:])
+            join(*threads)
+            assert (first.answer, second.answer) == (UnlinkAck(1), UnlinkAck(2))
+            wait_until(ends.at_rest)
+            assert ends.heard == [Beat(5)] * (cut + 1)
+
+
+class Interrupt(BaseException):
+    """What a handler of signals raises."""
+
+
+def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else() -> None:
+    def interrupt(number: int, where: object) -> None:
+        raise Interrupt
+
+    handler, main = signal.signal(signal.SIGUSR1, interrupt), threading.get_ident()
+    try:
+        with channel() as ends:
+            waiter = ends.expect(1)
+            ends.channel.wait(waiter, Deadline(20))
+            assert waiter.waiting
+            assert ends.at_rest()
+            later = CancellableDeadline(PATIENCE_MS)
+            thread = ends.begin_to_wait(ends.expect(2), later)
+            later.cancel()
+            join(thread)
+            assert ends.at_rest()
+            killer = ends.once_led(lambda: signal.pthread_kill(main, signal.SIGUSR1))
+            with pytest.raises(Interrupt):
+                ends.channel.wait(ends.expect(3), Deadline(PATIENCE_MS))
+            join(killer)
+            wait_until(ends.at_rest)
+            ends.say(UnlinkAck(2), Beat(1))
+            wait_until(lambda: ends.heard == [Beat(1)])
+            assert not ends.lost
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+
+
+def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel() -> None:
+    def interrupted(message: Message) -> bool:
+        raise Interrupt
+
+    with channel() as ends:
+        ends.channel._on_answer = interrupted
+        peer = ends.once_led(lambda: ends.say(UnlinkAck(1), UnlinkAck(2)))
+        with pytest.raises(Interrupt):
+            ends.channel.wait(ends.expect(1), Deadline(PATIENCE_MS))
+        join(peer)
+        assert ends.channel._role_held, "no thread may read what follows"
+        wait_until(ends.ended)
+        assert ends.lost == ["a caller was interrupted while it read an answer"]
+        assert ends.heard == []

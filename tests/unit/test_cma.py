@@ -20,7 +20,6 @@ from llm_datadist._transport import PeerMemory, ShmConnection, cma
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist.errors import PeerLost, StateError
 from llm_datadist.testing import PeerProcess
-from llm_datadist.testing.peers import PRIVATE_BYTES
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
 
 if TYPE_CHECKING:
@@ -51,46 +50,26 @@ def met() -> Iterator[TransportChoice]:
         yield met
 
 
-@pytest.fixture
-def peer(met: TransportChoice) -> PeerMemory:
-    return met.memory
-
-
-@pytest.fixture
-def cookie(met: TransportChoice) -> bytes:
-    """What lies at the beginning of the child's private memory."""
-    cookie = secrets.token_bytes(16)
-    met.process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
-    return cookie
-
-
 # The probe
 
 
-def test_the_peer_that_shows_its_cookie_can_be_reached(met: TransportChoice, peer: PeerMemory, cookie: bytes) -> None:
-    assert probe(peer, met.process.address(PRIVATE), cookie) is None
-
-
-def test_the_header_of_the_guard_table_serves_as_cookie(met: TransportChoice, peer: PeerMemory) -> None:
-    assert probe(peer, met.process.cookie_address(), peer.cookie) is None
-
-
-def test_another_cookie_is_another_process(met: TransportChoice, peer: PeerMemory, cookie: bytes) -> None:
-    reason = probe(peer, met.process.address(PRIVATE) + 1, cookie)
-    assert reason == f"pid {peer.pid} shows another cookie than the peer's: it is another process"
-
-
-def test_an_unmapped_address_is_another_process(peer: PeerMemory, cookie: bytes) -> None:
-    assert probe(peer, 8, cookie) == f"pid {peer.pid} has no cookie where the peer has it: it is another process"
-
-
-@pytest.mark.parametrize("address", [-1, 0, 2**63 - 1, 2**63, 2**64, 2**200])
-def test_an_address_from_the_wire_is_not_trusted(peer: PeerMemory, cookie: bytes, address: int) -> None:
-    assert probe(peer, address, cookie) == f"the peer told an impossible address of its cookie: {address}"
-
-
-def test_a_peer_of_another_pid_namespace(peer: PeerMemory, cookie: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "pid", 0)  # what SO_PEERCRED says then
+def test_a_peer_is_reached_only_where_it_shows_its_cookie(
+    met: TransportChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
+    peer, cookie = met.memory, secrets.token_bytes(16)
+    met.process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
+    place, process = met.process.address(PRIVATE), f"pid {peer.pid}"
+    for address, shown, reason in (
+        (place, cookie, None),
+        (met.process.cookie_address(), peer.cookie, None),
+        (place + 1, cookie, f"{process} shows another cookie than the peer's: it is another process"),
+        (8, cookie, f"{process} has no cookie where the peer has it: it is another process"),
+    ):
+        assert probe(peer, address, shown) == reason
+    for address in (-1, 0, 2**63 - 1, 2**63, 2**64, 2**200):
+        assert probe(peer, address, cookie) == f"the peer told an impossible address of its cookie: {address}"
+    monkeypatch.setattr(peer, "pid", 0)  # what SO_PEERCRED says of another pid namespace
     assert probe(peer, 4096, cookie) == "the peer's process is not visible from our pid namespace"
 
 
@@ -106,8 +85,9 @@ for uid in (0, 65534):
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_the_kernel_refuses_another_user(met: TransportChoice, peer: PeerMemory) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_kernel_refuses_another_user(met: TransportChoice) -> None:
+    peer = met.memory
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", STRANGER, str(peer.pid), str(met.process.address(PRIVATE))]
     said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
@@ -119,15 +99,14 @@ def test_the_kernel_refuses_another_user(met: TransportChoice, peer: PeerMemory)
 
 
 def test_the_reason_holds_the_value_of_ptrace_scope(
-    peer: PeerMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    met: TransportChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope = tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
-    assert "not dumpable" in cma._why_not_permitted(peer)
-    scope.write_text("0\n")
-    assert "not dumpable" in cma._why_not_permitted(peer)
-    scope.write_text("1\n")
-    assert f"{scope} is 1, so that only its parent" in cma._why_not_permitted(peer)
+    assert "not dumpable" in cma._why_not_permitted(met.memory)
+    for value, part in ((0, "not dumpable"), (1, f"{scope} is 1, so that only its parent")):
+        scope.write_text(f"{value}\n")
+        assert part in cma._why_not_permitted(met.memory)
 
 
 # Ends of the peer
@@ -161,49 +140,35 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
     opened: list[tuple[CmaConnection, PeerMemory]] = []
 
     def both(memory: PeerMemory) -> Connection:
-        opened.append((CmaConnection(memory.share(), writable=True), memory))
+        assert memory.share() is memory
+        opened.append((CmaConnection(memory, writable=True), memory))
         return ShmConnection(memory)
 
     with PeerProcess(both) as process, process.serving(writable=True):
-        process.poke(1, np.full(64, 1, np.uint8))
-        process.poke(PRIVATE, np.full(PRIVATE_BYTES, 2, np.uint8))
         process.connect().close()
         opened.pop()[0].close()
         before = residue()
         for first in (0, 1):
             shm = process.connect()
             cma_connection, memory = opened.pop()
+            memory.share()
+            assert repr(memory) == f"<PeerMemory of pid {process.pid}: 2 regions mapped, 3 holders>"
+            memory.close()
             ends = [shm, cma_connection]
             ended = ends.pop(first)
             ended.close()
             assert ended.peer_ended()
-            assert not memory.closed
             (left,) = ends
-            assert not left.peer_ended()
+            assert (memory.closed, memory.alive(), left.peer_ended()) == (False, True, False)
             assert unchanged(left, *process.guard())
             left.close()
-            assert memory.closed
+            memory.close()  # once more than it was shared: nothing
+            assert (memory.closed, memory.alive()) == (True, False)
+            with pytest.raises(StateError, match="closed"):
+                memory.share()
+            assert repr(memory) == f"<PeerMemory of pid {process.pid}: closed>"
             del memory
             assert settled(before) == before
-
-
-def test_the_last_holder_closes_the_memory() -> None:
-    process = PeerProcess(ShmConnection)
-    with process, process.serving(writable=False), process.connect() as connection:
-        memory = connection._peer  # type: ignore[attr-defined]
-        assert memory.share() is memory
-        memory.share()
-        assert repr(memory) == f"<PeerMemory of pid {process.pid}: 2 regions mapped, 3 holders>"
-        for _ in range(2):
-            memory.close()
-            assert memory.alive()
-        connection.close()
-        assert memory.closed
-        assert not memory.alive()
-        memory.close()  # again: nothing
-        with pytest.raises(StateError, match="closed"):
-            memory.share()
-        assert repr(memory) == f"<PeerMemory of pid {process.pid}: closed>"
 
 
 def test_memory_closed_by_many_threads_is_released_once(monkeypatch: pytest.MonkeyPatch) -> None:

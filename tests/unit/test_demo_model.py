@@ -26,30 +26,28 @@ def empty_cache(workload: Workload = SMALL, fill: float = np.nan) -> list[Array]
     return [np.full(workload.shape, fill, dtype=np.float32) for _ in range(workload.num_tensors)]
 
 
-def prefilled(model: Llama) -> tuple[list[Array], int]:
+@pytest.fixture(scope="module")
+def published(model: Llama) -> tuple[list[Array], int]:
     """The prompt's cache in the source's blocks, and the first new token."""
     tensors = empty_cache(fill=0)
-    first = model.prefill(SMALL.prompt(), PagedKV(tensors, SMALL.source_blocks()), SMALL.chunk)
-    return tensors, first
+    return tensors, model.prefill(SMALL.prompt(), PagedKV(tensors, SMALL.source_blocks()), SMALL.chunk)
 
 
-def move_blocks(source: list[Array]) -> list[Array]:
-    """What pull_blocks does: the prompt's blocks to the decoder's block numbers in another cache."""
-    count = SMALL.prompt_blocks
-    destination = empty_cache()
-    for dst, src in zip(destination, source, strict=True):
+@pytest.fixture
+def moved(published: tuple[list[Array], int]) -> list[Array]:
+    """What pull_blocks makes: the prompt's blocks at the decoder's block numbers of another cache, otherwise NaN."""
+    count, destination = SMALL.prompt_blocks, empty_cache()
+    for dst, src in zip(destination, published[0], strict=True):
         dst[SMALL.destination_blocks()[:count]] = src[SMALL.source_blocks()[:count]]
     return destination
 
 
-def generate(model: Llama, tensors: list[Array], first: int) -> list[int]:
-    kv = PagedKV(tensors, SMALL.destination_blocks(), SMALL.prompt_tokens)
-    return model.generate(first, SMALL.generate, kv)
+def copies(tensors: list[Array]) -> list[Array]:
+    return [tensor.copy() for tensor in tensors]
 
 
-@pytest.fixture(scope="module")
-def published(model: Llama) -> tuple[list[Array], int]:
-    return prefilled(model)
+def decoded(tensors: list[Array]) -> PagedKV:
+    return PagedKV(tensors, SMALL.destination_blocks(), SMALL.prompt_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_paged_attention_equals_dense_attention() -> None:
     assert np.isnan(tensors[0][3, length % block_tokens :]).all()
 
 
-def test_rotation_is_relative() -> None:
+def test_rotation_is_relative_and_rows_are_normed_to_one() -> None:
     """A score depends on the distance of query and key only, and position 0 is not rotated."""
     rng = np.random.default_rng(2)
     query, key = (rng.standard_normal((1, 1, 32), dtype=np.float32) for _ in range(2))
@@ -104,11 +102,8 @@ def test_rotation_is_relative() -> None:
     np.testing.assert_array_equal(rotate(query, np.array([0]), 10000.0), query)
     assert score(7, 3) == pytest.approx(score(907, 903), rel=1e-3)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
-
-
-def test_rms_norm_scales_rows_to_one() -> None:
-    x = np.random.default_rng(3).standard_normal((5, 64), dtype=np.float32) * 40
-    np.testing.assert_allclose(np.mean(rms_norm(x) ** 2, axis=-1), 1, rtol=1e-4)
+    rows = rng.standard_normal((5, 64), dtype=np.float32) * 40
+    np.testing.assert_allclose(np.mean(rms_norm(rows) ** 2, axis=-1), 1, rtol=1e-4)
 
 
 def test_chunks_do_not_change_the_prompt(model: Llama) -> None:
@@ -122,71 +117,46 @@ def test_chunks_do_not_change_the_prompt(model: Llama) -> None:
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-def test_moved_cache_gives_the_tokens_of_the_single_process_run(
-    model: Llama, published: tuple[list[Array], int], undisturbed: list[int]
+def test_the_tokens_are_those_of_the_single_process_run_only_with_every_block_in_its_place(
+    model: Llama, published: tuple[list[Array], int], moved: list[Array], undisturbed: list[int]
 ) -> None:
-    tensors, first = published
-    assert generate(model, move_blocks(tensors), first) == undisturbed
+    numbers = SMALL.destination_blocks()
+
+    def tokens(tensors: list[Array]) -> list[int]:
+        return model.generate(published[1], SMALL.generate, decoded(tensors))
+
+    for position in range(SMALL.prompt_blocks):
+        tensors = copies(moved)
+        for tensor in tensors:
+            tensor[numbers[position]] = 0
+        assert tokens(tensors) != undisturbed, f"block {position} does not matter"
+    tensors = copies(moved)
+    for keys in tensors[::2]:
+        keys[numbers[2:4]] = keys[numbers[3:1:-1]]
+    assert tokens(tensors) != undisturbed, "keys under the wrong values"
+    tensors = copies(moved)
+    tensors[3][numbers[0]] = np.nan
+    assert tokens(tensors) != undisturbed, "a block that did not arrive"
+    assert tokens(moved) == undisturbed
     assert len(set(undisturbed)) > SMALL.generate // 2, "tokens that repeat prove little"
 
 
-@pytest.mark.parametrize("position", range(SMALL.prompt_blocks))
-def test_each_block_matters(
-    model: Llama, published: tuple[list[Array], int], undisturbed: list[int], position: int
+def test_the_digest_follows_the_sequence_and_sees_swapped_blocks_and_single_bytes(
+    model: Llama, published: tuple[list[Array], int], moved: list[Array]
 ) -> None:
-    """One block that holds something else changes the tokens."""
-    tensors, first = published
-    moved = move_blocks(tensors)
-    for tensor in moved:
-        tensor[SMALL.destination_blocks()[position]] = 0
-    assert generate(model, moved, first) != undisturbed
-
-
-def test_swapped_blocks_change_the_digest(published: tuple[list[Array], int]) -> None:
     """Keys carry their positions, so attention sees no order and the tokens may stay: the digest has to tell."""
     source = PagedKV(published[0], SMALL.source_blocks(), SMALL.prompt_tokens)
-    moved = move_blocks(published[0])
-    one, other = SMALL.destination_blocks()[2:4]
-    for tensor in moved:
-        tensor[[one, other]] = tensor[[other, one]]
-    assert PagedKV(moved, SMALL.destination_blocks(), SMALL.prompt_tokens).digest() != source.digest()
-
-
-def test_keys_under_the_wrong_values_change_the_tokens(
-    model: Llama, published: tuple[list[Array], int], undisturbed: list[int]
-) -> None:
-    tensors, first = published
-    moved = move_blocks(tensors)
-    one, other = SMALL.destination_blocks()[2:4]
-    for keys in moved[::2]:
-        keys[[one, other]] = keys[[other, one]]
-    assert generate(model, moved, first) != undisturbed
-
-
-def test_block_that_did_not_arrive_gives_other_tokens(
-    model: Llama, published: tuple[list[Array], int], undisturbed: list[int]
-) -> None:
-    """The decoder's cache holds NaN before the pull: a block that stays so cannot go unnoticed."""
-    tensors, first = published
-    moved = move_blocks(tensors)
-    moved[3][SMALL.destination_blocks()[0]] = np.nan
-    assert generate(model, moved, first) != undisturbed
-
-
-def test_same_seed_same_bits(model: Llama, published: tuple[list[Array], int]) -> None:
-    tensors, first = prefilled(Llama(SMALL.model))
-    assert first == published[1]
-    for one, other in zip(tensors, published[0], strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_digest_follows_the_sequence_not_the_blocks(published: tuple[list[Array], int]) -> None:
-    source = PagedKV(published[0], SMALL.source_blocks(), SMALL.prompt_tokens)
-    moved_tensors = move_blocks(published[0])
-    moved = PagedKV(moved_tensors, SMALL.destination_blocks(), SMALL.prompt_tokens)
-    assert moved.digest() == source.digest()
-    moved_tensors[-1][moved.used_blocks()[-1], 0, 0, 0] += 1
-    assert moved.digest() != source.digest()
+    again = empty_cache(fill=0)
+    first = Llama(SMALL.model).prefill(SMALL.prompt(), PagedKV(again, SMALL.source_blocks()), SMALL.chunk)
+    assert first == published[1], "the same seed gives the same bits"
+    assert all(np.array_equal(one, other) for one, other in zip(again, published[0], strict=True))
+    assert decoded(moved).digest() == source.digest()
+    swapped, numbers = copies(moved), SMALL.destination_blocks()
+    for tensor in swapped:
+        tensor[numbers[2:4]] = tensor[numbers[3:1:-1]]
+    assert decoded(swapped).digest() != source.digest()
+    moved[-1][decoded(moved).used_blocks()[-1], 0, 0, 0] += 1
+    assert decoded(moved).digest() != source.digest()
 
 
 @pytest.mark.parametrize("workload", [SMALL, Workload()], ids=["small", "demo"])

@@ -27,125 +27,92 @@ pytestmark = pytest.mark.covers(
 MAX64 = 2**64 - 1
 
 
-def test_cache_key_positional_keyword_and_older_name_are_the_same() -> None:
+def test_positional_keyword_and_older_name_are_the_same() -> None:
     key = CacheKey(1, 2, 3, 4)
     assert key == CacheKey(cluster_id=1, req_id=2, model_id=3, prefix_id=4)
     assert key == CacheKey(prompt_cluster_id=1, req_id=2, model_id=3, prefix_id=4)
     assert key == CacheKey(1, 2, prefix_id=4, model_id=3)
     assert (key.cluster_id, key.prompt_cluster_id, key.req_id, key.model_id, key.prefix_id) == (1, 1, 2, 3, 4)
-
-
-def test_cache_key_defaults() -> None:
-    key = CacheKey(1, 2)
-    assert (key.model_id, key.prefix_id) == (0, MAX64)
-    assert not key.is_prefix
-    assert not key.is_placeholder
-
-
-def test_r4_placeholder_has_neither_request_nor_prefix() -> None:
-    assert CacheKey(1, MAX64).is_placeholder
-    assert not CacheKey(1, MAX64, prefix_id=5).is_placeholder
-    assert CacheKey(1, MAX64, prefix_id=5).is_prefix
-    assert not CacheKey(1, 5).is_placeholder
-
-
-def test_blocks_key_positional_keyword_and_older_name_are_the_same() -> None:
     assert BlocksCacheKey(1) == BlocksCacheKey(cluster_id=1, model_id=0) == BlocksCacheKey(prompt_cluster_id=1)
     assert BlocksCacheKey(1, 2).prompt_cluster_id == 1
 
 
-def test_keys_hold_the_whole_uint64() -> None:
+def test_r4_placeholder_has_neither_request_nor_prefix() -> None:
+    assert (CacheKey(1, 2).model_id, CacheKey(1, 2).prefix_id) == (0, MAX64)
+    for key, is_prefix, is_placeholder in (
+        (CacheKey(1, 2), False, False),
+        (CacheKey(1, MAX64), False, True),
+        (CacheKey(1, MAX64, prefix_id=5), True, False),
+    ):
+        assert (key.is_prefix, key.is_placeholder) == (is_prefix, is_placeholder)
+
+
+def test_keys_hold_the_whole_uint64_and_take_numpy_integers() -> None:
     key = CacheKey(MAX64, MAX64, MAX64, MAX64)
     assert (key.cluster_id, key.req_id, key.model_id, key.prefix_id) == (MAX64,) * 4
     assert BlocksCacheKey(MAX64, MAX64).model_id == MAX64
     assert CacheKeyByIdAndIndex(MAX64, 2**63 - 1, 2**32 - 1).batch_index == 2**32 - 1
     assert CacheKeyByIdAndIndex(1, -1).batch_index == 0
-
-
-def test_keys_of_numpy_integers_equal_keys_of_ints() -> None:
     assert CacheKey(np.uint64(1), np.int64(2)) == CacheKey(1, 2)  # type: ignore[call-overload]
     assert type(CacheKeyByIdAndIndex(np.int32(1), 2).cluster_id) is int  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "parts"),
+    ("cls", "args", "kwargs", "parts"),
     [
-        (ParamError, lambda c: c(1, 2, 3, 4, 5), ("CacheKey", "5 arguments", "at most 4")),
-        (ParamError, lambda c: c(req_id=1), ("cluster_id is required",)),
-        (ParamError, lambda c: c(1), ("req_id is required",)),
-        (ParamError, lambda c: c(cluster_id=1), ("req_id is required",)),
-        (ParamError, lambda c: c(1, 2, modelid=3), ("Unsupported", "modelid=3")),
-        (ParamError, lambda c: c(1, 2, cluster_id=3), ("cluster_id=3", "already 1")),
-        (ParamError, lambda c: c(cluster_id=1, prompt_cluster_id=1, req_id=2), ("prompt_cluster_id=1", "already 1")),
-        (ParamError, lambda c: c(-1, 2), ("cluster_id", "-1", "uint64")),
-        (ParamError, lambda c: c(1, 2**64), ("req_id", str(2**64))),
-        (ParamError, lambda c: c(1, 2, model_id=-3), ("model_id", "-3")),
-        (ParamError, lambda c: c(1, 2, prefix_id=2**64), ("prefix_id", str(2**64))),
-        (TypeError, lambda c: c("1", 2), ("cluster_id", "only support", "'1'")),
-        (TypeError, lambda c: c(1, 2.0), ("req_id", "2.0")),
-        (NoneArgument, lambda c: c(1, None), ("req_id",)),
-        (NoneArgument, lambda c: c(1, 2, prefix_id=None), ("prefix_id",)),
-        (NoneArgument, lambda c: c(None, 2), ("cluster_id",)),
-        (TypeError, lambda c: c(1, 2, "3"), ("model_id", "'3'")),
-        (TypeError, lambda c: c(1, 2, prefix_id=[4]), ("prefix_id", "list")),
-        (ParamError, lambda c: c(2**64, 2), ("cluster_id", str(2**64))),
-        (ParamError, lambda c: c(1, -1), ("req_id", "-1")),
-        (ParamError, lambda c: c(1, 2, 2**64), ("model_id", str(2**64))),
-        (ParamError, lambda c: c(1, 2, prefix_id=-1), ("prefix_id", "-1")),
-        (ParamError, lambda c: c(), ("cluster_id is required",)),
+        (CacheKey, (1, 2, 3, 4, 5), {}, ("CacheKey", "5 arguments", "at most 4")),
+        (CacheKey, (), {}, ("cluster_id is required",)),
+        (CacheKey, (), {"req_id": 1}, ("cluster_id is required",)),
+        (CacheKey, (1,), {}, ("req_id is required",)),
+        (CacheKey, (), {"cluster_id": 1}, ("req_id is required",)),
+        (CacheKey, (1, 2), {"modelid": 3}, ("Unsupported", "modelid=3")),
+        (CacheKey, (1, 2), {"cluster_id": 3}, ("cluster_id=3", "already 1")),
+        (CacheKey, (1, 2), {"prompt_cluster_id": 1}, ("prompt_cluster_id=1", "already 1")),
+        (CacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1, "req_id": 2}, ("prompt_cluster_id=1", "already 1")),
+        (BlocksCacheKey, (1, 2, 3), {}, ("BlocksCacheKey", "3 arguments", "at most 2")),
+        (BlocksCacheKey, (), {}, ("cluster_id is required",)),
+        (BlocksCacheKey, (1,), {"req_id": 3}, ("Unsupported", "req_id=3")),
+        (BlocksCacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1}, ("prompt_cluster_id=1", "already 1")),
     ],
 )
-def test_r1_cache_key_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[Any], object], parts: tuple[str, ...]
+def test_r1_wrong_names_and_numbers_of_arguments_are_refused(
+    refused: Callable[..., None], cls: type, args: tuple[int, ...], kwargs: dict[str, int], parts: tuple[str, ...]
 ) -> None:
-    refused(kind, lambda: call(CacheKey), *parts)
+    refused(ParamError, lambda: cls(*args, **kwargs), *parts)
+    refused(TypeError, lambda: CacheKeyByIdAndIndex(1), "cache_id")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "parts"),
+    ("cls", "limits"),  # for each field in its place: the first numbers that are too small and too large, their type
     [
-        (ParamError, lambda c: c(1, 2, 3), ("BlocksCacheKey", "3 arguments", "at most 2")),
-        (ParamError, lambda c: c(), ("cluster_id is required",)),
-        (ParamError, lambda c: c(1, req_id=3), ("Unsupported", "req_id=3")),
-        (ParamError, lambda c: c(-1), ("cluster_id", "-1", "uint64")),
-        (ParamError, lambda c: c(1, 2**64), ("model_id", str(2**64))),
-        (TypeError, lambda c: c("1"), ("cluster_id", "only support", "'1'")),
-        (NoneArgument, lambda c: c(1, None), ("model_id",)),
-        (NoneArgument, lambda c: c(None), ("cluster_id",)),
-        (TypeError, lambda c: c(1, 2.0), ("model_id", "2.0")),
-        (ParamError, lambda c: c(2**64), ("cluster_id", str(2**64))),
-        (ParamError, lambda c: c(1, -1), ("model_id", "-1")),
-        (ParamError, lambda c: c(cluster_id=1, prompt_cluster_id=1), ("prompt_cluster_id=1", "already 1")),
+        (CacheKey, dict.fromkeys(("cluster_id", "req_id", "model_id", "prefix_id"), (-1, 2**64, "uint64"))),
+        (BlocksCacheKey, dict.fromkeys(("cluster_id", "model_id"), (-1, 2**64, "uint64"))),
+        (
+            CacheKeyByIdAndIndex,
+            {
+                "cluster_id": (-1, 2**64, "uint64"),
+                "cache_id": (-(2**63) - 1, 2**63, "int64"),
+                "batch_index": (-1, 2**32, "uint32"),
+            },
+        ),
     ],
 )
-def test_r1_blocks_key_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[Any], object], parts: tuple[str, ...]
+def test_r1_every_field_refuses_what_is_no_such_integer(
+    refused: Callable[..., None], cls: type, limits: dict[str, tuple[int, int, str]]
 ) -> None:
-    refused(kind, lambda: call(BlocksCacheKey), *parts)
-
-
-@pytest.mark.parametrize(
-    ("kind", "call", "parts"),
-    [
-        (ParamError, lambda c: c(2**64, 1), ("cluster_id", str(2**64), "uint64")),
-        (ParamError, lambda c: c(1, 2**63), ("cache_id", str(2**63), "int64")),
-        (ParamError, lambda c: c(1, 1, 2**32), ("batch_index", str(2**32), "uint32")),
-        (ParamError, lambda c: c(1, 1, -1), ("batch_index", "-1")),
-        (TypeError, lambda c: c(1, "1"), ("cache_id", "'1'")),
-        (NoneArgument, lambda c: c(1, 1, None), ("batch_index",)),
-        (NoneArgument, lambda c: c(None, 1), ("cluster_id",)),
-        (NoneArgument, lambda c: c(1, None), ("cache_id",)),
-        (TypeError, lambda c: c("1", 1), ("cluster_id", "'1'")),
-        (TypeError, lambda c: c(1, 1, 0.0), ("batch_index", "0.0")),
-        (TypeError, lambda c: c(1), ("cache_id",)),
-        (ParamError, lambda c: c(-1, 1), ("cluster_id", "-1")),
-        (ParamError, lambda c: c(1, -(2**63) - 1), ("cache_id", str(-(2**63) - 1))),
-    ],
-)
-def test_r1_key_by_id_refuses(
-    refused: Callable[..., None], kind: type[Exception], call: Callable[[Any], object], parts: tuple[str, ...]
-) -> None:
-    refused(kind, lambda: call(CacheKeyByIdAndIndex), *parts)
+    for place, (name, (low, high, integer)) in enumerate(limits.items()):
+        wrong_values: list[tuple[object, type[Exception], tuple[str, ...]]] = [
+            (low, ParamError, (str(low), integer)),
+            (high, ParamError, (str(high), integer)),
+            ("1", TypeError, ("only support", "'1'")),
+            (2.0, TypeError, ("2.0",)),
+            ([4], TypeError, ("list",)),
+            (None, NoneArgument, ()),
+        ]
+        for wrong, kind, parts in wrong_values:
+            args: list[Any] = [1] * len(limits)
+            args[place] = wrong
+            refused(kind, lambda: cls(*args), name, *parts)  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -165,11 +132,7 @@ def test_keys_are_frozen_hashable_values(key: Any, other: Any, text: str) -> Non
     assert again == key
     assert hash(again) == hash(key)
     assert key != other
-    assert len({key, again, other}) == 2
+    assert len({key, again, other, BlocksCacheKey(1, 2), CacheKeyByIdAndIndex(1, 2, 3), CacheKey(1, 2, 3)}) == 5
     assert repr(key) == text
     with pytest.raises(AttributeError):
         key.cluster_id = 5
-
-
-def test_keys_of_different_kinds_are_never_equal() -> None:
-    assert len({BlocksCacheKey(1, 2), CacheKeyByIdAndIndex(1, 2), CacheKey(1, 2)}) == 3

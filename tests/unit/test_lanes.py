@@ -6,7 +6,8 @@ import asyncio
 import socket
 import struct
 import threading
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,6 +44,7 @@ from llm_datadist.errors import (
 from llm_datadist.testing.scene import residue, settled
 
 from . import twin
+from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,19 +129,25 @@ def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
 # Groups
 
 
-def test_a_group_gives_the_lane_with_the_least_to_do() -> None:
+def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_small_transfers() -> None:
     group = LaneGroup()
     with pytest.raises(PeerLost, match="no data lane"):
         group.take(1)
-    assert group.add(1)
-    assert group.add(2)
-    assert [group.take(10), group.take(5), group.take(1)] == [1, 2, 2]
-    group.put(1, 10)
-    assert group.take(1) == 1
-    group.discard(1)
-    group.put(1, 1)
-    assert (group.take(100), len(group)) == (2, 1)
-    assert group.close() == ([2], [])
+    assert group.add(5)
+    assert group.take(1 << 30, large=True) == 5  # there is no other
+    assert group.add(3)
+    assert group.add(4)
+    assert [group.take(10, large=True) for _ in range(3)] == [3, 4, 3]
+    assert [group.take(1) for _ in range(3)] == [4, 4, 4]
+    group.put(5, 1 << 30)
+    assert [group.take(5), group.take(5), group.take(5)] == [5, 5, 5]
+    group.put(3, 20)
+    assert group.take(1) == 3
+    group.discard(5)  # the next oldest takes its place
+    group.put(5, 1)
+    assert [group.take(100, large=True) for _ in range(2)] == [4, 4]
+    assert len(group) == 2
+    assert group.close() == ([3, 4], [])
     assert group.close() == ([], [])
     assert not group.add(3)
     assert repr(group) == "<LaneGroup 0 lanes, closed>"
@@ -204,7 +212,7 @@ def read(connection: TcpConnection, budget_ms: int = 20_000) -> twin.Bytes:
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
     before, handler = residue(), Handler()
-    with connected(handler) as (connection, _):
+    with connected(handler) as (connection, far):
         assert read(connection).tolist() == list(range(64))
         handler.error = CacheNotFound("no such\nkey")
         with pytest.raises(MemoryChanged, match="no such key"):
@@ -218,30 +226,21 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             read(connection)
         handler.extent = 64
         assert read(connection).tolist() == list(range(64))
-    del connection
-    assert settled(before) == before
-
-
-def test_the_end_of_a_peers_lanes_is_told() -> None:
-    handler = Handler()
-    with connected(handler) as (connection, far):
-        assert read(connection).any()
         connection.close()
-        assert handler.ended.wait(20)
+        assert handler.ended.wait(20), "the end of a peer's lanes is told"
         assert [(link, left) for link, left, _ in handler.lost] == [("the link", 1), ("the link", 0)]
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+    del connection, far
+    assert settled(before) == before
 
 
 # Dialling
 
 
-def test_the_preamble_differs_from_a_control_connections_by_its_purpose() -> None:
-    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2]
+def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
+    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control connection"
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
-
-
-def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
     before = residue()
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
@@ -255,3 +254,142 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
     assert settled(before) == before
+
+
+# Large and small transfers over the lanes of one link, against a peer that is played by hand
+
+MIB = 1 << 20
+LARGE = 40 * MIB
+PART = 16 * MIB
+
+
+class Far(Wire):
+    """The far end of one lane of a connection: the target, by hand."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(BUDGET_S)
+
+    def asked(self, kind: int) -> tuple[int, int, int]:
+        """Return (id, offset, bytes) of the next request, which is for one run."""
+        header = self.header()
+        assert header[0] == kind
+        ((offset, _, nbytes),) = decode_request(self.receive(header[2])).plan.runs.tolist()
+        return header[1], offset, nbytes
+
+    def answer(self, id: int, data: twin.Bytes) -> None:
+        self.send(DATA, id, payload=data.tobytes() + bytes(8), declared=data.size)
+
+    def is_silent(self) -> bool:
+        """Return True when nothing more has come by now."""
+        self.sock.setblocking(False)
+        try:
+            return not self.sock.recv(1)
+        except BlockingIOError:
+            return True
+        finally:
+            self.sock.settimeout(BUDGET_S)
+
+
+@contextmanager
+def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExecutor]]:
+    """Yield a connection, the far ends of its lanes in their order, and threads for its calls."""
+    pairs = [socket.socketpair() for _ in range(lanes)]
+    near = Lanes(1, Handler())
+    with ExitStack() as stack:
+        stack.callback(near.close)
+        fars = [stack.enter_context(Far(far)) for _, far in pairs]
+        connection = TcpConnection(near, near.open([near for near, _ in pairs]), [], writable=True)
+        threads = stack.enter_context(ThreadPoolExecutor(4))
+        stack.callback(connection.abort)  # before the threads are joined
+        connection.begin("near")
+        yield connection, fars, threads
+
+
+def begin(
+    connection: TcpConnection, threads: ThreadPoolExecutor, data: twin.Bytes, *, write: bool = False
+) -> Future[int]:
+    """Read one run into ``data``, or write it, in one of the threads."""
+    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
+    plan = Plan(0, 0, 1, plan_row(0, 0, data.size), False, data.size)
+    verb = connection.write if write else connection.read
+    return threads.submit(verb, plan, twin.tensors_of([data]), remote, None, Deadline(20_000))
+
+
+def test_a_small_read_passes_a_large_one() -> None:
+    """The large one leaves a lane alone, and asks for its third part when the first has come."""
+    before = residue()
+    source, small_source = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
+    large, small = np.zeros(LARGE, np.uint8), np.zeros(64, np.uint8)
+    with played(2) as (connection, (quiet, busy), threads):
+        running = begin(connection, threads, large)
+        parts = [busy.asked(READ) for _ in range(2)]
+        assert [part[1:] for part in parts] == [(0, PART), (PART, PART)]
+        passing = begin(connection, threads, small)
+        quiet.answer(quiet.asked(READ)[0], small_source)
+        assert passing.result(BUDGET_S) == 64
+        assert np.array_equal(small, small_source)
+        assert busy.is_silent()
+        assert not large.any()
+        for _ in range(3):
+            id, offset, nbytes = parts.pop(0)
+            busy.answer(id, source[offset : offset + nbytes])
+            if offset == 0:
+                parts.append(busy.asked(READ))
+        assert running.result(BUDGET_S) == LARGE
+        assert quiet.is_silent()
+        assert set(connection._group._loads.values()) == {0}
+    assert np.array_equal(large, source)
+    assert settled(before) == before
+
+
+def test_a_small_write_passes_a_large_one() -> None:
+    source, small = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
+    with played(2) as (connection, (quiet, busy), threads):
+        running = begin(connection, threads, source, write=True)
+        id, offset, nbytes = busy.asked(WRITE)
+        passing = begin(connection, threads, small, write=True)
+        small_id, *_ = quiet.asked(WRITE)
+        assert quiet.receive(64) == small.tobytes()
+        quiet.send(RESULT, small_id, bytes(4))
+        assert passing.result(BUDGET_S) == 64
+        moved = np.zeros(LARGE, np.uint8)
+        for _ in range(2):
+            moved[offset : offset + nbytes] = np.frombuffer(busy.receive(nbytes), np.uint8)
+            busy.send(RESULT, id, bytes(4))
+            id, offset, nbytes = busy.asked(WRITE)
+        moved[offset:] = np.frombuffer(busy.receive(nbytes), np.uint8)
+        busy.send(RESULT, id, bytes(4))
+        assert running.result(BUDGET_S) == LARGE
+        assert quiet.is_silent()
+    assert np.array_equal(moved, source)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_with_one_lane_left_everything_goes_over_that(gone: int) -> None:
+    source, into = twin.noise(3, 1, 2 * MIB)[0], np.zeros(2 * MIB, np.uint8)
+    with played(2) as (connection, fars, threads):
+        connection._lanes.drop(connection._group, [list(connection._group._loads)[gone]])
+        running = begin(connection, threads, into)
+        left = fars[1 - gone]
+        id, offset, nbytes = left.asked(READ)
+        assert (offset, nbytes) == (0, into.size)
+        left.answer(id, source)
+        assert running.result(BUDGET_S) == into.size
+    assert np.array_equal(into, source)
+
+
+def test_a_large_transfer_that_fails_in_between_moves_no_more() -> None:
+    """What its parts on their way still bring is dropped, and no further one is asked for."""
+    into = np.zeros(LARGE, np.uint8)
+    with played(2) as (connection, (quiet, busy), threads):
+        running = begin(connection, threads, into)
+        (first, *_), (second, *_) = busy.asked(READ), busy.asked(READ)
+        busy.answer(second, np.ones(PART, np.uint8))  # answers may come in any order
+        busy.send(RESULT, first, (7).to_bytes(4, "little") + b"no more")
+        assert "no more" in str(running.exception(BUDGET_S))
+        assert busy.is_silent()
+        assert quiet.is_silent()
+        assert set(connection._group._loads.values()) == {0}
+    assert not into[:PART].any()
+    assert not into[2 * PART :].any()

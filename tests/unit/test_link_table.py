@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import Link, LinkOrigin, Peer
+from llm_datadist._links.link import (
+    TRANSITIONS,
+    USABLE,
+    Link,
+    LinkEvent,
+    LinkMachine,
+    LinkOrigin,
+    LinkState,
+    Peer,
+)
 from llm_datadist._links.table import LinkTable
 from llm_datadist._transport import Choice
 from llm_datadist._transport.connection import Capabilities, Connection, DataPath, Window
-from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode
+from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +119,7 @@ def run(dials: list[Iterator[None]], order: Iterator[int]) -> None:
         if next(chosen, "over") == "over":
             dials.remove(chosen)
         else:
-            dials.append(dials.pop(dials.index(chosen)))  # nobody starves
+            dials.append(dials.pop(dials.index(chosen)))  # none starves
     raise AssertionError("the dials never end")
 
 
@@ -124,7 +133,7 @@ def test_dials_of_both_ends_leave_one_link_and_never_replace_a_link_that_was_tol
     (name,) = ends[0].usable()
     assert ends[1].usable() == [name]
     for end, side in zip(ends, (False, True), strict=True):
-        assert end.told == [name] * sides.count(side), "whoever was told of a link still has it"
+        assert end.told == [name] * sides.count(side), "an end that was told of a link still has it"
         end.table.check_integrity()
 
 
@@ -137,8 +146,7 @@ def test_an_end_that_lost_its_link_gets_a_new_one_whatever_the_other_still_belie
     run([dial(ends[first], ends[not first])], iter([]))
     old = ends[loser].table.get(ends[not loser].me.cluster_id)
     ends[loser].end(old)  # the other end has not heard of it
-    dials = [dial(ends[loser], ends[not loser])] * (1 + both)
-    run(list(dict.fromkeys(dials)), iter(order))
+    run([dial(ends[loser], ends[not loser]) for _ in range(1 + both)], iter(order))
     (name,) = ends[loser].usable()
     assert ends[not loser].usable() == [name]
     assert old is not None
@@ -211,25 +219,66 @@ def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebod
         link.origin.reconnected = reconnected
         return link
 
+    refused, explicit, back = knock(1, reconnected=True), knock(2, reconnected=False), knock(3, reconnected=True)
+    for cluster_id in range(2, 10_000):  # the memory of what was unlinked is bounded
+        here.table.refuse_reconnects(cluster_id)
+    assert (len(here.table._unlinked), 9_999 in here.table._unlinked) == (4096, True)
     here.table.refuse_reconnects(2)
-    refused = knock(1, reconnected=True)
     with pytest.raises(LinkRefused) as caught:
         here.table.admit(refused)
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     assert here.table.all() == []
-    explicit = knock(2, reconnected=False)
     here.table.admit(explicit)
     here.table.remove(explicit)
-    back = knock(3, reconnected=True)
     here.table.admit(back)
     assert here.table.all() == [back]
     for link in (refused, explicit, back):
         link.end("over", lost=False)
 
 
-def test_the_memory_of_what_was_unlinked_is_bounded() -> None:
-    here = End(1, b"a")
-    for cluster_id in range(10_000):
-        here.table.refuse_reconnects(cluster_id)
-    assert len(here.table._unlinked) == 4096
-    assert 9_999 in here.table._unlinked
+# --- The life of a link, pair by pair: tests/test_docs.py holds TRANSITIONS to docs/protocol.md -----------------------
+
+PAIRS: Final = list(itertools.product(LinkState, LinkEvent))
+
+
+def in_state(state: LinkState) -> LinkMachine:
+    """Return a machine that was driven there by legal events: the shortest way."""
+    ways: dict[LinkState, list[LinkEvent]] = {LinkState.CLOSED: []}
+    while state not in ways:
+        ways |= {
+            target: [*ways[source], event]
+            for (source, event), target in TRANSITIONS.items()
+            if source in ways and target not in ways
+        }
+    machine = LinkMachine("link to somebody")
+    for event in ways[state]:
+        machine.fire(event)
+    return machine
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS, ids=[f"{s.name}-{e.name}" for s, e in PAIRS])
+def test_every_pair_of_state_and_event(state: LinkState, event: LinkEvent) -> None:
+    machine = in_state(state)
+    target = TRANSITIONS.get((state, event))
+    assert machine.can(event) == (target is not None)
+    assert (state in USABLE) == (state.name in ("READY", "SUSPECT")), "operations may start in these only"
+    if target is not None:
+        assert machine.fire(event) is machine.state is target
+        return
+    with pytest.raises(StateError) as caught:
+        machine.fire(event)
+    assert machine.state is state, "an illegal event changes nothing"
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+    text = str(caught.value)
+    assert "\n" not in text
+    assert all(part in text for part in ("link to somebody", event.value, state.value, machine.story()))
+
+
+def test_the_story_tells_the_last_sixteen_events() -> None:
+    assert LinkMachine("x").story() == "made"
+    machine = in_state(LinkState.READY)
+    assert machine.story() == "hello -> handshake; ready -> ready"
+    for _ in range(20):
+        machine.fire(LinkEvent.SILENT)
+        machine.fire(LinkEvent.HEARD)
+    assert machine.story().split("; ") == ["silent -> suspect", "heard -> ready"] * 8

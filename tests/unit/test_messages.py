@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
 from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
@@ -44,63 +43,34 @@ _RAW = st.recursive(
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=6,
 ).map(lambda value: msgspec.Raw(msgspec.msgpack.encode(value)))
+_GUARDS = st.lists(st.builds(Guarded, _ID, _U64), max_size=4)
+_EXPORT = st.builds(
+    RegionDescriptor, st.integers(1, 2**32 - 1), st.integers(1, 2**63 - 1), st.text(max_size=8), st.booleans()
+)
+_MEMBERS = st.lists(st.tuples(_U64, st.integers(0, 2**32 - 1)), max_size=4)
+_FLAGS = ("remote_accessible", "reconnects", "push", "each_run", "present", "allocated")
 _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
-    "incarnation": _FIXED,
-    "token": _FIXED,
-    "lane_token": _FIXED,
-    "exports": st.lists(
-        st.builds(
-            RegionDescriptor, st.integers(1, 2**32 - 1), st.integers(1, 2**63 - 1), st.text(max_size=8), st.booleans()
-        ),
-        max_size=3,
-    ),
-    "cookie": _FIXED,
-    "remote_accessible": st.booleans(),
-    "reconnects": st.booleans(),
-    "push": st.booleans(),
-    "each_run": st.booleans(),
-    "nonce": _FIXED,
-    "runs": st.binary(max_size=64),
-    "digests": st.binary(max_size=64),
+    **dict.fromkeys(_FLAGS, st.booleans()),
+    **dict.fromkeys(("incarnation", "token", "lane_token", "cookie", "nonce"), _FIXED),
+    **dict.fromkeys(("host", "text", "transport", "reason", "rendezvous"), _TEXT),
+    **dict.fromkeys(("runs", "digests", "cache_ids", "tensors", "regions", "offsets"), st.binary(max_size=64)),
+    **dict.fromkeys(("version", "code"), _INT),
     "addresses": st.binary(min_size=8, max_size=64),
-    "cache_ids": st.binary(max_size=64),
-    "tensors": st.binary(max_size=64),
-    "version": _INT,
-    "code": _INT,
     "cluster_id": _U64,
     "wanted": st.none() | _U64,
-    "host": _TEXT,
-    "text": _TEXT,
-    "transport": _TEXT,
-    "reason": _TEXT,
-    "rendezvous": _TEXT,
     "key": st.none() | st.tuples(_INT, _U64, _U64),
     "geometry": _RAW,
-    "regions": st.binary(max_size=64),
-    "offsets": st.binary(max_size=64),
-    "guards": st.lists(st.builds(Guarded, _ID, _U64), max_size=4),
-    "communicator": st.none()
-    | st.builds(
-        CommunicatorId,
-        _TEXT.filter(bool),
-        st.lists(st.tuples(_U64, st.integers(0, 2**32 - 1)), max_size=4),
-        _FIXED,
-        _FIXED,
-    ),
-    "present": st.booleans(),
-    "allocated": st.booleans(),
+    "guards": _GUARDS,
+    "exports": st.lists(_EXPORT, max_size=3),
+    "communicator": st.none() | st.builds(CommunicatorId, _TEXT.filter(bool), _MEMBERS, _FIXED, _FIXED),
 }
 
 
 def some(kind: type[Message]) -> st.SearchStrategy[Any]:
-    fields = {
-        field: _BY_NAME.get(field, _INT if _is_plain_int(kind, field) else _ID) for field in kind.__struct_fields__
-    }
-    return st.builds(kind, **fields)
-
-
-def _is_plain_int(kind: type[Message], field: str) -> bool:
-    return get_type_hints(kind, include_extras=True)[field] is int
+    hints = get_type_hints(kind, include_extras=True)
+    return st.builds(
+        kind, **{name: _BY_NAME.get(name, _INT if hints[name] is int else _ID) for name in kind.__struct_fields__}
+    )
 
 
 ANY: Final = st.one_of([some(kind) for kind in KINDS])
@@ -111,7 +81,7 @@ def plain(message: Message) -> Any:
     return [bytes(value) if isinstance(value, msgspec.Raw) else value for value in msgspec.structs.astuple(message)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_every_message_survives_the_trip(kind: type[Message], data: st.DataObject) -> None:
@@ -132,75 +102,16 @@ def test_all_kinds_are_decoded() -> None:
     assert all(isinstance(tag, str) for tag in tags)
 
 
-def only_protocol_error(payload: bytes) -> None:
-    with suppress(ProtocolError):
-        assert isinstance(decode(payload), Message)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_a_message_or_a_protocol_error(payload: bytes) -> None:
-    only_protocol_error(payload)
-
-
-@settings(max_examples=200, deadline=None)
-@given(ANY, st.data())
-def test_a_truncated_message_is_a_protocol_error(message: Message, data: st.DataObject) -> None:
-    payload = encode(message)
-    with pytest.raises(ProtocolError):
-        decode(payload[: data.draw(st.integers(0, len(payload) - 1))])
-
-
-@settings(max_examples=200, deadline=None)
-@given(ANY, st.binary(min_size=1, max_size=8))
-def test_bytes_after_the_message_are_a_protocol_error(message: Message, more: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(encode(message) + more)
-
-
-@settings(max_examples=400, deadline=None)
-@given(ANY, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6))
-def test_a_mutated_message_is_a_message_or_a_protocol_error(message: Message, changes: list[tuple[int, int]]) -> None:
-    payload = bytearray(encode(message))
-    for at, value in changes:
-        payload[at % len(payload)] = value
-    only_protocol_error(bytes(payload))
-
-
-_ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.floats(allow_nan=False),
-    st.just(-1),
-    st.just(2**64 - 1),
-    st.just(""),
-    st.just("x" * 5000),
-    st.just(b"x" * 17),
-    st.just([1, 2]),
-    st.just({"a": 1}),
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(ANY, _ODD, st.data())
-def test_a_field_of_another_type_never_gets_past_its_annotation(
-    message: Message, odd: Any, data: st.DataObject
+@settings(max_examples=200)
+@given(ANY, st.binary(min_size=1, max_size=8), st.data())
+def test_a_message_cut_short_or_with_more_behind_it_is_a_protocol_error(
+    message: Message, more: bytes, data: st.DataObject
 ) -> None:
-    kind = type(message)
-    values: list[Any] = plain(message)
-    if isinstance(message, Resolved):
-        values[2] = None  # opaque to this layer: anything is right there
-    at = data.draw(st.integers(0, len(values) - 1)) if values else 0
-    if not values or (kind is Resolved and at == 2):
-        return
-    values[at] = odd
-    try:
-        again = decode(msgspec.msgpack.encode([kind.__struct_config__.tag, *values]))
-    except ProtocolError:
-        return
-    field = kind.__struct_fields__[at]
-    value = getattr(again, field)
-    assert msgspec.convert(value, get_type_hints(kind, include_extras=True)[field]) == value
+    """tests/faults/fuzz feeds what is random or changed."""
+    payload = encode(message)
+    for wrong in (payload[: data.draw(st.integers(0, len(payload) - 1))], payload + more):
+        with pytest.raises(ProtocolError):
+            decode(wrong)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +126,15 @@ def test_a_field_of_another_type_never_gets_past_its_annotation(
         msgspec.msgpack.encode(["release", -1, 0, 0]),
         msgspec.msgpack.encode(["release", 2**63, 0, 0]),
         msgspec.msgpack.encode(["failed", 1, 2, "x" * 4097]),
+        msgspec.msgpack.encode(["failed", 1, 2, b"x"]),
+        msgspec.msgpack.encode(["failed", "1", 2, "x"]),
+        msgspec.msgpack.encode(["beat", True]),
+        msgspec.msgpack.encode(["beat", 1.0]),
+        msgspec.msgpack.encode(["beat", None]),
         msgspec.msgpack.encode(["resolve", 1, False, [0, -1, 0], 1, 0, 0]),
         b"\x92\xa4beat\xc7\xff\x01",
         b"\x91" * 200_000,
+        b"\x99\xa8resolved\x01\x01" + b"\x91" * 200_000,
         pickle.dumps(Beat),
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
     ],
@@ -227,12 +144,9 @@ def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
         decode(payload)
 
 
-def test_a_frame_is_length_and_payload() -> None:
+def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_large() -> None:
     message = Beat(7)
     assert frame(message) == FRAME_HEADER.pack(len(encode(message))) + encode(message)
-
-
-def test_a_message_larger_than_a_frame_is_refused_by_its_sender() -> None:
     large = Resolved(1, 1, msgspec.Raw(b"\xc0"), 0, b"x" * FRAME_LIMIT, b"", [], 0)
     with pytest.raises(ProtocolError, match=f"Resolved of .* at most {FRAME_LIMIT}"):
         frame(large)

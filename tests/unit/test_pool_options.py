@@ -19,36 +19,36 @@ pytestmark = pytest.mark.covers("check_buf_pool", "PoolOptions.parse", "ge.flowG
 
 DEVICE = {"ge.exec.deviceId": "0"}
 V2 = DEVICE | {"llm.EnableCacheManager": "1"}
+POOLS = {"llm.MemPoolConfig": "mem_pool", "llm.HostMemPoolConfig": "host_mem_pool"}
 GIB = 2**30
+MIB2 = 2 * 2**20
 
 
-def parse(options: object, role: LLMRole = LLMRole.DECODER) -> Options:
-    return Options.parse(options, role)  # type: ignore[arg-type]
+def parse(options: dict[str, str]) -> Options:
+    return Options.parse(options, LLMRole.DECODER)
 
 
 def _pool(**fields: object) -> str:
     return json.dumps(fields)
 
 
-POOLS = {"llm.MemPoolConfig": "mem_pool", "llm.HostMemPoolConfig": "host_mem_pool"}
-
-
-def test_r11_the_pages_own_example_parses() -> None:
-    text = '{"memory_size": 18737418240, "page_shift": 16}'
-    for key, field in POOLS.items():
-        assert getattr(parse(V2 | {key: text}), field) == PoolOptions(18737418240, 16)
-    assert PoolOptions(18737418240, 16).page_bytes == 65536
-
-
 @pytest.mark.parametrize("key", POOLS)
-@pytest.mark.parametrize("shift", [10, 30])
-def test_r11_page_shift_bounds_are_possible(key: str, shift: int) -> None:
-    pool = getattr(parse(V2 | {key: _pool(memory_size=2**30, page_shift=shift)}), POOLS[key])
-    assert (pool.memory_size, pool.page_bytes) == (2**30, 1 << shift)
-
-
-def test_r11_a_single_default_page_is_possible() -> None:
-    assert parse(V2 | {"llm.MemPoolConfig": _pool(memory_size=65536)}).mem_pool == PoolOptions(65536, 16)
+@pytest.mark.parametrize(
+    ("text", "size", "shift"),
+    [
+        ('{"memory_size": 18737418240, "page_shift": 16}', 18737418240, 16),  # the page's own example
+        (_pool(memory_size=65536), 65536, 16),  # a single page of the default size
+        (_pool(memory_size=2**30, page_shift=10), 2**30, 10),
+        (_pool(memory_size=2**30, page_shift=30), 2**30, 30),
+        (_pool(memory_size=20 * GIB), 20 * GIB, 16),
+    ],
+)
+def test_r11_pool_text_is_parsed(key: str, text: str, size: int, shift: int) -> None:
+    options = parse(V2 | {key: text})
+    assert {field: getattr(options, field) for field in POOLS.values()} == dict.fromkeys(POOLS.values()) | {
+        POOLS[key]: PoolOptions(size, shift)
+    }
+    assert PoolOptions(size, shift).page_bytes == 1 << shift
 
 
 @pytest.mark.parametrize("key", POOLS)
@@ -95,56 +95,38 @@ def test_r11_unknown_fields_are_one_warning_naming_them(caplog: pytest.LogCaptur
 
 
 def test_r11_host_pool_has_a_limit_the_device_pool_has_not(refused: Callable[..., None]) -> None:
-    assert parse(V2 | {"llm.HostMemPoolConfig": _pool(memory_size=20 * GIB)}).host_mem_pool is not None
-    over = _pool(memory_size=20 * GIB + 1)
-    refused(
-        ParamError,
-        lambda: parse(V2 | {"llm.HostMemPoolConfig": over}),
-        "llm.HostMemPoolConfig",
-        str(20 * GIB + 1),
-        str(20 * GIB),
-    )
+    over, host = _pool(memory_size=20 * GIB + 1), "llm.HostMemPoolConfig"
+    refused(ParamError, lambda: parse(V2 | {host: over}), host, str(20 * GIB + 1), str(20 * GIB))
     assert parse(V2 | {"llm.MemPoolConfig": over}).mem_pool is not None
 
 
-@pytest.mark.parametrize("base", [DEVICE, V2])
-@pytest.mark.parametrize("value", ["1,2", "-1", "1.23", "", "1e9", "9" * 30])
-def test_flow_graph_memory_is_checked_in_both_modes(
-    refused: Callable[..., None], base: dict[str, str], value: str
-) -> None:
-    refused(ParamError, lambda: parse(base | {"ge.flowGraphMemMaxSize": value}), "ge.flowGraphMemMaxSize", repr(value))
-
-
-def test_r12_v1_pool_is_its_own_text_else_a_share_of_the_graph_memory(refused: Callable[..., None]) -> None:
-    graph = DEVICE | {"ge.flowGraphMemMaxSize": "2000000"}
+def test_r12_pool_of_v1_is_its_own_text_else_a_share_of_the_graph_memory(refused: Callable[..., None]) -> None:
+    name = "ge.flowGraphMemMaxSize"
+    graph = DEVICE | {name: "2000000"}
     assert parse(graph).mem_pool == PoolOptions(1900000, 16)
     assert parse(graph | {"llm.MemoryUtilization": "0.5"}).mem_pool == PoolOptions(1000000, 16)
     assert parse(graph | {"llm.MemPoolConfig": _pool(memory_size=65536)}).mem_pool == PoolOptions(65536, 16)
     assert parse(graph | {"llm.MemoryUtilization": "0.0"}).mem_pool is None
-    assert parse(DEVICE | {"ge.flowGraphMemMaxSize": "0"}).mem_pool is None
+    assert parse(DEVICE | {name: "0"}).mem_pool is None
     assert parse(DEVICE).mem_pool is None
-    refused(ParamError, lambda: parse(DEVICE | {"ge.flowGraphMemMaxSize": "65536"}), "ge.flowGraphMemMaxSize", "62259")
+    assert parse(V2 | {name: "2000000"}).mem_pool is None
+    refused(ParamError, lambda: parse(DEVICE | {name: "65536"}), name, "62259")
+    for base in (DEVICE, V2):
+        for value in ("1,2", "-1", "1.23", "", "1e9", "9" * 30):
+            refused(ParamError, lambda: parse(base | {name: value}), name, repr(value))  # noqa: B023
 
 
-def test_r12_v2_has_no_pool_of_graph_memory() -> None:
-    assert parse(V2 | {"ge.flowGraphMemMaxSize": "2000000"}).mem_pool is None
-
-
-MIB2 = 2 * 2**20
+BUF = {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256}
 
 
 def _buf(**changes: object) -> str:
-    entry = {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256} | changes
-    return json.dumps({"buf_cfg": [entry], "buf_pool_size": MIB2})
+    return json.dumps({"buf_cfg": [BUF | changes], "buf_pool_size": MIB2})
 
 
 def test_buffer_pool_text_is_checked_and_has_no_effect() -> None:
-    two = [
-        {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256},
-        {"total_size": 2 * MIB2, "blk_size": 8192, "max_buf_size": 8192},
-    ]
-    assert parse(DEVICE | {"llm.BufPoolCfg": json.dumps({"buf_cfg": two})}) == parse(DEVICE)
-    assert parse(DEVICE | {"llm.BufPoolCfg": _buf()}) == parse(DEVICE)
+    two = [BUF, {"total_size": 2 * MIB2, "blk_size": 8192, "max_buf_size": 8192}]
+    for text in (json.dumps({"buf_cfg": two}), _buf()):
+        assert parse(DEVICE | {"llm.BufPoolCfg": text}) == parse(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +146,7 @@ def test_buffer_pool_text_is_checked_and_has_no_effect() -> None:
         (_buf(max_buf_size=128), ("max_buf_size", "128")),
         (_buf(max_buf_size=MIB2), ("max_buf_size", str(MIB2))),
         (_buf(max_buf_size=256.0), ("max_buf_size", "256.0")),
-        (
-            json.dumps({"buf_cfg": [{"total_size": MIB2, "blk_size": 256, "max_buf_size": 256}] * 2}),
-            ("buf_cfg[1]", "max_buf_size", "256"),
-        ),
+        (json.dumps({"buf_cfg": [BUF] * 2}), ("buf_cfg[1]", "max_buf_size", "256")),
     ],
 )
 def test_buffer_pool_text_is_refused_naming_the_field(

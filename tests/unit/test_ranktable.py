@@ -37,11 +37,12 @@ def test_host_ip_comes_first_then_server_id_then_device_ip(
 
 
 def test_members_of_one_server_share_its_address_and_other_fields_do_not_matter() -> None:
-    text = """{"version": "1.2", "status": "completed", "server_count": "1", "super_pod_list": [{"super_pod_id": "0"}],
-        "server_list": [{"server_id": "10.0.0.1", "device": [
-            {"device_id": "0", "device_ip": "192.0.2.1", "rank_id": "0", "super_device_id": "9"},
-            {"device_id": "1", "device_ip": "192.0.2.2", "rank_id": "1", "super_device_id": "8"}]}]}"""
-    parsed = RankTable.parse(text)
+    devices = [
+        {"device_id": str(rank), "device_ip": f"192.0.2.{rank}", "rank_id": str(rank), "super_device_id": "9"}
+        for rank in range(2)
+    ]
+    table = {"version": "1.2", "status": "completed", "server_count": "1", "super_pod_list": [{"super_pod_id": "0"}]}
+    parsed = RankTable.parse(json.dumps(table | {"server_list": [{"server_id": "10.0.0.1", "device": devices}]}))
     assert parsed.addresses == {0: "10.0.0.1", 1: "10.0.0.1"}
 
 
@@ -53,16 +54,13 @@ def test_the_digest_is_of_what_a_table_says_not_of_how() -> None:
     assert len(RankTable.parse(first).digest) == 16
 
 
-def test_ports_follow_from_the_name_and_the_listener_and_nothing_else() -> None:
+def test_ports_follow_from_the_name_and_the_listener_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ports("link", 1) == ports("link", 1)
     assert len({tuple(ports(name, listener)) for name in "abc" for listener in (1, 2, 2**64 - 1)}) == 9
     for number in range(200):
         found = ports(f"communicator {number}", number)
         assert len(set(found)) == 8
         assert all(27000 <= port <= 31999 for port in found)
-
-
-def test_the_environment_moves_the_ports_also_to_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PORTS_VARIABLE, " 40000 - 40002 ")
     assert sorted(ports("link", 1)) == [40000, 40001, 40002]
     monkeypatch.setenv(PORTS_VARIABLE, "65535-65535")

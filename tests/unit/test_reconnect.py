@@ -1,4 +1,4 @@
-"""Reconnects one by one: when an attempt is due, what ends one, and a thread that is there only while there is work."""
+"""Dials that are repeated: when an attempt is due, what ends one, and a thread only while there is work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.communicator import Communicator, CommunicatorPlan
 from llm_datadist._links.link import Link, LinkOrigin, Peer
-from llm_datadist._links.retry import Reconnect, Reconnector
+from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
 from llm_datadist._transport import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
@@ -75,41 +76,35 @@ def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:
 
 def test_the_delay_doubles_up_to_ten_seconds_with_jitter_below_it() -> None:
     reconnect = Reconnect(lost(), ADDRESS, 0.1)
-    waits = [reconnect.due - time.monotonic()]
-    for _ in range(12):
-        reconnect.postpone(0)
-        waits.append(reconnect.due - time.monotonic())
-    for number, seconds in enumerate(waits):
-        full = min(0.1 * 2**number, 10.0)
+    shares = []
+    for number in range(13):
+        seconds, full = reconnect.due - time.monotonic(), min(0.1 * 2**number, 10.0)
         assert full / 2 - 0.05 <= seconds <= full
-    assert len({round(seconds / min(0.1 * 2**number, 10.0), 6) for number, seconds in enumerate(waits)}) > 6
+        shares.append(round(seconds / full, 6))
+        reconnect.postpone(0)
+    assert len(set(shares)) > 6
 
 
-def test_a_success_ends_it_and_the_thread(attempts: Attempts) -> None:
-    assert attempts.reconnector.begin(lost()) is not None
-    wait_until(attempts.over)
-    assert len(attempts.made) == 1
-    assert attempts.reconnector.begin(lost()) is not None  # a new thread
-    wait_until(lambda: attempts.over() and len(attempts.made) == 2)
-
-
-def test_a_link_that_is_lost_again_at_once_goes_on_with_the_back_off(attempts: Attempts) -> None:
+def test_a_success_ends_it_and_the_thread_and_a_loss_at_once_goes_on_with_the_back_off(attempts: Attempts) -> None:
     delays = []
-    for number in range(4):
+    for number in range(1, 5):
         reconnect = attempts.reconnector.begin(lost())
         assert reconnect is not None
         delays.append(reconnect.delay)
-        wait_until(lambda n=number: attempts.over() and len(attempts.made) == n + 1)  # type: ignore[misc]
+        wait_until(attempts.over)
+        assert len(attempts.made) == number
     assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8])
 
 
-def test_failures_are_tried_again_and_told(attempts: Attempts) -> None:
+def test_failures_are_tried_again_and_told_in_one_line(attempts: Attempts) -> None:
     attempts.outcome = refuse
-    attempts.reconnector.begin(lost())
+    reconnect: Any = attempts.reconnector.begin(lost())
     wait_until(lambda: len(attempts.made) == 2)
     (now,) = attempts.reconnector.statistics()
     assert (now.remote_cluster_id, now.address) == (7, "127.0.0.1:4711")
-    assert "no such luck" in attempts.reconnector.story(7)
+    story = attempts.reconnector.story(7)
+    assert "no such luck" in story
+    assert all("\n" not in text and "127.0.0.1:4711" in text for text in (story, repr(reconnect)))
     assert attempts.reconnector.story(8) == ""
 
 
@@ -138,22 +133,17 @@ def test_a_bug_in_an_attempt_costs_that_cluster_only(attempts: Attempts, caplog:
     assert "unexpected error" in caplog.text
 
 
-def test_a_cluster_that_is_linked_by_now_is_not_dialled(attempts: Attempts) -> None:
+def test_what_is_linked_ended_or_was_not_dialled_here_is_not_dialled(attempts: Attempts) -> None:
+    accepted, ended = lost(), lost()
+    accepted.origin.address = None
+    ended.end("over", lost=True)
+    assert [attempts.reconnector.begin(each) for each in (accepted, ended)] == [None, None]
+    assert attempts.over()
     attempts.linked.add(7)
     attempts.reconnector.begin(lost())
     assert attempts.reconnector.statistics() == ()
     wait_until(attempts.over)
     assert attempts.made == []
-
-
-def test_what_this_end_did_not_dial_is_not_dialled_again(attempts: Attempts) -> None:
-    accepted = lost()
-    accepted.origin.address = None
-    assert attempts.reconnector.begin(accepted) is None
-    ended = lost()
-    ended.end("over", lost=True)
-    assert attempts.reconnector.begin(ended) is None
-    assert attempts.over()
 
 
 def test_a_process_that_has_ended_is_dialled_no_more_and_no_descriptor_is_left(attempts: Attempts) -> None:
@@ -169,17 +159,24 @@ def test_a_process_that_has_ended_is_dialled_no_more_and_no_descriptor_is_left(a
     assert os.listdir("/proc/self/fd") == open_before
 
 
-def test_a_cancelled_redial_makes_no_further_attempt(attempts: Attempts) -> None:
+def test_a_cancelled_redial_makes_no_further_attempt_and_after_a_stop_there_is_none(attempts: Attempts) -> None:
+    def made(cluster_id: int) -> int:
+        return sum(each.peer.cluster_id == cluster_id for each in attempts.made)
+
     attempts.outcome = refuse
     attempts.reconnector.begin(lost(7))
     attempts.reconnector.begin(lost(8))
     wait_until(lambda: len(attempts.made) >= 2)
-    attempts.reconnector.unlink(7, Deadline(LONG_MS))
-    attempts.reconnector.unlink(7, Deadline(LONG_MS))
-    attempts.reconnector.unlink(99, Deadline(LONG_MS))
-    count = sum(each.peer.cluster_id == 7 for each in attempts.made)
-    wait_until(lambda: sum(each.peer.cluster_id == 8 for each in attempts.made) >= count + 2)
-    assert sum(each.peer.cluster_id == 7 for each in attempts.made) == count
+    for cluster_id in (7, 7, 99):
+        attempts.reconnector.unlink(cluster_id, Deadline(LONG_MS))
+    count, wanted = made(7), made(8) + 2
+    wait_until(lambda: made(8) >= wanted)
+    assert made(7) == count
+    attempts.reconnector.stop()
+    count = len(attempts.made)
+    assert attempts.reconnector.begin(lost()) is None
+    assert attempts.reconnector.statistics() == ()
+    assert len(attempts.made) == count
 
 
 def test_a_discarded_attempt_takes_no_later_one_of_its_cluster_along(attempts: Attempts) -> None:
@@ -211,20 +208,41 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     wait_until(attempts.over)
 
 
-def test_after_a_stop_nothing_is_dialled(attempts: Attempts) -> None:
-    attempts.outcome = refuse
-    attempts.reconnector.begin(lost())
-    attempts.reconnector.stop()
-    count = len(attempts.made)
-    assert attempts.reconnector.begin(lost()) is None
-    assert attempts.reconnector.statistics() == ()
-    assert len(attempts.made) == count
+# --- members of a communicator ----------------------------------------------------------------------------------------
 
 
-def test_every_text_is_one_line(attempts: Attempts) -> None:
-    attempts.outcome = refuse
-    reconnect: Any = attempts.reconnector.begin(lost())
-    wait_until(lambda: len(attempts.made) >= 1)
-    for text in (attempts.reconnector.story(7), repr(reconnect)):
-        assert "\n" not in text
-        assert "127.0.0.1:4711" in text
+def member(*, again: bool = False) -> MemberDial:
+    plan = CommunicatorPlan("name", {1: 0, 2: 1}, {1: "127.0.0.1", 2: "127.0.0.1"}, bytes(16), 60, 1)
+    communicator = Communicator(1, 2, plan, Deadline(LONG_MS))
+    communicator.ports = {1: [1, 2, 3]}
+    return MemberDial(communicator, 1, again=again)
+
+
+def pauses(crowd: int) -> list[float]:
+    one, result = member(), []
+    for _ in range(40):
+        now = time.monotonic()
+        one.postpone(crowd)
+        result.append(one.due - now)
+    return result
+
+
+def test_a_member_is_dialled_at_once_and_one_that_was_lost_after_that() -> None:
+    before = time.monotonic()
+    first, second = member(), member(again=True)
+    assert first.due <= before
+    assert second.due >= before + 0.4
+    assert first < second
+    assert not second < first
+
+
+def test_alone_it_is_tried_again_soon_and_never_less_than_twice_a_second() -> None:
+    waits = pauses(0)
+    assert waits[0] < 0.1
+    assert all(wait < 0.6 for wait in waits)
+    assert sorted(waits[:8]) == waits[:8], "less and less often"
+
+
+@pytest.mark.parametrize("crowd", [300, 1500, 10_000])
+def test_many_that_never_come_cost_so_many_attempts_in_all_and_no_more(crowd: int) -> None:
+    assert crowd / min(pauses(crowd)) < 160

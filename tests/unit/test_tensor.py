@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covers(
 NUMBERS = [scalar for scalar in valid_np_dtypes if scalar is not np.bytes_]
 
 
-@pytest.mark.parametrize("scalar", NUMBERS, ids=lambda scalar: scalar.__name__)
+@pytest.mark.parametrize("scalar", NUMBERS)
 def test_a_tensor_over_an_array_is_the_array(scalar: Any) -> None:
     array = np.arange(6).astype(scalar).reshape(2, 3)
     tensor = Tensor(array)

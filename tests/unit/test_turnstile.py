@@ -1,4 +1,4 @@
-"""The native counts: who is inside of what can be shut, and totals of operations."""
+"""The native counts: how many are inside of what can be shut, and totals of operations."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ import pytest
 from llm_datadist._native import Meter, Timer, UseGate
 
 
-def test_an_open_one_lets_everybody_in_and_out() -> None:
+def test_an_open_gate_lets_all_in_and_a_shut_one_none_and_the_last_one_out_knows() -> None:
     use_gate = UseGate()
     assert use_gate.is_open
-    assert use_gate.try_enter()
-    assert use_gate.try_enter()
-    assert use_gate.inside == 2
+    assert [use_gate.try_enter(), use_gate.try_enter(), use_gate.try_enter()] == [True] * 3
+    assert use_gate.inside == 3
     assert use_gate.try_leave()
-    assert use_gate.inside == 1
-
-
-def test_a_shut_one_lets_nobody_in_and_the_last_one_out_knows() -> None:
-    use_gate = UseGate()
-    for _ in range(2):
-        use_gate.try_enter()
-    assert use_gate.shut() == 2
+    assert use_gate.inside == 2
+    assert [use_gate.shut(), use_gate.shut()] == [2, -1], "only the first to shut it is told how many are inside"
     assert not use_gate.is_open
-    assert not use_gate.try_enter()
-    assert not use_gate.try_leave()
+    assert [use_gate.try_enter(), use_gate.try_leave()] == [False, False]
     assert use_gate.inside == 2  # neither has counted
     assert [use_gate.leave(), use_gate.leave()] == [1, 0]
-
-
-def test_only_the_first_to_shut_it_is_told_how_many_are_inside() -> None:
-    use_gate = UseGate()
-    assert [use_gate.shut(), use_gate.shut()] == [0, -1]
 
 
 def test_it_opens_again_and_may_begin_shut() -> None:
     use_gate = UseGate(is_open=False)
     assert not use_gate.try_enter()
-    use_gate.enter()  # whoever has another right to
+    use_gate.enter()  # with another right to
     use_gate.open()
     assert use_gate.try_enter()
     assert use_gate.shut() == 2
@@ -59,36 +46,26 @@ def test_one_of_many_threads_is_the_last_one_out() -> None:
     for each in visitors:
         each.start()
     here.wait(30)
-    nobody = use_gate.shut() == 0
+    empty = use_gate.shut() == 0
     for each in visitors:
         each.join(30)
     assert use_gate.inside == 0
-    assert len(last) == (0 if nobody else 1)
+    assert len(last) == (0 if empty else 1)
 
 
-def test_a_meter_adds_up() -> None:
+def test_a_meter_adds_up_and_a_timer_counts_its_block_once_also_when_it_fails() -> None:
     meter = Meter()
     meter.add(10)
     meter.add(5, 0.5, failed=True)
     assert (meter.count, meter.errors, meter.nbytes, meter.seconds) == (2, 1, 15, 0.5)
-
-
-def test_a_timer_counts_its_block_once_with_what_it_moved() -> None:
     meter = Meter()
     with Timer(meter) as timer:
         timer.nbytes = 7
         assert meter.count == 0
     assert (meter.count, meter.errors, meter.nbytes) == (1, 0, 7)
     assert meter.seconds == timer.seconds > 0
-
-
-def test_a_timer_counts_a_block_that_fails_and_lets_the_error_through() -> None:
-    meter = Meter()
     with pytest.raises(KeyError, match="mine"), Timer(meter):
         raise KeyError("mine")
-    assert (meter.count, meter.errors, meter.nbytes) == (1, 1, 0)
-
-
-def test_a_timer_needs_a_meter() -> None:
+    assert (meter.count, meter.errors, meter.nbytes) == (2, 1, 7)
     with pytest.raises((TypeError, RuntimeError)):
         Timer("meter")  # type: ignore[arg-type]
