@@ -195,7 +195,7 @@ def test_r01_checks_come_in_the_documented_order(world: World) -> None:
         with pytest.raises((TypeError, LLMException), match=rf"^{name}\b"):
             world.cm.copy_cache(*good[:position], *wrong[position:])
     with pytest.raises(ParamError, match=r"^size=0"):
-        world.cm.copy_cache(*good, "r")
+        world.cm.copy_cache(*[*good, "r"])
 
 
 # --- copy_blocks ------------------------------------------------------------------------------------------------------
