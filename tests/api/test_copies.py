@@ -16,13 +16,13 @@ from llm_datadist import Cache, CacheKey, LLMException, LLMStatusCode, Placement
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
-from tests.support.ends import LocalEnd
 from tests.support.memory import desc, refused, user_memory
 from tests.support.moves import moved, same_bytes
-from tests.support.world import World, baseline, fill, read, settled
+from tests.support.world import fill, read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.support.ends import LocalEnd
+    from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "CacheDesc: batch_size placement",
@@ -35,32 +35,15 @@ ROW = 64  # bytes of a row of desc()
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
-@pytest.fixture(scope="module")
-def one_world() -> Iterator[World]:
-    """One end for the whole file."""
-    before = baseline()
-    end = LocalEnd("alone")
-    end.start("PROMPT", 1)
-    yield end.world
-    end.stop()
-    del end
-    assert settled(before) == before
-
-
 @pytest.fixture
-def world(one_world: World) -> Iterator[World]:
+def world(end: LocalEnd) -> World:
     """Continuous caches "src" and "dst", a blocks cache "kv" and its neighbour, of 4 rows or 10 blocks of 64 bytes."""
+    end.start("PROMPT", 1)
     for name in ("src", "dst"):
-        allocate(one_world, name)
+        allocate(end.world, name)
     for name in ("kv", "neighbour"):
-        allocate(one_world, name, blocks=True, shape=(10, 16))
-    yield one_world
-    for cache in one_world.caches.values():
-        if cache.is_blocks_cache:
-            one_world.cm.deallocate_blocks_cache(cache)
-        else:
-            one_world.cm.deallocate_cache(cache)
-    one_world.caches.clear()
+        allocate(end.world, name, blocks=True, shape=(10, 16))
+    return end.world
 
 
 def allocate(world: World, name: str, *, blocks: bool = False, **geometry: Any) -> None:

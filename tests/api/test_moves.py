@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pull_cache push_blocks push_cache")
 
-REQUEST, PREFIX, MODEL = CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11), CacheKey(1, 12, model_id=5)
-KEYS = (REQUEST, PREFIX, MODEL)
+KEYS = REQUEST, PREFIX = CacheKey(1, 10), CacheKey(1, 2**64 - 1, prefix_id=11)
 ROWS, OWN_ROWS = Spec(rows=4, keys=KEYS), Spec(rows=6)
 PAGED, OWN_BLOCKS = Spec(rows=8, blocks=True, blocks_key=BLOCKS), Spec(rows=6, blocks=True)
 LONG_ROWS = Spec(rows=3, stride=5 * 48 - 7, keys=KEYS)  # five blocks, the last one short
@@ -111,7 +110,6 @@ MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks
 #: Over all transports, with and without remote cache access where the call allows both.
 EVERYWHERE: Final = {
     "pull a row by request id": pull_row(REQUEST, (4, 0)),
-    "pull a row by cache id": pull_row(3, (1, 3)),
     "pull part of a row": pull_row(1, (1, 1), 17, nbytes=17),
     "i1 the linked end pulls a row": pull_row(
         CacheKey(2, 7), (5, 0), there=Spec(keys=(CacheKey(2, 7),)), by_prompt=True
@@ -119,7 +117,6 @@ EVERYWHERE: Final = {
     "r14 pull layers of a row": pull_row(
         2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
     ),
-    "pull blocks": Move("pull_blocks", BLOCKS, SCATTERED),
     "r26 pull blocks over one another": Move("pull_blocks", BLOCKS, CLASHING),
     "r14 pull layers of blocks": Move(
         "pull_blocks",
@@ -135,7 +132,6 @@ EVERYWHERE: Final = {
     "push a row": push_row((3, 5)),
     "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
     "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
-    "push blocks": Move("push_blocks", BLOCKS, SCATTERED),
     "r26 push blocks over one another": Move("push_blocks", BLOCKS, CLASHING),
     "r14 push layers of blocks": Move(
         "push_blocks",
@@ -150,7 +146,6 @@ EVERYWHERE: Final = {
 #: Over one transport.
 ONCE: Final = {
     "pull a row by default": Move("pull_cache", REQUEST, [(0, 0)], (), ROWS, OWN_ROWS),
-    "pull a row of another model": pull_row(MODEL, (4, 2)),
     "i7 a longer row there is truncated": pull_row(1, (1, 1), there=Spec(stride=80), here=Spec(4, 2, 32)),
     "size lets a shorter row in": pull_row(1, (2, 1), 32, there=Spec(stride=32), here=Spec(4, 3, 80), nbytes=32),
     "r14 an empty range is none": pull_row(1, (3, 1), ranges=layers(range(0), range(5, 5))),
