@@ -17,7 +17,7 @@ from llm_datadist._cache.registry import Effects
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._memory.guards import Guard, GuardTable
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.config import Options
 from llm_datadist.errors import NotLinked, OutOfMemory, ParamError
@@ -204,25 +204,19 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
     store.close()
 
 
-class Probe:
-    """Stands where an allocation stands, and looks at the guards when it is freed."""
-
-    def __init__(self, guards: GuardTable, watched: list[Guard]) -> None:
-        self.guards, self.watched = guards, watched
-        self.seen: list[bool] = []
-
-    def free(self) -> None:
-        self.seen = [self.guards.load(guard.slot) != guard.generation for guard in self.watched]
-
-
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     store = world.cm._engine.store
     guards = store._guards
     advanced, retired = guards.allocate(), guards.allocate()
-    probe = Probe(guards, [advanced, retired])
-    freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe, private=False), guard=retired)
+    told: list[bool] = []
+
+    def free() -> None:
+        told.extend(guards.load(guard.slot) != guard.generation for guard in (advanced, retired))
+
+    storage = SimpleNamespace(tag=1, allocation=SimpleNamespace(free=free), private=False)
+    freed: Any = SimpleNamespace(storage=storage, guard=retired)
     store.apply(Effects(advance=[advanced], retire=[retired], free=[freed]))
-    assert probe.seen == [True, True]
+    assert told == [True, True]
     assert guards.live == 1
     guards.release(advanced.slot)
 

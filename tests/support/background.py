@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["Call", "begin_there", "ended", "in_background", "result_there", "runs_there"]
-
 _SECONDS = 60.0
 
 

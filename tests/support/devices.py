@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.segment import Segment
     from llm_datadist.testing.staged_device import Direction
 
-__all__ = ["BrokenDevice"]
-
 
 class BrokenDevice(StagedDevice):
     """Fails in the method named by ``broken``: a driver's error, which is none of ours."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
 
-__all__ = ["NURSERY", "ChildEnd", "End", "LocalEnd"]
-
 _ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tests.support.world import World
 
-__all__ = ["cpu_cache", "desc", "pool", "refused", "state", "user_memory"]
-
 
 def desc(
     num_tensors: int = 2,

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 
     Bytes = list[NDArray[np.uint8]]
 
-__all__ = [
-    "BLOCKS",
-    "Spec",
-    "Use",
-    "call",
-    "forget",
-    "make",
-    "moved",
-    "nothing_happens",
-    "picture",
-    "refused",
-    "same_bytes",
-    "show",
-    "wait_until",
-]
-
 BLOCKS = BlocksCacheKey(1, 0)
 
 

@@ -30,8 +30,6 @@ from tests.support.world import World, residue
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Forked", "Nursery"]
-
 _ROOT = Path(__file__).parent.parent.parent
 _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16

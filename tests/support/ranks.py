@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = [
-    "FAILED",
-    "OK",
-    "PREPARING",
-    "SECONDS",
-    "Meeting",
-    "drop",
-    "explained",
-    "finalize_and_init",
-    "host",
-    "join",
-    "join_all",
-    "joined",
-    "new_name",
-    "settle",
-    "start_two",
-    "status",
-    "table",
-]
-
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
 _numbers = itertools.count(1)
 

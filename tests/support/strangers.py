@@ -31,8 +31,6 @@ from llm_datadist._transport.lanes import LANE_PREAMBLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Stranger", "listener", "silent_port"]
-
 M = TypeVar("M", bound=Message)
 _SECONDS = 20.0
 

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist.cache_manager import CacheManager
 
-__all__ = [
-    "World",
-    "baseline",
-    "cluster_info",
-    "fill",
-    "make_config",
-    "read",
-    "residue",
-    "residue_of",
-    "settled",
-    "settled_of",
-]
-
 
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings."""
