@@ -182,9 +182,6 @@ def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> 
         same_bytes(scene.around, far)
 
 
-# --- workers and staging ----------------------------------------------------------------------------------------------
-
-
 def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
     scene = start(end, HostDevice())
