@@ -40,7 +40,8 @@ _SECONDS = 20.0
 class Stranger:
     """A peer at a listener's port. A context manager: closes its socket and its memory."""
 
-    def __init__(self, port: int, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+    def __init__(self, port: int | None, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+        assert port is not None
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
