@@ -21,27 +21,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = [
-    "SUCCESS",
-    "alone",
-    "begin_there",
-    "bytes_move_both_ways",
-    "explain",
-    "finalize",
-    "free_port",
-    "info",
-    "link",
-    "link_number",
-    "link_when",
-    "links",
-    "not_linked",
-    "redials",
-    "result_there",
-    "runs_there",
-    "start_both",
-    "unlink",
-]
-
 OK = LLMStatusCode.LLM_SUCCESS
 SUCCESS = (OK, [OK])
 Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
