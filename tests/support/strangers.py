@@ -141,9 +141,9 @@ def read_hello(sock: socket.socket) -> wire.Hello:
         assert more
         if data.startswith(LANE_PREAMBLE):
             raise ConnectionAbortedError("a data lane: these listeners have none")
-        if len(data) > PREAMBLE_BYTES:
+        if len(data) > wire.PREAMBLE_BYTES:
             assert data[: wire.PREAMBLE_BYTES] == wire.CONTROL_PREAMBLE
-            parser.feed(data[PREAMBLE_BYTES:])
+            parser.feed(data[wire.PREAMBLE_BYTES :])
             break
     while (payload := parser.take()) is None:
         parser.feed(sock.recv(65536))
