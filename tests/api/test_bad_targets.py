@@ -56,12 +56,6 @@ def echoes(sock: socket.socket) -> None:
     sock.sendall(wire.frame(read_hello(sock)))
 
 
-def resets(sock: socket.socket) -> None:
-    read_hello(sock)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
 def drips(sock: socket.socket) -> None:
     """A byte now and then: every single wait is short, the whole never ends."""
     for byte in wire.frame(welcome())[:-1] * 1000:
@@ -109,7 +103,6 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "always busy": (says(wire.frame(wire.Refused(int(Code.LLM_LINK_BUSY), "")), close=True), TIMEOUT),
     "a mute rendezvous": (mutes, TIMEOUT),
     "closes at once": (lambda sock: sock.shutdown(socket.SHUT_RDWR), FAILED),
-    "resets": (resets, FAILED),
     "half a frame, then the end": (says(wire.frame(welcome())[:20], close=True), FAILED),
     "garbage": (says(secrets.token_bytes(3) + b"\xff" * 4096), FAILED),
     "http": (says(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"), FAILED),

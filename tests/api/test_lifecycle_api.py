@@ -210,55 +210,51 @@ class _BrokenDevice(HostDevice):
         raise OutOfMemory("this device has nothing left")
 
 
-#: The device, settings, the error, and a part of its text.
-FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str]]] = {
-    "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
-    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/nowhere/at/all"}}, ParamError, "/nowhere/at/all"),
-    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "nothing left"),
+#: The device, settings, the error with its status, and a part of its text.
+FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str, str]]] = {
+    "pool too large": (
+        None,
+        {"mem_pool_cfg": '{"memory_size": 140737488355328}'},
+        OutOfMemory,
+        "LLM_OUT_OF_MEMORY",
+        "140737488355328",
+    ),
+    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "LLM_PARAM_INVALID", "/no/where"),
+    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "LLM_OUT_OF_MEMORY", "nothing left"),
     "v1 with two listeners": (
         None,
         {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"},
         ParamError,
+        "LLM_PARAM_INVALID",
         "2 addresses",
     ),
+    "a busy address": (None, {}, LLMException, "LLM_FAILED", ""),
+    "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LLMException, "LLM_FAILED", "192.0.2.1:26000"),
 }
-STATUS: Final = {OutOfMemory: LLMStatusCode.LLM_OUT_OF_MEMORY, ParamError: LLMStatusCode.LLM_PARAM_INVALID}
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
-    device, settings, kind, part = FAILURES[name]
+    device, settings, kind, status, part = FAILURES[name]
+    settings = dict(settings)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         listen = {"listen_ip_info": f"127.0.0.1:{probe.getsockname()[1]}"}
-    datadist = LLMDataDist(LLMRole.PROMPT, 1, device=device)
-    before = residue()
-    for _ in range(2):
-        with pytest.raises(kind) as caught:
-            datadist.init(make_config(**(listen | settings)))
-        assert caught.value.status_code is STATUS[kind]
-        assert part in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert LLMDataDist.llm_engine_instance is None
-        assert settled(before) == before
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        if name == "a busy address":
+            part = settings["listen_ip_info"] = f"127.0.0.1:{busy.getsockname()[1]}"
+        datadist = LLMDataDist(LLMRole.PROMPT, 1, device=device)
+        before = residue()
+        for _ in range(2):
+            with pytest.raises(kind) as caught:
+                datadist.init(make_config(**(listen | settings)))
+            assert caught.value.status_code is LLMStatusCode[status]
+            assert part in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert LLMDataDist.llm_engine_instance is None
+            assert settled(before) == before
     datadist._device = None
     datadist.init(make_config(**listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen["listen_ip_info"]
-    datadist.finalize()
-
-
-def test_an_address_that_cannot_be_listened_at_is_llm_failed_naming_it_and_leaves_nothing() -> None:
-    datadist = LLMDataDist(LLMRole.PROMPT, 1)
-    before = residue()
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        for address in (f"127.0.0.1:{port}", "192.0.2.1:26000"):  # busy, and of another host
-            with pytest.raises(LLMException) as caught:
-                datadist.init(make_config(listen_ip_info=address))
-            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-            assert address in str(caught.value)
-            assert "\n" not in str(caught.value)
-    assert settled(before) == before
-    datadist.init(make_config(listen_ip_info=f"127.0.0.1:{port}"))
     datadist.finalize()
 
 
@@ -317,40 +313,33 @@ def public_names(of: type) -> set[str]:
 
 # --- the end of the process -------------------------------------------------------------------------------------------
 
-_PRELUDE: Final = """
+FORKING: Final = """
 import os, sys
-from tests.support.linking import info
-from tests.support.world import World, cluster_info, make_config
-first, second = World("first"), World("second")
-port = first.start("PROMPT", 1, make_config(listen_ip_info="127.0.0.1:0"))
-second.start("DECODER", 2, make_config())
-assert second.dd.link_clusters([cluster_info(1, port)])[0] == 0
-"""
-_FORKING: Final = """
+from tests.support.ends import LocalEnd
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link
+first, second = LocalEnd("first"), LocalEnd("second")
+first.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+second.start("DECODER", 2)
+assert second.do(link, [info(1, first.port)]) == SUCCESS
 child = os.fork()
 if child == 0:
     try:
-        second.dd.cache_manager
+        second.world.cm
     except RuntimeError as error:
         print("child:", error)
     sys.exit(0)
 print("exit status", os.waitpid(child, 0)[1])
-from tests.support.linking import bytes_move_both_ways
-from tests.support.ends import LocalEnd
-ends = LocalEnd("first"), LocalEnd("second")
-for end, world in zip(ends, (first, second)):
-    end.world, end.cluster_id = world, world.dd.cluster_id
-bytes_move_both_ways(*ends)
+bytes_move_both_ways(first, second)
 first.stop()
-first.start("PROMPT", 1, make_config(listen_ip_info=f"127.0.0.1:{port}"))
-assert second.dd.link_clusters([cluster_info(1, port)])[0] == 0
+first.start("PROMPT", 1, listen_ip_info=f"127.0.0.1:{first.port}")
+assert second.do(link, [info(1, first.port)]) == SUCCESS
 print("over")
 """
 
 
-def run_python(program: str) -> list[str]:
+def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_is_clean() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", program],
+        [sys.executable, "-W", "error", "-X", "dev", "-c", FORKING],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
         capture_output=True,
@@ -362,11 +351,7 @@ def run_python(program: str) -> list[str]:
     usual = re.compile(r"link to cluster|Executing <.* took [0-9.]+ seconds")
     noise = [line for line in done.stderr.splitlines() if not usual.match(line)]
     assert (done.returncode, noise) == (0, [])
-    return done.stdout.splitlines()
-
-
-def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_is_clean() -> None:
-    assert run_python(_PRELUDE + _FORKING) == [
+    assert done.stdout.splitlines() == [
         "child: cache_manager: this LLMDataDist is not initialized; call init first",
         "exit status 0",
         "over",
