@@ -181,7 +181,7 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
 # --- unlink, finalize -------------------------------------------------------------------------------------------------
 
 
-def test_unlink_while_preparing_ends_the_preparation(shm_pair: Pair) -> None:
+def test_r21_unlink_and_finalize_end_a_preparation_and_the_same_may_be_tried_again(shm_pair: Pair) -> None:
     ends = start_two(shm_pair, link_total_time=2)
     meeting = Meeting((1, 2))
     before = [end.do(picture) for end in ends]
@@ -193,24 +193,6 @@ def test_unlink_while_preparing_ends_the_preparation(shm_pair: Pair) -> None:
     assert settle(ends[:1], ids) == [FAILED]
     ends[0].do(drop, ids[0])
     assert [end.do(picture) for end in ends] == before
-    assert settle(ends, meeting.join(*ends)) == [OK, OK]
-
-
-def test_unlink_waits_for_a_running_pull(local_pair: Pair) -> None:
-    """The link is given up after the operation, not under it: every byte of the pull arrives."""
-    ends = start_two(local_pair)
-    comm_id, _ = joined(*ends)
-    link_ = ends[0].do(lambda world: world.dd._engine.links.get(2))
-    with link_.operation():
-        dropping = Call(ends[0].do, drop, comm_id)
-        wait_until(lambda: link_.state.value == "draining")
-        assert dropping.thread.is_alive()
-    dropping.result()
-    alone(*ends)
-
-
-def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
     joined(*ends)
     Meeting((1, 77)).join(ends[0])
     for end in ends:
@@ -218,7 +200,8 @@ def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair
         assert end.do(picture).communicators == ()
         with pytest.raises(NotLinked):
             end.do(status, 1)
-    assert joined(*ends) == [1, 1], "ids begin anew"
+    assert meeting.join(*ends) == [1, 1], "ids begin anew"
+    assert settle(ends, [1, 1]) == [OK, OK]
     bytes_move_both_ways(*ends)
 
 
@@ -378,6 +361,7 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> N
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:
+    """And only after the operation that uses it, not under it."""
     ends = start_two(local_pair)
     ready_ids = joined(*ends)
     for end in ends:
@@ -388,6 +372,14 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
     assert ends[0].do(links) == {2: "ready"}, "the other communicator wants it too"
     assert "PREPARING" in not_linked(ends[0], 2)
     ends[0].do(drop, waiting[0])
+    alone(*ends)
+    comm_id, _ = joined(*ends)
+    link_ = ends[0].do(lambda world: world.dd._engine.links.get(2))
+    with link_.operation():
+        dropping = Call(ends[0].do, drop, comm_id)
+        wait_until(lambda: link_.state.value == "draining")
+        assert dropping.thread.is_alive()
+    dropping.result()
     alone(*ends)
 
 
