@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
+from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, PeerLost
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
 from tests.support.linking import (
@@ -523,3 +523,28 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
             pair.link()
     wait_until(lambda: both(pair) == BOTH_UP)
     bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def fork_and_look(world: World) -> int:
+    """Return the exit status of a forked child: 0 if nothing is initialised there."""
+    child = os.fork()
+    if child == 0:
+        try:
+            world.dd.statistics()
+        except NotInitialized:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
+    prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
+    assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
+    with frozen(prompt):
+        forker.do(lose, 1)
+        wait_until(lambda: redialling(forker))
+        assert forker.do(fork_and_look) == 0
+    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+    bytes_move_both_ways(prompt, forker)
+    family.kill(forker)  # a fork ends threads of other libraries, too
