@@ -10,19 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    PREAMBLE_BYTES,
-    PROTOCOL_VERSION,
-    Hello,
-    Linked,
-    Message,
-    TransportChoice,
-    Welcome,
-    decode,
-    frame,
-)
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport import exchange_memory
@@ -31,23 +20,24 @@ from llm_datadist._transport.lanes import LANE_PREAMBLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0
 
 
 class Stranger:
     """A peer at a listener's port. A context manager: closes its socket and its memory."""
 
-    def __init__(self, port: int, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+    def __init__(self, port: int | None, cluster_id: int = 66, incarnation: bytes | None = None) -> None:
+        assert port is not None
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
         self._parser = FrameParser()
         self._guards: GuardTable | None = None
 
-    def say(self, *what: bytes | Message) -> None:
+    def say(self, *what: bytes | wire.Message) -> None:
         """Send bytes as they are, messages as frames."""
-        self.sock.sendall(b"".join(each if isinstance(each, bytes) else frame(each) for each in what))
+        self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
 
     def hear(self, kind: type[M]) -> M:
         """Return the next message of a kind; others are skipped."""
@@ -56,7 +46,7 @@ class Stranger:
                 data = self.sock.recv(65536)
                 assert data, f"hung up on while waiting for {kind.__name__}"
                 self._parser.feed(data)
-            message = decode(payload)
+            message = wire.decode(payload)
             if isinstance(message, kind):
                 return message
 
@@ -69,12 +59,12 @@ class Stranger:
             return True
         return True
 
-    def hello(self, **changes: object) -> Hello:
+    def hello(self, **changes: object) -> wire.Hello:
         """Return a Hello without fault, but for the changes."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
         fields = {
-            "version": PROTOCOL_VERSION,
+            "version": wire.PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
             "incarnation": self.incarnation,
             "remote_accessible": False,
@@ -88,18 +78,18 @@ class Stranger:
             "exports": [],
             "transport": None,
         }
-        return Hello(**(fields | changes))  # type: ignore[arg-type]
+        return wire.Hello(**(fields | changes))  # type: ignore[arg-type]
 
     def link(self, sequence: int = 1) -> None:
         """Become linked over shm, properly."""
         hello = self.hello()
-        self.say(CONTROL_PREAMBLE, hello)
-        welcome = self.hear(Welcome)
+        self.say(wire.CONTROL_PREAMBLE, hello)
+        welcome = self.hear(wire.Welcome)
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
         exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        self.say(TransportChoice("shm", "a stranger's reason", sequence))
-        self.hear(Linked)
+        self.say(wire.TransportChoice("shm", "a stranger's reason", sequence))
+        self.hear(wire.Linked)
 
     def __enter__(self) -> Stranger:
         return self
@@ -142,7 +132,7 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
                 thread.join()
 
 
-def read_hello(sock: socket.socket) -> Hello:
+def read_hello(sock: socket.socket) -> wire.Hello:
     """Read the preamble and the Hello of a peer that dials a listener of the test."""
     data = b""
     parser = FrameParser()
@@ -151,14 +141,14 @@ def read_hello(sock: socket.socket) -> Hello:
         assert more
         if data.startswith(LANE_PREAMBLE):
             raise ConnectionAbortedError("a data lane: these listeners have none")
-        if len(data) > PREAMBLE_BYTES:
-            assert data[:PREAMBLE_BYTES] == CONTROL_PREAMBLE
-            parser.feed(data[PREAMBLE_BYTES:])
+        if len(data) > wire.PREAMBLE_BYTES:
+            assert data[: wire.PREAMBLE_BYTES] == wire.CONTROL_PREAMBLE
+            parser.feed(data[wire.PREAMBLE_BYTES :])
             break
     while (payload := parser.take()) is None:
         parser.feed(sock.recv(65536))
-    hello = decode(payload)
-    assert isinstance(hello, Hello)
+    hello = wire.decode(payload)
+    assert isinstance(hello, wire.Hello)
     return hello
 
 
