@@ -123,7 +123,7 @@ def test_pulls_pushes_copies_and_swaps_are_awaited(pair: Pair) -> None:
             same_bytes(end.do(show, name), held)
 
 
-def test_links_are_awaited(local_pair: Pair) -> None:
+def test_i1_links_are_awaited_and_work_both_ways(local_pair: Pair) -> None:
     local_pair.start(linked=False)
     world: World = local_pair.decoder.world  # type: ignore[attr-defined]
     clusters = [info(1, local_pair.prompt.port)]

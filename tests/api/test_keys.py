@@ -51,9 +51,10 @@ def request(number: int, model: int = 0) -> str:
     return repr((0, number, model))
 
 
-def test_r02_r04_key_i_names_row_i_the_last_of_equal_keys_wins_placeholders_bind_nothing(world: World) -> None:
+def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(world: World) -> None:
     equal = [CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, 1), CacheKey(1, 3)]
     for keys, expected in (
+        # Key i names row i, the last of equal keys wins, placeholders bind nothing.
         ([CacheKey(1, 10), CacheKey(1, 11)], {request(10): (1, 0), request(11): (1, 1)}),
         (equal, {request(1): (2, 2), request(2): (2, 1), request(3): (2, 3)}),
         ([PLACEHOLDER, CacheKey(1, 4), PLACEHOLDER, PLACEHOLDER], {request(4): (3, 1)}),
@@ -63,70 +64,55 @@ def test_r02_r04_key_i_names_row_i_the_last_of_equal_keys_wins_placeholders_bind
         ([CacheKey(1, 0, 0, 5), CacheKey(1, INVALID_ID, 1, 5)], {repr((1, 5, 0)): (6, 0), repr((1, 5, 1)): (6, 1)}),
     ):
         before = bound(world)
-        world.cm.allocate_cache(desc(), keys)
+        world.caches["last"] = cache = world.cm.allocate_cache(desc(), keys)
+        fill(cache, 1)
         assert bound(world) == before | expected
     before = bound(world)
     for model in (5, 0):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, model))
     assert bound(world) == before | {repr((2, 0, 5)): (7, 0), repr((2, 0, 0)): (8, 0)}
-
-
-def test_r03_a_key_in_use_is_refused_and_nothing_is_allocated_or_bound(world: World) -> None:
-    """Whatever cluster id it names; also when its cache is deallocated and waits for the pull."""
-    world.caches["first"] = first = world.cm.allocate_cache(desc(), [CacheKey(5, 1)])
-    fill(first, 1)
+    # In use, whatever cluster id it names: nothing is allocated or bound.
     for key in (CacheKey(1, 1), CacheKey(6, 1)):
-        with refused(world, KeyInUse, "req_id=1", "cache 1"):
-            world.cm.allocate_cache(desc(), [CacheKey(1, 2), key])
-    world.cm.deallocate_cache(first)
-    with refused(world, KeyInUse, "req_id=1", "cache 1"):
-        world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.remove_cache_key(CacheKey(7, 1))
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
-    with refused(world, KeyInUse, "BlocksCacheKey", "model_id=3"):
-        world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 3))
+        with refused(world, KeyInUse, "req_id=1", "cache 2"):
+            world.cm.allocate_cache(desc(), [CacheKey(1, 20), key])
+    with refused(world, KeyInUse, "BlocksCacheKey", "model_id=5"):
+        world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 5))
+    # Unknown keys and placeholders touch nothing; of a registered cache only the key goes.
+    registered = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 20)])
+    shown_, keys_ = state(world), bound(world)
+    for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 21), CacheKey(1, 20, 9), CacheKey(1, 1, 0, 1)):
+        world.cm.remove_cache_key(key)
+    assert state(world) == shown_
+    world.cm.remove_cache_key(CacheKey(7, 20))
+    assert bound(world) == {key: where for key, where in keys_.items() if key != request(20)}
+    assert (world.dd.statistics().caches.registered, registered.tensor_addrs) == (1, [4096, 8192])
+    # A deallocated cache, whose key waits for the pull, keeps it in use.
+    world.cm.deallocate_cache(cache)
+    with refused(world, KeyInUse, "prefix_id=5", "cache 6"):
+        world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+    world.cm.remove_cache_key(CacheKey(7, 0, 0, 5))
+    world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
 
 
 def test_r05_a_deallocated_cache_keeps_its_memory_until_the_last_key_is_removed(world: World) -> None:
     prefix = CacheKey(1, 0, 0, 9)
-    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1), CacheKey(1, 2), prefix])
-    world.cm.remove_cache_key(CacheKey(1, 2))
-    used = pool(world).used_bytes
-    assert used > 0
-    world.cm.deallocate_cache(cache)
-    assert cache.tensor_addrs == []
-    for key in (CacheKey(1, 1), CacheKey(1, 1), CacheKey(1, 0), prefix):
-        assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (used, 1)
-        world.cm.remove_cache_key(key)
-    assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (0, 0)
-    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.remove_cache_key(CacheKey(1, 1))
-    assert pool(world).used_bytes > 0
-    world.cm.deallocate_cache(cache)
-    assert pool(world).used_bytes == 0
-
-
-def test_r05_statistics_show_age_and_bytes_of_unconsumed_keys(world: World) -> None:
-    world.cm.allocate_cache(desc(3, (2, 16)), [CacheKey(1, 1)])
-    (first,) = world.dd.statistics().keys
-    (later,) = world.dd.statistics().keys
+    cache = world.cm.allocate_cache(desc(3, (4, 16)), [CacheKey(1, 1), CacheKey(1, 2), prefix])
+    first, later = (world.dd.statistics().keys[0] for _ in range(2))
     assert first.unconsumed_bytes == 3 * 64
     assert 0.0 <= first.age_seconds <= later.age_seconds
-
-
-def test_r25_a_key_of_a_registered_cache_is_unbound_unknown_keys_and_placeholders_touch_nothing(world: World) -> None:
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 4))
-    cache = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 1)])
-    before, keys = state(world), bound(world)
-    for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 2), CacheKey(1, 1, 9), CacheKey(1, 1, 0, 1)):
+    world.cm.remove_cache_key(CacheKey(1, 2))
+    held = used(world)
+    world.cm.deallocate_cache(cache)
+    assert (cache.tensor_addrs, held > 0) == ([], True)
+    for key in (CacheKey(1, 1), CacheKey(1, 1), CacheKey(1, 0), prefix):
+        assert (used(world), world.dd.statistics().caches.deferred) == (held, 1)
         world.cm.remove_cache_key(key)
-    assert state(world) == before
+    assert (used(world), world.dd.statistics().caches.deferred) == (0, 0)
+    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
     world.cm.remove_cache_key(CacheKey(1, 1))
-    assert bound(world) == {key: where for key, where in keys.items() if key != request(1)}
-    assert world.dd.statistics().caches.registered == 1
-    assert cache.tensor_addrs == [4096, 8192]
+    assert used(world) > 0
+    world.cm.deallocate_cache(cache)
+    assert used(world) == 0
 
 
 def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
@@ -135,36 +121,6 @@ def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
     for key in (PLACEHOLDER, CacheKey(1, 1, 0, 1)):
         with refused(world, ParamError, f"req_id={key.req_id}", f"prefix_id={key.prefix_id}"):
             world.cm.check_cache_key(key)
-
-
-def test_r02_r05_r25_what_a_peer_finds_by_keys(shm_pair: Pair) -> None:
-    """The last row of equal keys; what is deallocated until its key is removed; of a registered cache then its id."""
-    shm_pair.start()
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    prefix, other, mine = CacheKey(1, INVALID_ID, 0, 5), CacheKey(1, 1), CacheKey(1, 3)
-    source = prompt.do(make, "kv", Spec(keys=(other, prefix, other)), 1)
-    registered = prompt.do(make, "registered", Spec(keys=(mine,), memory="inside"), 2)
-    target = decoder.do(make, "kv", Spec(), 3)
-    alone = prompt.do(used) // 2
-    for key, row in ((prefix, 2), (CacheKeyByIdAndIndex(1, 1, 2), 4)):
-        decoder.do(call, "pull_cache", key, Use("kv"), row)
-    target = moved(target, source, [(2, 1), (4, 2)])
-    wait_until(lambda: list(prompt.do(bound)) == ["(1, 5, 0)", "(0, 3, 0)"])
-    prompt.do(forget, "kv")
-    decoder.do(call, "pull_cache", prefix, Use("kv"), 0)
-    decoder.do(call, "pull_cache", mine, Use("kv"), 1)
-    target = moved(moved(target, source, [(0, 1)]), registered, [(1, 0)])
-    wait_until(lambda: prompt.do(picture).pins == 0)
-    assert prompt.do(used) == 2 * alone
-    for key in (prefix, mine):
-        prompt.do(call, "remove_cache_key", key)
-        with pytest.raises(CacheNotFound) as caught:
-            decoder.do(call, "pull_cache", key, Use("kv"), 0)
-        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    assert prompt.do(used) == alone
-    decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 3, 3), Use("kv"), 3)
-    same_bytes(decoder.do(show, "kv"), moved(target, registered, [(3, 3)]))
-    same_bytes(prompt.do(show, "registered"), registered)
 
 
 def used(world: World) -> int:
@@ -273,10 +229,24 @@ def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_els
     for tensor, half in zip(expected[:2], src[2:], strict=True):
         tensor[7] = half[5]
     same_bytes(decoder.do(show, "kv"), expected)
+    # Of a registered cache the key goes, the cache itself with unregister (interface R25).
+    prompt.do(call, "remove_cache_key", CacheKey(1, 91))
+    gone(pair, CacheKey(1, 91))
+    decoder.do(call, "pull_cache", by_row(1, 3), KV, 5)
+    same_bytes(prompt.do(show, "registered"), registered)
     prompt.do(forget, "registered")
     for lost in (CacheKey(1, 90), by_row(1, 3)):
         gone(pair, lost)
     assert "(0, 90, 0)" not in left(prompt)
+    # What is deallocated is found until its last key is removed.
+    held = prompt.do(used)
+    prompt.do(forget, "kv")
+    decoder.do(call, "pull_cache", PREFIX, KV, 1)
+    same_bytes(decoder.do(show, "kv"), moved(expected, src, [(1, 7)]))
+    assert (prompt.do(used), prompt.do(picture).caches.deferred) == (held, 1)
+    prompt.do(call, "remove_cache_key", PREFIX)
+    gone(pair, PREFIX)
+    wait_until(lambda: prompt.do(used) < held)
 
 
 PUSHES: list[Step] = [
