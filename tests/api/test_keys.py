@@ -10,14 +10,11 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import CacheNotFound, KeyInUse, LLMException, ParamError
-from tests.support.gates import stopped
 from tests.support.memory import desc, pool, refused, state
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Pair
     from tests.support.ends import End, LocalEnd
 
@@ -287,23 +284,3 @@ def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_p
         decoder.do(call, "push_cache", by_row(row), KV)
     wait_until(lambda: prompt.do(used) < held)
     assert left(prompt) == {}
-
-
-def test_r05_of_two_pulls_at_once_the_first_release_consumes_and_the_other_leaves_a_later_binding_alone(
-    local_pair: Pair, tmp_path: Path
-) -> None:
-    local_pair.start()
-    prompt, decoder = local_pair.prompt, local_pair.decoder
-    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
-    whole = left(prompt)
-    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
-    with stopped(decoder, "release", tmp_path, "pull_cache", KEYS[0], KV, 1) as pulling:
-        assert prompt.do(picture).pins == 1
-        decoder.do(call, "pull_cache", KEYS[0], KV, 2)
-        gone(local_pair, KEYS[0])
-        later = prompt.do(make, "later", Spec(rows=1, keys=(KEYS[0],)), 9)
-        pulling.finish()
-    assert left(prompt) == whole  # the later binding's bytes
-    decoder.do(call, "pull_cache", KEYS[0], KV, 3)
-    same_bytes(decoder.do(show, "kv"), moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)]))
-    gone(local_pair, KEYS[0])

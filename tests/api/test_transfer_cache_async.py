@@ -37,7 +37,6 @@ from tests.support.layers import (
 from tests.support.linking import alone
 from tests.support.memory import pool
 from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, show, wait_until
-
 from tests.support.world import fill
 
 if TYPE_CHECKING:
