@@ -3,7 +3,9 @@ nothing is confirmed when the peer does not look."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,19 +27,17 @@ from tests.support.checksums import (
     questions,
     verified,
 )
-from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.gates import begin, stopped
 from tests.support.layers import spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.support.ends import ChildEnd, End
     from tests.support.layers import Span
     from tests.support.world import World
 
@@ -56,25 +56,19 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 
 def flipping(world: World, tensor: int, at: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
-    assert world.dd._engine is not None
-    connections: tuple[Any, ...] = world.dd._engine.links.get(1).connection.connections
+    connections = world.dd._require_engine("test").links.get(1).connection.connections
     verb = "read" if method.startswith("pull") else "write"
 
-    def corrupted(original: Any) -> Any:
-        def move(*args: Any) -> Any:
-            result = original(*args)
-            flip(world, "kv", tensor, at)
-            return result
+    def corrupted(original: Any, *args: Any) -> Any:
+        result = original(*args)
+        flip(world, "kv", tensor, at)
+        return result
 
-        return move
-
-    for connection in connections:
-        setattr(connection, verb, corrupted(getattr(connection, verb)))
-    try:
-        call(world, method, *args, **kwargs)
-    finally:
+    with ExitStack() as undo:
         for connection in connections:
-            del connection.__dict__[verb]
+            setattr(connection, verb, partial(corrupted, getattr(connection, verb)))
+            undo.callback(delattr, connection, verb)
+        call(world, method, *args, **kwargs)
 
 
 def is_named(error: ChecksumMismatch, *parts: str, local: Place, remote: Place) -> None:
@@ -137,15 +131,6 @@ CASES: Final = {
         kwargs={"src_layer_range": range(1, 2), "dst_layer_range": range(2, 3)},
         tensors=[(4, 2), (5, 3)],
         besides=(3, STRIDE + 3),
-    ),
-    "row": Case(
-        "pull_cache",
-        (KEY, KV, 5),
-        [(5 * STRIDE, 0, STRIDE)],
-        [(0, 6 * STRIDE - 1, (0, 5), (0, 0), ())],
-        source=ROWS,
-        target=Spec(),
-        consumes=1,
     ),
     "short row": Case(
         "pull_cache",
@@ -360,55 +345,41 @@ PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
 
 
 @pytest.mark.parametrize(
-    ("source", "args", "change"),
+    ("source", "change", "fails"),
     [
-        (ROWS, PULL_ROW, take_key_away),
-        (PAGED, PULL_BLOCK, give_cache_back),
-        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), PULL_BLOCK, give_cache_back),
+        (ROWS, take_key_away, True),
+        (ROWS, give_cache_back, False),  # its key is not consumed yet, so the memory stays
+        (PAGED, give_cache_back, True),
+        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), give_cache_back, True),
     ],
 )
-def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull(
-    shm_pair: Pair, tmp_path: Path, source: Spec, args: tuple[Any, ...], change: Callable[[World], None]
+def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull_unless_its_pin_keeps_it(
+    shm_pair: Pair, tmp_path: Path, source: Spec, change: Callable[[World], None], fails: bool
 ) -> None:
-    both(shm_pair, source, Spec(blocks=source.blocks))
-    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *args)
-    shm_pair.prompt.do(change)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    src, dst = both(shm_pair, source, Spec(blocks=source.blocks))
+    finish = begun(prompt, decoder, tmp_path, *(PULL_BLOCK if source.blocks else PULL_ROW))
+    prompt.do(change)
     (tmp_path / "go").touch()
+    if not fails:
+        finish()
+        assert verified(decoder) == TENSORS * STRIDE
+        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
+        wait_until(lambda: prompt.do(picture).caches.nbytes == 0)  # the digest holds it no more
+        return
     with pytest.raises(TransferFailed, match="could not confirm the bytes") as caught:
         finish()
-    assert not isinstance(caught.value, ChecksumMismatch)
-    assert (caught.value.phase, caught.value.peer, caught.value.status_code) == ("verify", 1, LLMStatusCode.LLM_FAILED)
+    error = caught.value
+    assert not isinstance(error, ChecksumMismatch)
+    assert (error.phase, error.peer, error.status_code) == ("verify", 1, LLMStatusCode.LLM_FAILED)
     kept(shm_pair)
-
-
-def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(shm_pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(shm_pair, ROWS, Spec())
-    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *PULL_ROW)
-    shm_pair.prompt.do(give_cache_back)  # its key is not consumed yet, so the memory stays
-    (tmp_path / "go").touch()
-    finish()
-    assert verified(shm_pair.decoder) == TENSORS * STRIDE
-    same_bytes(shm_pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
-    wait_until(lambda: shm_pair.prompt.do(picture).caches.nbytes == 0)  # the digest holds it no more
-
-
-@pytest.fixture
-def mortal() -> Iterator[tuple[LocalEnd, ChildEnd]]:
-    """An end in this process, which must have nothing left, and one in a child that may be killed."""
-    before = residue()
-    survivor, child = LocalEnd("survivor"), ChildEnd("mortal")
-    yield survivor, child
-    survivor.stop()
-    child.kill()
-    del survivor, child
-    assert settled(before) == before
 
 
 @pytest.mark.parametrize("killed", ["prompt", "decoder"])
 def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
-    mortal: tuple[LocalEnd, ChildEnd], tmp_path: Path, killed: str
+    four: list[ChildEnd], tmp_path: Path, killed: str
 ) -> None:
-    survivor, child = mortal
+    survivor, child = four[0], four.pop()
     prompt, decoder = (child, survivor) if killed == "prompt" else (survivor, child)
     start_both(prompt, decoder, "shm", extra=ON)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
