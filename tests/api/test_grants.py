@@ -38,18 +38,17 @@ def both(pair: Pair, source: Spec = REGISTERED) -> tuple[Bytes, Bytes]:
 
 
 def grant(world: World, blocks: list[int], ttl: float = LONG, of: str = "kv") -> bytes:
-    world.caches["grant"] = granted = world.caches[of].grant(blocks, ttl)  # type: ignore[assignment]
+    world.memory["grant"] = granted = world.caches[of].grant(blocks, ttl)
     return granted.to_bytes()
 
 
 def active(world: World) -> bool:
-    result: bool = world.caches["grant"].active  # type: ignore[attr-defined]
-    return result
+    return bool(world.memory["grant"].active)
 
 
 def reuse(world: World) -> None:
     """What a scheduler does with a block that it gives to another request."""
-    world.caches["grant"].revoke()  # type: ignore[attr-defined]
+    world.memory["grant"].revoke()
     for view in tensor_views(world.caches["kv"]):
         view.reshape(-1).view(np.uint8)[:] = 0xEE
 
