@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,6 @@ from tests.support.moves import (
     show,
     wait_until,
 )
-from tests.support.source import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.lanes import LaneGroup
     from tests.conftest import Pair
+    from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -305,36 +303,26 @@ def test_r21_finalize_ends_calls_that_are_awaited_and_later_ones_are_refused_at_
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
-_FORK = """
-import asyncio, os
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-from llm_datadist.errors import StateError
-from tests.support.world import make_config
-
-dd = LLMDataDist(LLMRole.MIX, 1)
-dd.init(make_config())
-cache = dd.cache_manager.allocate_blocks_cache(CacheDesc(2, [4, 64], DataType.DT_UINT8))
-
-async def bounded(call):
-    await asyncio.wait_for(call, 20)
-
-asyncio.run(bounded(dd.cache_manager.copy_blocks_async(cache, {0: [1]})))  # there is a worker thread by now
-ahead = bounded(dd.cache_manager.copy_blocks_async(cache, {0: [2]}))
-child = os.fork()
-if child == 0:
-    try:
-        asyncio.run(ahead)
-    except StateError as error:
-        os._exit(0 if "fork" in str(error) else 4)
-    os._exit(3)
-asyncio.run(ahead)
-dd.finalize()
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child(four: list[ChildEnd]) -> None:
+    forker = four.pop()
+    forker.start("MIX", 1)
+    forker.do(make, "kv", PAGED, 1)
+    assert forker.do(_await_in_a_fork) == 0
+    forker.kill()  # a fork ends threads of other libraries, too
 
 
-def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child() -> None:
-    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", _FORK]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
+def _await_in_a_fork(world: World) -> int:
+    """Return 0 if a forked child may not await a call that was made before, and its parent may."""
+    awaited(world, "copy_blocks_async", Use("kv"), {0: [1]})  # there is a worker thread by now
+    ahead = asyncio.wait_for(call(world, "copy_blocks_async", Use("kv"), {0: [2]}), BOUND_S)
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            asyncio.run(ahead)
+        except StateError as error:
+            code = 0 if "fork" in str(error) else 4
+        finally:
+            os._exit(code)
+    asyncio.run(ahead)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

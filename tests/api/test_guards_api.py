@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, TransferFailed
-from tests.support.background import in_background
+from tests.support.background import ended, in_background
 from tests.support.gates import count_messages, resolves, stopped
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -275,6 +275,8 @@ def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_
     outcome = each.lanes if pair.transport == "tcp" else each.mapped
     # In one process the owner waits for a reader of registered memory, which would be freed under it.
     with stopped(decoder, each.step, tmp_path, *each.args) as pulling, in_background(prompt, each.change, each.source):
+        if outcome is NOW:  # what is found must have its bytes by then
+            wait_until(lambda: prompt.do(ended))
         if isinstance(outcome, str):
             pulling.finish()
         else:
