@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -229,31 +230,21 @@ def test_rule_10_large_questions_take_more_room_and_a_lost_link_gives_it_back(lo
 
 def test_one_peer_after_the_other_is_answered() -> None:
     served: list[str] = []
-
-    class Peer:
-        """Stands for a link: all that the queues ask of it is that it can be a key."""
-
-        def __init__(self, name: str) -> None:
-            self.name = self.peer = name
-
-        def tell(self, message: Failed) -> None:
-            served.append(f"{self.name}{message.id}")
-
     before = residue()
     server = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
     server._thread.submit(go.wait, 60)
-    greedy: Any = Peer("greedy")
-    modest: Any = Peer("modest")
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, bytes(16), 10_000)
-    for peer, count in ((greedy, 4), (modest, 2)):
+    for name, count in (("greedy", 4), ("modest", 2)):
+        link = Mock(peer=name)  # all that the queues ask of a link is that it can be a key
+        link.tell.side_effect = lambda message, name=name: served.append(f"{name}{message.id}")
         for number in range(count):
-            server.on_verify(peer, msgspec.structs.replace(fair, id=number))
+            server.on_verify(link, msgspec.structs.replace(fair, id=number))
     go.set()
     wait_until(lambda: len(served) == 6)
     server.close()
     assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
-    server.on_verify(modest, fair)
+    server.on_verify(link, fair)
     assert served[-1] == "modest0"
     server.close()
     assert settled(before) == before

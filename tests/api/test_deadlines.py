@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
     from tests.support.ends import End
-    from tests.support.moves import Bytes
     from tests.support.world import World
 
 TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK
@@ -96,16 +95,6 @@ def wait_for_answer(world: World) -> None:
 # --- every call -------------------------------------------------------------------------------------------------------
 
 
-def both_kinds(pair: Pair) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
-    specs = {"rows": ROWS, "paged": PAGED}, {"rows": Spec(), "paged": Spec(blocks=True)}
-    ends = (pair.prompt, pair.decoder)
-    source, target = (
-        {name: end.do(make, name, spec, seed) for seed, (name, spec) in enumerate(mine.items())}
-        for end, mine in zip(ends, specs, strict=True)
-    )
-    return source, target
-
-
 def times_out(end: End, method: str, *args: Any) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         end.do(call, method, *args)
@@ -145,7 +134,8 @@ def every_local_call(world: World) -> None:
 def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm_pair: Pair, what: str) -> None:
     shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    source, target = both_kinds(shm_pair)
+    source = {"rows": prompt.do(make, "rows", ROWS, 0), "paged": prompt.do(make, "paged", PAGED, 1)}
+    target = {"rows": decoder.do(make, "rows", Spec(), 2), "paged": decoder.do(make, "paged", Spec(blocks=True), 3)}
     before, keys = decoder.do(picture), prompt.do(picture).keys
     prompt.do(count_messages)
     with stalled(shm_pair, what):

@@ -346,18 +346,15 @@ _SENDS_LAST = """
 import atexit, threading
 task = None
 atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
-from llm_datadist import *
-from tests.support.world import cluster_info, make_config
+from llm_datadist import LayerSynchronizer
+from tests.conftest import Pair
+from tests.support.ends import LocalEnd
+from tests.support.layers import keyed, make_both
+from tests.support.moves import Spec
 
-def start(role, cluster_id, **more):
-    dd = LLMDataDist(role, cluster_id)
-    dd.init(make_config(enable_remote_cache_accessible=True, **more))
-    return dd
-
-p, d = start(LLMRole.PROMPT, 1, listen_ip_info="127.0.0.1:0"), start(LLMRole.DECODER, 2)
-assert d.link_clusters([cluster_info(1, p.listen_port)])[0] is LLMStatusCode.LLM_SUCCESS
-desc = CacheDesc(64, [2, 64], DataType.DT_UINT8)
-there, here = p.cache_manager.allocate_cache(desc), d.cache_manager.allocate_cache(desc)
+pair = Pair(LocalEnd("prompt"), LocalEnd("decoder"), "auto")
+pair.start(rca=True)
+make_both(pair.prompt, pair.decoder, Spec(64, 2, 64), Spec(64, 2, 64))
 gone = threading.Event()
 
 class Late(LayerSynchronizer):
@@ -365,8 +362,8 @@ class Late(LayerSynchronizer):
         gone.wait()  # nothing is sent before the script is at its end
         return True
 
-config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, there.cache_id, 1), range(32), range(32))
-task = d.cache_manager.transfer_cache_async(here, Late(), [config])
+world = pair.decoder.world
+task = world.cm.transfer_cache_async(world.caches["kv"], Late(), [keyed(pair.prompt, "kv", range(32), dst_row=1)])
 atexit.register(gone.set)  # runs first of all
 """
 
