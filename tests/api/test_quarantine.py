@@ -115,6 +115,29 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
     same_bytes(show(owner.world, "kv"), before)
 
 
+@POOLED
+def test_an_allocation_waits_for_writers_of_what_was_given_back_if_that_can_be_enough(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
+    owner = pushed.owner
+    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
+        forget(owner.world, "kv")
+        with pytest.raises(OutOfMemory) as caught:
+            make(owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
+        assert caught.value.quarantined == NBYTES
+        with in_background(owner, _allocate_beside_a_guard):
+            assert not ended(owner.world)
+            with pytest.raises(TransferFailed):
+                push.finish()
+    assert "second" in owner.world.caches
+
+
+def _allocate_beside_a_guard(world: World) -> None:
+    make(world, "a sign of life", Spec(1, 1, STRIDE, blocks=True), 5)
+    make(world, "second", SECOND, 4)
+
+
 # --- registered memory ------------------------------------------------------------------------------------------------
 
 
