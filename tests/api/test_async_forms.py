@@ -100,20 +100,20 @@ def test_pulls_pushes_copies_and_swaps_are_awaited(tcp_pair: Pair) -> None:
     here = {"kv": decoder.do(make, "kv", PAGED, 3), "row": decoder.do(make, "row", Spec(), 4)}
     here["host"] = decoder.do(make, "host", Spec(blocks=True, placement=Placement.HOST), 5)
     key = CacheKeyByIdAndIndex(1, prompt.do(cache_id, "row"), 2)
-    decoder.do(awaited, "pull_blocks_async", BLOCKS, Use("kv"), [1, 6], [0, 3])
-    here["kv"] = moved(here["kv"], there["kv"], [(0, 1), (3, 6)])
-    decoder.do(awaited, "pull_cache_async", key, Use("row"), 5)
-    here["row"] = moved(here["row"], there["row"], [(5, 2)])
-    decoder.do(awaited, "copy_blocks_async", Use("kv"), {1: [2, 4]})
-    here["kv"] = moved(here["kv"], here["kv"], [(2, 1), (4, 1)])
+    moves: list[tuple[str, tuple[Any, ...], dict[str, Bytes], dict[str, Bytes], list[tuple[int, int]]]] = [
+        ("pull_blocks", (BLOCKS, Use("kv"), [1, 6], [0, 3]), here, there, [(0, 1), (3, 6)]),
+        ("pull_cache", (key, Use("row"), 5), here, there, [(5, 2)]),
+        ("copy_blocks", (Use("kv"), {1: [2, 4]}), here, here, [(2, 1), (4, 1)]),
+        ("copy_cache", (Use("row"), Use("row"), 4, 1), here, here, [(4, 1)]),
+        ("push_blocks", (BLOCKS, Use("kv"), [3, 7], [5, 2]), there, here, [(5, 3), (2, 7)]),
+        ("push_cache", (key, Use("row"), 1), there, here, [(2, 1)]),
+    ]
+    for method, args, target, source, pairs in moves:
+        name = "row" if method.endswith("cache") else "kv"
+        decoder.do(awaited, f"{method}_async", *args)
+        target[name] = moved(target[name], source[name], pairs)
     decoder.do(awaited, "swap_blocks_async", Use("kv"), Use("host"), {2: 7})
     here["host"] = moved(here["host"], here["kv"], [(7, 2)])
-    decoder.do(awaited, "copy_cache_async", Use("row"), Use("row"), 4, 1)
-    here["row"] = moved(here["row"], here["row"], [(4, 1)])
-    decoder.do(awaited, "push_blocks_async", BLOCKS, Use("kv"), [3, 7], [5, 2])
-    there["kv"] = moved(there["kv"], here["kv"], [(5, 3), (2, 7)])
-    decoder.do(awaited, "push_cache_async", key, Use("row"), 1)
-    there["row"] = moved(there["row"], here["row"], [(2, 1)])
     for end, expected in ((prompt, there), (decoder, here)):
         for name, held in expected.items():
             same_bytes(end.do(show, name), held)
