@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import CacheKey, LLMClusterInfo, LLMException, LLMRole, LLMStatusCode
+from llm_datadist import CacheKey, LLMException, LLMRole, LLMStatusCode
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
@@ -19,6 +19,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from tests.faults.gates import Gate
+from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End, LocalEnd
+    from tests.support.ends import End
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LLMDataDist: check_link_status link_clusters")
@@ -41,8 +42,7 @@ INVALID, REPEAT = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQU
 FAILED, ALREADY = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_ALREADY_LINK
 NOT_YET, BUSY = LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_BUSY
 WAITED = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-LISTEN = "llm.listenIpInfo"
-LISTENING = {LISTEN: "127.0.0.1:0"}
+LISTENING = {"llm.listenIpInfo": "127.0.0.1:0"}
 
 
 def probe(world: World, cluster_id: int) -> None:
@@ -52,8 +52,6 @@ def probe(world: World, cluster_id: int) -> None:
 @pytest.fixture
 def prompts() -> Iterator[list[LocalEnd]]:
     """Three PROMPTs in this process, clusters 11, 12 and 13."""
-    from tests.support.ends import LocalEnd
-
     ends = [LocalEnd(f"prompt {number}") for number in (11, 12, 13)]
     for number, end in zip((11, 12, 13), ends, strict=True):
         start_end(end, "PROMPT", number, **DIRECT)
@@ -62,7 +60,7 @@ def prompts() -> Iterator[list[LocalEnd]]:
         end.stop()
 
 
-def test_all_clusters_of_a_call_are_linked_and_a_second_call_fails_without_harm(
+def test_r19_all_clusters_of_a_call_are_linked_or_none_and_what_was_there_before_stays(
     end: LocalEnd, prompts: list[LocalEnd]
 ) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
@@ -71,65 +69,42 @@ def test_all_clusters_of_a_call_are_linked_and_a_second_call_fails_without_harm(
     for each in prompts:
         end.do(probe, each.cluster_id)
     assert end.do(link, clusters[:1]) == (FAILED, [ALREADY])
-    assert sorted(end.do(links)) == [11, 12, 13]  # what was there before stays
-    assert end.do(unlink, clusters) == (OK, [OK] * 3)
-    alone(end, *prompts)
-
-
-def test_a_call_that_fails_gives_up_what_it_had_linked(end: LocalEnd, prompts: list[LocalEnd]) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
-    assert end.do(link, [info(13, prompts[2].port)]) == SUCCESS
+    assert sorted(end.do(links)) == [11, 12, 13]
+    assert end.do(unlink, clusters[:2]) == (OK, [OK] * 2)
+    alone(*prompts[:2])
     wrong = info(99, prompts[1].port)
     learned = info(None, prompts[0].port)  # its id is learned, and it is given up all the same
     assert end.do(link, [learned, wrong]) == (FAILED, [FAILED, FAILED])
+    with silent_port() as port:  # what does not answer is a time-out of v1, and more than 16 are not too many
+        codes = end.do(link, [clusters[0], *(info(100 + i, port) for i in range(20))], 300)
+    assert codes == (FAILED, [FAILED, *[WAITED] * 20])
     assert sorted(end.do(links)) == [13]
     alone(*prompts[:2])
     assert end.do(link, [learned]) == SUCCESS
     end.do(probe, 11)
 
 
-def test_r19_clusters_that_do_not_answer_are_a_time_out_of_v1_and_fail_the_others(
+def test_a_call_that_cannot_be_links_nothing_and_unlinking_what_is_not_linked_succeeds(
     end: LocalEnd, prompts: list[LocalEnd]
 ) -> None:
+    clusters = [info(11, prompts[0].port), info(12, prompts[1].port)]
+    for role in ("PROMPT", "MIX"):
+        start_end(end, role, 1, **DIRECT)
+        assert end.do(link, clusters) == (INVALID, [INVALID] * 2)
+        with pytest.raises(ParamError, match="only a DECODER"):
+            end.do(probe, 11)
+        assert end.do(links) == {}
+        end.stop()
     start_end(end, "DECODER", 1, **DIRECT)
-    with silent_port() as port:
-        codes = end.do(link, [info(11, prompts[0].port), *(info(100 + i, port) for i in range(20))], 300)
-    assert codes == (FAILED, [FAILED, *[WAITED] * 20])  # and more than 16 are not too many
-    alone(end, prompts[0])
-
-
-@pytest.mark.parametrize("role", ["PROMPT", "MIX"])
-def test_only_a_decoder_links(end: LocalEnd, prompts: list[LocalEnd], role: str) -> None:
-    start_end(end, role, 1, **DIRECT)
-    clusters = [info(each.cluster_id, each.port) for each in prompts[:2]]
-    assert end.do(link, clusters) == (INVALID, [INVALID] * 2)
-    assert end.do(links) == {}
-    with pytest.raises(ParamError, match="only a DECODER"):
-        end.do(probe, 11)
-
-
-def _shaped(cluster_id: int, local: int, remote: int, port: int | None) -> LLMClusterInfo:
-    cluster = info(cluster_id, *[port] * remote, local=None)
-    for _ in range(local):
-        cluster.append_local_ip_info("127.0.0.1", 0)
-    return cluster
-
-
-def test_as_many_local_as_remote_ips_are_needed_and_each_cluster_once(end: LocalEnd, prompts: list[LocalEnd]) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
-    good, other = info(11, prompts[0].port), info(12, prompts[1].port)
     for local, remote in ((0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 0)):  # one for the one device
-        bad = _shaped(12, local, remote, prompts[1].port)
-        assert end.do(link, [good, bad]) == (INVALID, [FAILED, INVALID])
+        bad = info(12, *[prompts[1].port] * remote, local=None)
+        for _ in range(local):
+            bad.append_local_ip_info("127.0.0.1", 0)
+        assert end.do(link, [clusters[0], bad]) == (INVALID, [FAILED, INVALID])
         assert end.do(links) == {}
     assert end.do(link, []) == (INVALID, [])
-    assert end.do(link, [good, other, good]) == (REPEAT, [FAILED, FAILED, REPEAT])
+    assert end.do(link, [*clusters, clusters[0]]) == (REPEAT, [FAILED, FAILED, REPEAT])
     assert end.do(links) == {}
-
-
-def test_unlinking_what_is_not_linked_says_so_and_succeeds(end: LocalEnd, prompts: list[LocalEnd]) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
-    clusters = [info(11, prompts[0].port), info(12, prompts[1].port)]
     for force in (False, True):
         assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
         assert end.do(link, clusters[:1]) == SUCCESS
@@ -144,8 +119,8 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
     key, cluster = CacheKey(1, 10), info(1, prompt.port)
     src = prompt.do(kv_make, "kv", desc(), 1, (key,))
     dst = decoder.do(kv_make, "kv", desc(), 2)
-    args = (gated_call_v1, 1, "before copy", tmp_path, "pull_cache", key, Use("kv"), 3)
-    decoder.do(begin_there, "pull", *args)
+    args = (1, "before copy", tmp_path, "pull_cache", key, Use("kv"), 3)
+    decoder.do(begin_there, "pull", gated_call_v1, *args)
     gate = Gate(tmp_path)
     try:
         gate.wait()
@@ -153,12 +128,10 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
             assert decoder.do(unlink, [cluster], 5000, force) == (BUSY, [BUSY])
         with pytest.raises(LinkError) as caught:
             decoder.do(probe, 1)
-        assert caught.value.status_code is BUSY
-        assert caught.value.peer == 1
+        assert (caught.value.status_code, caught.value.peer) == (BUSY, 1)
     finally:
         gate.open()
-        outcome = decoder.do(result_there, "pull")
-    assert outcome is None
+        assert decoder.do(result_there, "pull") is None
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
     decoder.do(probe, 1)
     assert decoder.do(unlink, [cluster], 5000, True) == SUCCESS
@@ -168,27 +141,25 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
     assert gone.value.status_code is NOT_YET
 
 
-def test_a_lost_link_that_is_unlinked_in_v1_is_not_dialled_again(shm_pair: Pair) -> None:
-    start_v1(shm_pair)
-    shm_pair.prompt.stop()
-    wait_until(lambda: shm_pair.decoder.do(links) == {})
-    assert len(shm_pair.decoder.do(_redials)) == 1
-    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == (OK, [NOT_YET])
-    assert shm_pair.decoder.do(_redials) == ()
+def test_check_link_status_of_a_stopped_peer_times_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
+    shm_pair: Pair,
+) -> None:
+    start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    decoder.do(probe, 1)
+    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+        decoder.do(probe, 1)
+    assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+    wait_until(lambda: _answers(decoder))  # once it goes on
+    prompt.stop()
+    wait_until(lambda: decoder.do(links) == {})
+    assert len(decoder.do(_redials)) == 1
+    assert decoder.do(unlink, [info(1, prompt.port)]) == (OK, [NOT_YET])
+    assert decoder.do(_redials) == ()
 
 
 def _redials(world: World) -> Any:
     return world.dd.statistics().redials
-
-
-def test_check_link_status_of_a_peer_that_is_stopped_times_out_and_works_once_it_goes_on(shm_pair: Pair) -> None:
-    start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
-    prompt = shm_pair.prompt
-    shm_pair.decoder.do(probe, 1)
-    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
-        shm_pair.decoder.do(probe, 1)
-    assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
-    wait_until(lambda: _answers(shm_pair.decoder))
 
 
 def _answers(end: End) -> bool:
@@ -199,28 +170,24 @@ def _answers(end: End) -> bool:
     return True
 
 
-def test_check_link_status_refuses_what_is_no_cluster_id_and_the_other_mode(end: LocalEnd) -> None:
+def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_and_the_other_mode(
+    end: LocalEnd,
+) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
     wrong: list[tuple[Any, type[Exception]]] = [("1", TypeError), (1.0, TypeError), (None, NoneArgument)]
     wrong += [(-1, ParamError), (2**64, ParamError)]
     for value, kind in wrong:
         with pytest.raises(kind, match="remote_cluster_id"):
             end.world.dd.check_link_status(value)
-    end.world.dd.finalize()
-    with pytest.raises(NotInitialized):
-        end.do(probe, 1)
-    end.start("DECODER", 1)
-    with pytest.raises(StateError, match="v1 mode") as caught:
-        end.do(probe, 1)
-    assert caught.value.status_code is INVALID
-
-
-def test_link_by_rank_table_is_not_for_v1_mode(end: LocalEnd) -> None:
-    start_end(end, "DECODER", 1, **DIRECT)
     arguments = ("name", {1: 0, 2: 1}, table(host(0), host(0)))
     refused([end], [], StateError, ["v1 mode", "link_clusters"], join, *arguments)
     for function in (drop, status):
         refused([end], [], StateError, ["v1 mode"], function, 1)
+    end.world.dd.finalize()
+    with pytest.raises(NotInitialized):
+        end.do(probe, 1)
+    end.start("DECODER", 1)
+    refused([end], [], StateError, ["v1 mode"], probe, 1)
 
 
 # --- switch_role ------------------------------------------------------------------------------------------------------
@@ -235,8 +202,8 @@ def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     start_v1(shm_pair, enable_switch_role=True)
     prompt.do(kv_make, "kv", desc(rows=2), 1, (CacheKey(1, 7),))
+    exist = LLMStatusCode.LLM_EXIST_LINK
     for end, role in ((prompt, "DECODER"), (decoder, "PROMPT")):
-        exist = LLMStatusCode.LLM_EXIST_LINK
         refused([end], [], StateError, ["unlinked first"], switch, role, LISTENING, status=exist)
     assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
     alone(prompt, decoder)
@@ -263,17 +230,17 @@ def test_the_rules_of_switch_role_leave_role_and_listener_as_they_are(end: Local
     end.stop()
     start_end(end, "PROMPT", 1, **DIRECT, enable_switch_role=True)
     refused([end], [], ParamError, ["PROMPT already"], switch, "PROMPT", LISTENING)
-    two = {LISTEN: "1.2.3.4:1;1.2.3.5:1"}
+    two = {"llm.listenIpInfo": "1.2.3.4:1;1.2.3.5:1"}
     refused([end], [], LLMException, [";"], switch, "DECODER", two, status=disabled)
-    refused([end], [], ParamError, ["ip:port"], switch, "DECODER", {LISTEN: "1.2.3.4"})
+    refused([end], [], ParamError, ["ip:port"], switch, "DECODER", {"llm.listenIpInfo": "1.2.3.4"})
     assert end.world.dd.listen_port == end.port
     assert "PROMPT" in repr(end.world.dd)
 
     # A PROMPT needs an address that can be bound.
     assert end.do(switch, "DECODER") is None
-    refused([end], [], ParamError, [LISTEN, "PROMPT"], switch, "PROMPT")
+    refused([end], [], ParamError, ["llm.listenIpInfo", "PROMPT"], switch, "PROMPT")
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        options = {LISTEN: f"127.0.0.1:{busy.getsockname()[1]}"}
+        options = {"llm.listenIpInfo": f"127.0.0.1:{busy.getsockname()[1]}"}
         refused([end], [], LinkError, ["cannot listen"], switch, "PROMPT", options, status=LLMStatusCode.LLM_FAILED)
     assert end.do(switch, "PROMPT", LISTENING)
     assert end.do(switch, "MIX") is None
