@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.support.dialects import Dialect
     from tests.support.ends import LocalEnd
     from tests.support.moves import Bytes
-    from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "KvCacheManager: copy_blocks copy_cache deallocate_cache pull_blocks pull_cache swap_blocks transfer_cache_async",
@@ -30,15 +29,16 @@ pytestmark = pytest.mark.covers(
 )
 
 OK, DONE = LLMStatusCode.LLM_SUCCESS, (LLMStatusCode.LLM_SUCCESS, "")
+GONE, UNLINKED = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, LLMStatusCode.LLM_NOT_YET_LINK
 #: Of the order of making.
 ROWS, BLOCKS = 1, 2
 SHAPES = {"rows": Shape(rows=8), "blocks": Shape(rows=12, width=24)}
 
 
-@pytest.fixture(params=[V1, Cpp], ids=["v1", "cpp"])
+@pytest.fixture(params=[V1(), Cpp()], ids=["v1", "cpp"])
 def dialect(request: pytest.FixtureRequest) -> Dialect:
-    made: Dialect = request.param
-    return made
+    chosen: Dialect = request.param
+    return chosen
 
 
 class Two:
@@ -111,29 +111,28 @@ def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_
     tcp_pair: Pair, dialect: Dialect
 ) -> None:
     two = Two(tcp_pair, dialect, linked=False)
-    unlinked = LLMStatusCode.LLM_NOT_YET_LINK
     before = [end.do(picture) for end in (two.decoder, two.prompt)]
     for name in SHAPES:
         status, text = two.pull(name, [1], [2])
-        assert (status, "cluster 1" in text) == (unlinked, True), text
+        assert (status, "cluster 1" in text) == (UNLINKED, True), text
     assert [end.do(picture) for end in (two.decoder, two.prompt)] == before
     two.link()
     for name in SHAPES:
         assert two.pull(name, [1], [2]) == DONE
     status, text = two.decoder.do(dialect.pull_row, 1, 99, 0, "rows", 0)
-    assert (status, "99" in text) == (dialect.gone, True), text
-    assert two.decoder.do(dialect.pull_row, 1, ROWS, 8, "rows", 0)[0] is dialect.gone
-    assert two.decoder.do(dialect.pull_blocks, 1, 99, "blocks", [(0, 0)])[0] is dialect.gone
+    assert (status, "99" in text) == (GONE, True), text
+    assert two.decoder.do(dialect.pull_row, 1, ROWS, 8, "rows", 0)[0] is GONE
+    assert two.decoder.do(dialect.pull_blocks, 1, 99, "blocks", [(0, 0)])[0] is GONE
     two.check()
 
     # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
     assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
     alone(two.decoder, two.prompt)
-    assert two.pull("blocks", [1], [5])[0] is unlinked
+    assert two.pull("blocks", [1], [5])[0] is UNLINKED
     two.link()
     assert two.pull("blocks", [1], [5]) == DONE
     two.prompt.stop()
-    wait_until(lambda: two.pull("blocks", [1], [6])[0] is unlinked)
+    wait_until(lambda: two.pull("blocks", [1], [6])[0] is UNLINKED)
     two.port = two.prompt.do(dialect.start, "PROMPT", two.transport)
     two.theirs = two.fill(two.prompt, 20)
     two.link()
@@ -141,10 +140,10 @@ def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_
         assert two.pull(name, [4], [7]) == DONE
     two.check()
     assert two.prompt.do(dialect.deallocate, "blocks") == DONE
-    assert two.pull("blocks", [4], [7])[0] is dialect.gone
+    assert two.pull("blocks", [4], [7])[0] is GONE
     assert two.decoder.do(dialect.deallocate, "rows") == DONE
     status, text = two.pull("rows", [4], [7])
-    assert (status, "id 1" in text) == (dialect.gone, True), text
+    assert (status, "id 1" in text) == (GONE, True), text
 
 
 def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pair: Pair, dialect: Dialect) -> None:
@@ -194,7 +193,7 @@ def test_copies_inside_one_end_take_rows_blocks_and_host_memory(
 
     assert end.do(dialect.deallocate, "dst") == DONE
     for names in (("src", "dst"), ("dst", "src")):
-        assert end.do(dialect.copy_row, *names, 0, 0)[0] is dialect.gone
+        assert end.do(dialect.copy_row, *names, 0, 0)[0] is GONE
 
 
 def test_memory_comes_back_once_and_too_little_of_it_changes_nothing(end: LocalEnd, dialect: Dialect) -> None:
@@ -220,7 +219,7 @@ def test_prompt_and_decoder_change_places_between_two_links_and_their_caches_sta
     assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
     alone(two.decoder, two.prompt)
     assert two.prompt.do(dialect.switch, "DECODER") is None
-    port = two.decoder.do(_switch_and_listen, dialect)
+    port = two.decoder.do(dialect.switch, "PROMPT", True)
     assert port is not None
     assert two.prompt.do(dialect.link, 2, port) == (OK, [OK])
     assert two.prompt.do(dialect.pull_row, 2, ROWS, 1, "rows", 7) == DONE
@@ -229,7 +228,3 @@ def test_prompt_and_decoder_change_places_between_two_links_and_their_caches_sta
     assert two.decoder.do(dialect.push_blocks, "blocks", 1, place, [(0, 2), (7, 5)]) == DONE
     two.theirs["blocks"] = moved(two.theirs["blocks"], two.mine["blocks"], [(0, 2), (7, 5)])
     two.check()
-
-
-def _switch_and_listen(world: World, dialect: Dialect) -> int | None:
-    return dialect.switch(world, "PROMPT", listen=True)

@@ -259,7 +259,6 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
     decoder, silent = tcp_pair.decoder, {OPTION_LISTEN_IP_INFO: ""}
     port = tcp_pair.prompt.do(start, LlmRole.kPrompt, 1, "tcp", {})
-    assert port is not None
     decoder.do(start, LlmRole.kDecoder, 2, "tcp", silent)
     status, text = decoder.do(attempt, "LinkLlmClusters", [cluster(1, port)])
     assert (status, "clusters[0].local_ip_infos" in text) == (BAD, True), text

@@ -60,9 +60,9 @@ ROW, BLOCKS = CacheIndex(1, 1, 3), CacheIndex(1, 1)
 UNKNOWN, ELSEWHERE, OURSELVES = CacheIndex(1, 99), CacheIndex(7, 1), CacheIndex(2, 1)
 
 
-def both(pair: Pair, here: Shape | None = None, there: Shape | None = None, **options: str) -> tuple[Bytes, Bytes]:
+def both(pair: Pair, here: Shape | None = None, there: Shape | None = None) -> tuple[Bytes, Bytes]:
     """Return what the decoder, which calls, and the prompt hold in cache 1."""
-    start_pair(pair, options=options)
+    start_pair(pair)
     return pair.decoder.do(made, "kv", here or Shape(), 1), pair.prompt.do(made, "kv", there or Shape(), 2)
 
 
@@ -156,7 +156,7 @@ def test_one_cache_serves_as_rows_and_as_blocks_and_where_it_is_is_asked_once(
     shm_pair: Pair, memory: str, transport: str, checksum: int
 ) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    start_pair(shm_pair, transport=transport, options={"Checksum": str(checksum)})
+    start_pair(shm_pair, transport=transport, options={"llm.Checksum": str(checksum)})
     mine, theirs = (end.do(made, "kv", Shape(memory=memory), at) for at, end in enumerate((decoder, prompt)))
     there = prompt.do(index, "kv")
     for at in range(2):
