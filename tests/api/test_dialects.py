@@ -25,7 +25,7 @@ pytestmark = pytest.mark.covers(
     "KvCacheManager: copy_blocks copy_cache deallocate_cache pull_blocks pull_cache swap_blocks transfer_cache_async",
     "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam LlmDataDist LlmRole",
     "cpp_api.LlmDataDist: AllocateCache CopyKvBlocks CopyKvCache DeallocateCache PullKvBlocks PullKvCache",
-    "cpp_api.LlmDataDist: PushKvBlocks PushKvCache SetRole UnlinkLlmClusters",
+    "cpp_api.LlmDataDist: PushKvBlocks PushKvCache UnlinkLlmClusters",
 )
 
 OK, DONE = LLMStatusCode.LLM_SUCCESS, (LLMStatusCode.LLM_SUCCESS, "")
@@ -209,22 +209,3 @@ def test_memory_comes_back_once_and_too_little_of_it_changes_nothing(end: LocalE
     for _ in range(2):
         assert end.do(dialect.deallocate, "other") == DONE
         assert end.do(picture).pools[0].used_bytes == 4 * 4096
-
-
-def test_prompt_and_decoder_change_places_between_two_links_and_their_caches_stay(
-    shm_pair: Pair, dialect: Dialect
-) -> None:
-    two = Two(shm_pair, dialect)
-    assert two.pull("rows", [1], [0]) == DONE
-    assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
-    alone(two.decoder, two.prompt)
-    assert two.prompt.do(dialect.switch, "DECODER") is None
-    port = two.decoder.do(dialect.switch, "PROMPT", True)
-    assert port is not None
-    assert two.prompt.do(dialect.link, 2, port) == (OK, [OK])
-    assert two.prompt.do(dialect.pull_row, 2, ROWS, 1, "rows", 7) == DONE
-    two.theirs["rows"] = moved(two.theirs["rows"], two.mine["rows"], [(7, 1)])
-    place = two.prompt.do(dialect.place, "blocks", 0)
-    assert two.decoder.do(dialect.push_blocks, "blocks", 1, place, [(0, 2), (7, 5)]) == DONE
-    two.theirs["blocks"] = moved(two.theirs["blocks"], two.mine["blocks"], [(0, 2), (7, 5)])
-    two.check()

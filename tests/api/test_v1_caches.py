@@ -32,7 +32,6 @@ from llm_datadist.errors import (
     KeyInUse,
     NotInitialized,
     OutOfMemory,
-    PeerLost,
     StateError,
     TransferFailed,
 )
@@ -325,46 +324,21 @@ def test_many_caches_made_and_dropped_leave_nothing(end: LocalEnd) -> None:
 # --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------
 
 
-def pulling(pair: Pair, folder: Path, **settings: object) -> Gate:
-    """Begin a pull of blocks, in the same process, that stops when it has announced itself and moved nothing."""
-    start_v1(pair, **(DIRECT | settings))
-    pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
-    pair.decoder.do(kv_make, "kv", desc(), 2, (), True)
-    args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])
-    pair.decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", folder, *args)
-    gate = Gate(folder)
-    gate.wait()
-    return gate
-
-
 def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
-    gate = pulling(local_pair, tmp_path)
-    local_pair.prompt.do(kv_call, "deallocate_cache", Use("kv"))
-    waiting = local_pair.prompt.do(picture)
-    assert (waiting.caches.live, waiting.quarantined_bytes) == (0, NBYTES)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    start_v1(local_pair, **DIRECT)
+    prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
+    decoder.do(kv_make, "kv", desc(), 2, (), True)
+    args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
+    decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, *args)
+    gate = Gate(tmp_path)
+    gate.wait()
+    prompt.do(kv_call, "deallocate_cache", Use("kv"))
+    assert (prompt.do(picture).caches.live, prompt.do(picture).quarantined_bytes) == (0, NBYTES)
     gate.open()
-    assert isinstance(local_pair.decoder.do(result_there, "pull"), TransferFailed)
-    wait_until(lambda: local_pair.prompt.do(picture).quarantined_bytes == 0)
-    assert local_pair.prompt.do(picture).pools[0].used_bytes == 0
-
-
-def test_memory_that_is_read_at_finalize_stays_mapped(
-    local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    gate = pulling(local_pair, tmp_path, sync_kv_timeout=100)
-    try:
-        with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-            local_pair.prompt.stop()
-        assert "stay mapped" in caplog.text
-        assert len(pool._kept_mapped) == 1
-        gate.open()
-        assert isinstance(local_pair.decoder.do(result_there, "pull"), PeerLost)
-    finally:
-        gate.open()
-        pool._kept_mapped.clear()
-
-
-# --- with a peer in another process that is killed -------------------------------------------------------------------
+    assert isinstance(decoder.do(result_there, "pull"), TransferFailed)
+    wait_until(lambda: prompt.do(picture).quarantined_bytes == 0)
+    assert prompt.do(picture).pools[0].used_bytes == 0
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["contents", "drive", "initialised", "options", "pulled", "rank_table", "registered", "shown"]
-
 Tensors = list["NDArray[np.uint8]"]
 
 

@@ -37,28 +37,6 @@ if TYPE_CHECKING:
     #: What a failing call returns, parts of the text of its reason, and the call: method and arguments.
     Row = tuple[LLMStatusCode, Sequence[str], tuple[Any, ...]]
 
-__all__ = [
-    "BAD",
-    "DEVICE",
-    "GONE",
-    "HOST",
-    "OK",
-    "UNLINKED",
-    "Shape",
-    "all_unchanged",
-    "attempt",
-    "cluster",
-    "dist",
-    "host_memory",
-    "index",
-    "link",
-    "made",
-    "run",
-    "show",
-    "start",
-    "start_pair",
-]
-
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -14,12 +14,11 @@ from llm_datadist import (
     CacheKeyByIdAndIndex,
     DataType,
     KvCache,
-    LLMRole,
     LLMStatusCode,
     Placement,
     TransferConfig,
 )
-from llm_datadist.cpp_api import OPTION_LISTEN_IP_INFO, CacheIndex, KvCacheExtParam, LlmRole
+from llm_datadist.cpp_api import CacheIndex, KvCacheExtParam, LlmRole
 from llm_datadist.errors import LLMException
 from tests.support import cpp, linking
 from tests.support.cpp import HOST, Shape
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
     Answer = tuple[LLMStatusCode, str]
-
-__all__ = ["V1", "Cpp", "Dialect", "Layers"]
 
 OK = LLMStatusCode.LLM_SUCCESS
 LISTEN = "127.0.0.1:0"
@@ -63,10 +60,6 @@ class V1:
 
     def unlink(self, world: World, cluster_id: int, port: int | None) -> Any:
         return linking.unlink(world, [linking.info(cluster_id, port)])
-
-    def switch(self, world: World, role: str, listen: bool = False) -> int | None:
-        world.dd.switch_role(LLMRole[role], {"llm.listenIpInfo": LISTEN} if listen else None)
-        return world.dd.listen_port
 
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         key = BlocksCacheKey(world.dd.cluster_id, len(world.caches) + 1)
@@ -178,11 +171,6 @@ class Cpp:
     def unlink(self, world: World, cluster_id: int, port: int | None) -> Any:
         return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(cluster_id, port or 0)], 10_000)
 
-    def switch(self, world: World, role: str, listen: bool = False) -> int | None:
-        options = {OPTION_LISTEN_IP_INFO: LISTEN} if listen else {}
-        assert cpp.attempt(world, "SetRole", _ROLES[role], options) == (OK, "")
-        return world.dd.listen_port
-
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         return cpp.made(world, name, shape, seed)  # serves as both
 
@@ -240,7 +228,7 @@ class Cpp:
         return cpp.attempt(world, "PushKvBlocks", Use(name), place, sources, targets)
 
 
-_ROLES = {"PROMPT": LlmRole.kPrompt, "DECODER": LlmRole.kDecoder, "MIX": LlmRole.kMix}
+_ROLES = {"PROMPT": LlmRole.kPrompt, "DECODER": LlmRole.kDecoder}
 
 
 def _ext(layers: Layers) -> KvCacheExtParam:

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-__all__ = [
-    "DIRECT",
-    "POOL",
-    "desc",
-    "gated_call_v1",
-    "kv_call",
-    "kv_id",
-    "kv_make",
-    "kv_of",
-    "kv_properties",
-    "start_end",
-    "start_v1",
-]
-
 #: Settings of ``make_config``: v1 mode, with a pool and without any.
 POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}
 DIRECT: dict[str, Any] = POOL | {"mem_pool_cfg": None}
@@ -70,10 +56,6 @@ def kv_of(world: World, name: str) -> KvCache:
     cache = world.memory[f"kv {name}"]
     assert isinstance(cache, KvCache)
     return cache
-
-
-def kv_id(world: World, name: str) -> int:
-    return kv_of(world, name).cache_id
 
 
 def kv_properties(world: World, name: str) -> tuple[int, list[list[int]]]:
