@@ -59,15 +59,15 @@ class Two:
         }
 
     def link(self) -> None:
-        assert self.decoder.do(self.dialect.link, 1, self.port) == (OK, [OK])
+        assert self.decoder.do(self.dialect.link, self.port) == (OK, [OK])
 
     def pull(self, name: str, dst: list[int], src: list[int]) -> Any:
         """Make the decoder pull a row, or blocks, and remember what that moves if it is a success."""
         if name == "rows":
-            answer = self.decoder.do(self.dialect.pull_row, 1, ROWS, src[0], name, dst[0])
+            answer = self.decoder.do(self.dialect.pull_row, ROWS, src[0], name, dst[0])
         else:
             pairs = list(zip(dst, src, strict=True))
-            answer = self.decoder.do(self.dialect.pull_blocks, 1, BLOCKS, name, pairs)
+            answer = self.decoder.do(self.dialect.pull_blocks, BLOCKS, name, pairs)
         if answer == DONE:
             self.mine[name] = moved(self.mine[name], self.theirs[name], zip(dst, src, strict=True))
         return answer
@@ -82,15 +82,15 @@ def test_rows_and_blocks_are_pulled_whole_in_part_and_by_layers(pair: Pair, dial
     two = Two(pair, dialect)
     assert two.pull("rows", [5], [3]) == DONE
     assert two.pull("rows", [0], [0]) == DONE
-    assert two.decoder.do(dialect.pull_row, 1, ROWS, 2, "rows", 7, 17) == DONE
+    assert two.decoder.do(dialect.pull_row, ROWS, 2, "rows", 7, 17) == DONE
     for target, source in zip(two.mine["rows"], two.theirs["rows"], strict=True):
         target[7, :17] = source[2, :17]
     layers = ((1, 2), (0, 1), 1)
-    assert two.decoder.do(dialect.pull_row, 1, ROWS, 6, "rows", 1, -1, layers) == DONE
+    assert two.decoder.do(dialect.pull_row, ROWS, 6, "rows", 1, -1, layers) == DONE
     two.mine["rows"] = moved(two.mine["rows"], two.theirs["rows"], [(1, 6)], [(0, 1), (1, 2)])
     # Pairs take effect in the order given: the last one wins.
     assert two.pull("blocks", [3, 4, 0, 3], [1, 2, 11, 10]) == DONE
-    assert two.decoder.do(dialect.pull_blocks, 1, BLOCKS, "blocks", [(5, 7)], ((1, 1), (0, 0), 2)) == DONE
+    assert two.decoder.do(dialect.pull_blocks, BLOCKS, "blocks", [(5, 7)], ((1, 1), (0, 0), 2)) == DONE
     two.mine["blocks"] = moved(two.mine["blocks"], two.theirs["blocks"], [(5, 7)], [(0, 2), (1, 3)])
     two.check()
 
@@ -98,11 +98,11 @@ def test_rows_and_blocks_are_pulled_whole_in_part_and_by_layers(pair: Pair, dial
 def test_r31_rows_and_blocks_are_pushed_to_where_the_decoder_has_them(pair: Pair, dialect: Dialect) -> None:
     two = Two(pair, dialect)
     place = two.decoder.do(dialect.place, "rows", 6)
-    assert two.prompt.do(dialect.push_row, "rows", 3, 2, place) == DONE
+    assert two.prompt.do(dialect.push_row, "rows", 3, place) == DONE
     two.mine["rows"] = moved(two.mine["rows"], two.theirs["rows"], [(6, 3)])
     place = two.decoder.do(dialect.place, "blocks", 0)
     pairs = [(3, 0), (2, 1), (11, 2), (0, 3), (2, 9)]
-    assert two.prompt.do(dialect.push_blocks, "blocks", 2, place, pairs) == DONE
+    assert two.prompt.do(dialect.push_blocks, "blocks", place, pairs) == DONE
     two.mine["blocks"] = moved(two.mine["blocks"], two.theirs["blocks"], pairs)
     two.check()
 
@@ -119,14 +119,14 @@ def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_
     two.link()
     for name in SHAPES:
         assert two.pull(name, [1], [2]) == DONE
-    status, text = two.decoder.do(dialect.pull_row, 1, 99, 0, "rows", 0)
+    status, text = two.decoder.do(dialect.pull_row, 99, 0, "rows", 0)
     assert (status, "99" in text) == (GONE, True), text
-    assert two.decoder.do(dialect.pull_row, 1, ROWS, 8, "rows", 0)[0] is GONE
-    assert two.decoder.do(dialect.pull_blocks, 1, 99, "blocks", [(0, 0)])[0] is GONE
+    assert two.decoder.do(dialect.pull_row, ROWS, 8, "rows", 0)[0] is GONE
+    assert two.decoder.do(dialect.pull_blocks, 99, "blocks", [(0, 0)])[0] is GONE
     two.check()
 
     # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
-    assert two.decoder.do(dialect.unlink, 1, two.port) == (OK, [OK])
+    assert two.decoder.do(dialect.unlink, two.port) == (OK, [OK])
     alone(two.decoder, two.prompt)
     assert two.pull("blocks", [1], [5])[0] is UNLINKED
     two.link()

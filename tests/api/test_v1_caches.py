@@ -60,6 +60,8 @@ pytestmark = pytest.mark.covers(
     "KvCache: *",
     "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache",
     "KvCacheManager: get_cache_tensors remove_cache_key swap_blocks",
+    "LLMConfig.mem_pool_cfg",
+    "llm.MemPoolConfig",
 )
 
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
@@ -208,25 +210,6 @@ def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_r12_without_a_pool_a_device_that_refuses_is_out_of_memory_and_room_is_found_again(end: LocalEnd) -> None:
-    device = StagedDevice(refuse_after_bytes=1 << 20)
-    start_end(end, "DECODER", device=device, **DIRECT)
-    manager = end.world.dd.kv_cache_manager
-    half = desc(1, 1, 1 << 19)
-    caches = [manager.allocate_cache(half), manager.allocate_cache(half)]
-    before = end.do(picture)
-    with pytest.raises(OutOfMemory, match="refuses") as caught:
-        manager.allocate_cache(half)
-    assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    assert end.do(picture) == before
-    manager.deallocate_cache(caches.pop())
-    assert device.allocated_bytes == 1 << 19
-    caches.append(manager.allocate_cache(half))
-    assert device.allocated_bytes == 1 << 20
-    end.stop()
-    assert device.allocated_bytes == 0
-
-
 def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
@@ -296,29 +279,6 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
     assert caught.value.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
     assert ("req_id=4711" in str(caught.value)) == rows
     same_bytes([tensor[2:] for tensor in read(cache._cache)], [tensor[2:] for tensor in before])
-
-
-def test_many_caches_made_and_dropped_leave_nothing(end: LocalEnd) -> None:
-    start_end(end, "PROMPT", **DIRECT)
-    manager = end.world.dd.kv_cache_manager
-    held = [manager.allocate_cache(desc()) for _ in range(10)]
-    del held
-    manager.remove_cache_key(PLACEHOLDER)
-    before, engine = residue(), end.world.dd._engine
-    assert engine is not None
-    for i in range(300):
-        keys = [CacheKey(1, i)] if i % 3 == 0 else []
-        cache = manager.allocate_cache(desc(), keys) if i % 2 else manager.allocate_blocks_cache(desc())
-        if i % 5 == 0:
-            manager.deallocate_cache(cache)
-        if keys:
-            manager.remove_cache_key(keys[0])
-        del cache
-    manager.remove_cache_key(PLACEHOLDER)
-    assert settled(before) == before
-    assert engine.store._guards.live == 0
-    caches, pools = end.do(picture).caches, end.do(picture).pools
-    assert (caches.live, caches.deferred, pools[0].used_bytes) == (0, 0, 0)
 
 
 # --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------

@@ -1,35 +1,32 @@
 """Walk 2 of the architecture and its other exits, step by step: allocate, pull, deallocate, consume, free; and the
-printed examples of blocks and pools (interface I5, I6, §6, §7, R11, R27)."""
+printed example of blocks (interface I5, I6, §6, §7, R27)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode, Placement
-from llm_datadist._memory.host import host_memory_limit
-from llm_datadist.errors import CacheNotFound, KeyInUse, OutOfMemory, TransferFailed
-from llm_datadist.views import tensor_views
+from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, KeyInUse, TransferFailed
 from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, info, unlink
-from tests.support.memory import cpu_cache, pool, refused
+from tests.support.memory import cpu_cache
 from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import fill
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Pair
-    from tests.support.ends import End, LocalEnd
+    from tests.support.ends import End
     from tests.support.moves import Bytes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
     "CacheManager: allocate_blocks_cache copy_blocks deallocate_blocks_cache pull_blocks remove_cache_key swap_blocks",
-    "LLMConfig: mem_pool_cfg",
     "LLMStatusCode: LLM_KV_CACHE_NOT_EXIST",
-    "llm: MemPoolConfig",
 )
 
 KEY = CacheKey(1, 10)
@@ -99,9 +96,6 @@ def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tm
     until(pair.prompt, (1, 0, 0, 0, 0, HELD))
 
 
-# --- printed examples of the pages, with the values that they print ---------------------------------------------------
-
-
 def cpu(world: World, seed: int) -> Bytes:
     return fill(cpu_cache(world, "host", Spec(rows=10, stride=256, placement=Placement.HOST).desc), seed)
 
@@ -142,33 +136,3 @@ def test_seed_blocks_are_allocated_pulled_copied_swapped_and_deallocated(shm_pai
     decoder.do(call, "pull_blocks", key, Use("kv"), [4], [5])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 4)]))
     same_bytes(prompt.do(show, "kv"), src)
-
-
-def touched_kib() -> int:
-    """Shared memory that this process has touched."""
-    (line,) = [line for line in Path("/proc/self/status").read_text("ascii").splitlines() if "RssShmem" in line]
-    return int(line.split()[1])
-
-
-def test_seed_pool_of_18737418240_bytes(end: LocalEnd) -> None:
-    size, page = 18737418240, 1 << 16
-    settings = {"mem_pool_cfg": f'{{"memory_size": {size}, "page_shift": 16}}'}
-    most, source = host_memory_limit()
-    if most < size:  # the other half of interface R11: this host is too small for the example, and is told so
-        with pytest.raises(OutOfMemory, match=f"{size} bytes, larger than the {most} bytes of {source}"):
-            end.start("PROMPT", 1, **settings)
-        return
-    before = touched_kib()
-    end.start("PROMPT", 1, **settings)
-    assert (pool(end.world).page_bytes, pool(end.world).capacity_bytes) == (page, size // page * page)
-    # Most of it, at once; the pages are reserved, not touched: a byte at either end is all that it costs.
-    cache = end.world.cm.allocate_cache(CacheDesc(1, [17, 2**30], DataType.DT_INT8))
-    (view,) = tensor_views(cache)
-    view[0, 0] = view[16, -1] = 1
-    assert (view[0, 0], view[8, 5], view[16, -1]) == (1, 0, 1)
-    assert pool(end.world).used_bytes == 17 * 2**30
-    assert touched_kib() - before < 16 << 10
-    with refused(end.world, OutOfMemory, "18737397760", status=LLMStatusCode.LLM_OUT_OF_MEMORY):
-        end.world.cm.allocate_cache(CacheDesc(1, [1, 2**31], DataType.DT_INT8))
-    end.world.cm.deallocate_cache(cache)
-    assert pool(end.world).used_bytes == 0

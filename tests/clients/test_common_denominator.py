@@ -126,8 +126,6 @@ def one_request_of_each_prompt(random: np.random.Generator) -> list[Request]:
 def lists(random: np.random.Generator) -> dict[str, tuple[list[int], list[int]]]:
     every, scattered = list(range(BLOCKS)), random.permutation(BLOCKS).tolist()
     return {
-        "one block": ([17], [3]),
-        "the whole cache": (every, every),
         "the whole cache backwards": (every, every[::-1]),
         "short runs": ([8, 9, 10, 40, 41, 5, 60, 61, 62, 63], [20, 21, 22, 2, 3, 9, 50, 51, 52, 53]),
         "every second one": (every[::2], every[1::2]),

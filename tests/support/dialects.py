@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     Answer = tuple[LLMStatusCode, str]
 
 OK = LLMStatusCode.LLM_SUCCESS
-LISTEN = "127.0.0.1:0"
 #: First and last layer here and there, tensors per layer.
 Layers = tuple[tuple[int, int], tuple[int, int], int] | None
 Pairs = list[tuple[int, int]]
@@ -49,17 +48,19 @@ class V1:
     full = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
 
     def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
-        settings = POOL | {"sync_kv_timeout": timeout, "enable_switch_role": True}
+        settings = POOL | {"sync_kv_timeout": timeout}
         if role == "PROMPT":
-            settings["listen_ip_info"] = LISTEN
+            settings["listen_ip_info"] = "127.0.0.1:0"
         extra = {"llm.Transport": "auto" if transport == "shm" else transport}  # raw addresses are written by cma
         return world.start(role, 1 if role == "PROMPT" else 2, make_config(**settings, extra=extra), device)
 
-    def link(self, world: World, cluster_id: int, port: int | None) -> Any:
-        return linking.link(world, [linking.info(cluster_id, port)])
+    # The decoder, cluster 2, links to the prompt, cluster 1, and pulls; the prompt pushes.
 
-    def unlink(self, world: World, cluster_id: int, port: int | None) -> Any:
-        return linking.unlink(world, [linking.info(cluster_id, port)])
+    def link(self, world: World, port: int | None) -> Any:
+        return linking.link(world, [linking.info(1, port)])
+
+    def unlink(self, world: World, port: int | None) -> Any:
+        return linking.unlink(world, [linking.info(1, port)])
 
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         key = BlocksCacheKey(world.dd.cluster_id, len(world.caches) + 1)
@@ -95,36 +96,26 @@ class V1:
         return _v1(world, "swap_blocks", Use(src), Use(dst), {source: target for target, source in pairs})
 
     def pull_row(
-        self,
-        world: World,
-        peer: int,
-        number: int,
-        row: int,
-        name: str,
-        to: int,
-        size: int = -1,
-        layers: Layers = None,
+        self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
     ) -> Answer:
-        key = CacheKeyByIdAndIndex(peer, number, row)
+        key = CacheKeyByIdAndIndex(1, number, row)
         return _v1(world, "pull_cache", key, Use(name), to, size, **_ranges(layers))
 
-    def pull_blocks(
-        self, world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers = None
-    ) -> Answer:
+    def pull_blocks(self, world: World, number: int, name: str, pairs: Pairs, layers: Layers = None) -> Answer:
         targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
-        return _v1(world, "pull_blocks", BlocksCacheKey(peer, number), Use(name), sources, targets, **_ranges(layers))
+        return _v1(world, "pull_blocks", BlocksCacheKey(1, number), Use(name), sources, targets, **_ranges(layers))
 
     def place(self, world: World, name: str, row: int) -> list[int]:
-        """What the other end has to know to push into a row: the addresses."""
+        """What the other end has to know to push into a row: the addresses, or cache id and row."""
         cache = kv_of(world, name)
         return [address + row * cache.cache_desc.shape[1] * 4 for address in cache.per_device_tensor_addrs[0]]
 
-    def push_row(self, world: World, name: str, row: int, peer: int, place: list[int]) -> Answer:
-        return _sent(world, name, TransferConfig(peer, place, None, row))
+    def push_row(self, world: World, name: str, row: int, place: list[int]) -> Answer:
+        return _sent(world, name, TransferConfig(2, place, None, row))
 
-    def push_blocks(self, world: World, name: str, peer: int, place: list[int], pairs: Pairs) -> Answer:
+    def push_blocks(self, world: World, name: str, place: list[int], pairs: Pairs) -> Answer:
         sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
-        return _sent(world, name, TransferConfig(peer, place), sources, targets)
+        return _sent(world, name, TransferConfig(2, place), sources, targets)
 
 
 def _v1(world: World, method: str, *args: Any, **kwargs: Any) -> Answer:
@@ -161,15 +152,14 @@ class Cpp:
 
     def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
         options = {"llm.SyncKvCacheWaitTime": str(timeout)}
-        return cpp.start(world, _ROLES[role], 1 if role == "PROMPT" else 2, transport, options, device)
+        made, cluster_id = (LlmRole.kPrompt, 1) if role == "PROMPT" else (LlmRole.kDecoder, 2)
+        return cpp.start(world, made, cluster_id, transport, options, device)
 
-    def link(self, world: World, cluster_id: int, port: int | None) -> Any:
-        cluster = cpp.cluster(cluster_id, port or 0)
-        cluster.local_ip_infos.extend(cluster.remote_ip_infos)
-        return cpp.run(world, "LinkLlmClusters", [cluster], 10_000)
+    def link(self, world: World, port: int | None) -> Any:
+        return cpp.run(world, "LinkLlmClusters", [cpp.cluster(1, port or 0)], 10_000)
 
-    def unlink(self, world: World, cluster_id: int, port: int | None) -> Any:
-        return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(cluster_id, port or 0)], 10_000)
+    def unlink(self, world: World, port: int | None) -> Any:
+        return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(1, port or 0)], 10_000)
 
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         return cpp.made(world, name, shape, seed)  # serves as both
@@ -198,37 +188,23 @@ class Cpp:
         return cpp.attempt(world, "CopyKvBlocks", Use(src), Use(dst), sources, [targets])
 
     def pull_row(
-        self,
-        world: World,
-        peer: int,
-        number: int,
-        row: int,
-        name: str,
-        to: int,
-        size: int = -1,
-        layers: Layers = None,
+        self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
     ) -> Answer:
-        return cpp.attempt(world, "PullKvCache", CacheIndex(peer, number, row), Use(name), to, size, _ext(layers))
+        return cpp.attempt(world, "PullKvCache", CacheIndex(1, number, row), Use(name), to, size, _ext(layers))
 
-    def pull_blocks(
-        self, world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers = None
-    ) -> Answer:
+    def pull_blocks(self, world: World, number: int, name: str, pairs: Pairs, layers: Layers = None) -> Answer:
         targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
-        return cpp.attempt(world, "PullKvBlocks", CacheIndex(peer, number), Use(name), sources, targets, _ext(layers))
+        return cpp.attempt(world, "PullKvBlocks", CacheIndex(1, number), Use(name), sources, targets, _ext(layers))
 
     def place(self, world: World, name: str, row: int) -> CacheIndex:
-        """As above: cache id and row."""
         return cpp.index(world, name, row)
 
-    def push_row(self, world: World, name: str, row: int, peer: int, place: CacheIndex) -> Answer:
+    def push_row(self, world: World, name: str, row: int, place: CacheIndex) -> Answer:
         return cpp.attempt(world, "PushKvCache", Use(name), place, row)
 
-    def push_blocks(self, world: World, name: str, peer: int, place: CacheIndex, pairs: Pairs) -> Answer:
+    def push_blocks(self, world: World, name: str, place: CacheIndex, pairs: Pairs) -> Answer:
         sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
         return cpp.attempt(world, "PushKvBlocks", Use(name), place, sources, targets)
-
-
-_ROLES = {"PROMPT": LlmRole.kPrompt, "DECODER": LlmRole.kDecoder}
 
 
 def _ext(layers: Layers) -> KvCacheExtParam:
