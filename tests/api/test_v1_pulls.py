@@ -1,9 +1,7 @@
 """v1 between two ends: links of all or none, roles, keys that are consumed, offsets, memory without a pool, and
 transfers to addresses (interface §3.6, §3.7, §6.14, §8, B2.4, R5, R6, R12, R18, R22).
 
-Equal cluster ids and memory that comes back: vllm-ascend's first connectors in tests/clients. The rest:
-test_dialects.py.
-"""
+Equal cluster ids: vllm-ascend's first connectors in tests/clients. The rest: test_dialects.py."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ class Mindie:
                 self.failed.append(peer.cluster_id)
                 self._places.release()
                 continue
-            if comm_id == LLMStatusCode.LLM_ALREADY_LINK:
-                raise AssertionError("an id that reads like a status")
+            assert comm_id != LLMStatusCode.LLM_ALREADY_LINK, "an id that reads like a status"
             self.comm_ids[peer.cluster_id] = comm_id
             self._window.put((peer, comm_id))
 
@@ -184,9 +183,6 @@ def arguments(one: Member, other: Member) -> tuple[str, dict[int, int], str]:
     table = rank_table(devices, "1.0") if one.super_device_id is None else rank_table(devices, "1.2", ["0"])
     ranks = {member.cluster_id: rank for rank, member in enumerate(pair)}
     return f"link{pair[1].device_ip}:{pair[0].device_ip}", ranks, table
-
-
-# --- at an end, and from the test -------------------------------------------------------------------------------------
 
 
 def begin(world: World, role: LLMRole, own: Member, seed: int) -> None:

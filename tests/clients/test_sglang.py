@@ -1,7 +1,5 @@
 """sglang, later version: the decoder opens the link, the prompt pushes over it from 12 threads at once.
-
-What the tests themselves add: processes instead of devices, smaller tensors, and the comparison of every byte.
-"""
+Here with processes instead of devices, smaller tensors, and a comparison of every byte."""
 
 from __future__ import annotations
 

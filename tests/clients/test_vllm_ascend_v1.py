@@ -75,7 +75,6 @@ class Connector:
             enable_remote_cache_accessible=True,
         )
         self.datadist = initialised(self.role, self.own.cluster_id, given)
-        self.cache_manager = self.datadist.cache_manager
         self.pool = ThreadPoolExecutor(1)
         return self.datadist
 
@@ -124,7 +123,7 @@ class Connector:
         for model_id, cache in enumerate(self.caches):
             try:
                 key = BlocksCacheKey(cluster_id, model_id=model_id)
-                self.cache_manager.pull_blocks(key, cache, remote, local)
+                self.datadist.cache_manager.pull_blocks(key, cache, remote, local)
             except LLMException as error:
                 raise RuntimeError(f"pull failed, perhaps it timed out: {error}") from error
 
@@ -143,9 +142,6 @@ def table_of(prefill: Agent, decode: Agent) -> str:
             device["super_device_id"] = str(rank)
         devices.append((agent.server_id, device))
     return rank_table(devices, "1.2", sorted({each.super_pod_id for each in (prefill, decode) if each.super_pod_id}))
-
-
-# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 def begin(world: World, role: str, own: Agent, layout: str, seed: int, environment: dict[str, str]) -> int:

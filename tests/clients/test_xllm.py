@@ -1,7 +1,5 @@
 """xllm: C++ calls only, two options, one-tensor caches by the hundred, pushed layer by layer by cache id.
-
-What the tests themselves add: processes instead of devices, smaller tensors, and the comparison of every byte.
-"""
+Here with processes instead of devices, smaller tensors, and a comparison of every byte."""
 
 from __future__ import annotations
 

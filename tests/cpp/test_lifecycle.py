@@ -106,9 +106,6 @@ def test_structs_enumerations_and_option_keys_are_those_of_the_header() -> None:
     assert [name for name in calls if not (getattr(LlmDataDist, name).__doc__ or "").strip()] == []
 
 
-# --- Initialize and Finalize ------------------------------------------------------------------------------------------
-
-
 def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: LlmDataDist) -> None:
     assert one.Finalize() is OK
     assert "not initialised" in repr(one)
@@ -230,9 +227,6 @@ def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
     assert one.last_error is first
     assert one.UnregisterKvCache(1) is OK
     assert one.last_error is first  # of the last call that failed
-
-
-# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:

@@ -23,9 +23,9 @@ POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}
 DIRECT: dict[str, Any] = POOL | {"mem_pool_cfg": None}
 
 
-def start_v1(pair: Pair, *, linked: bool = True, **settings: Any) -> None:
-    """Start a PROMPT and a DECODER in v1 mode."""
-    pair.start(linked=linked, **(POOL | settings))
+def start_v1(pair: Pair, **settings: Any) -> None:
+    """Start a PROMPT and a DECODER in v1 mode, linked."""
+    pair.start(**(POOL | settings))
 
 
 def desc(tensors: int = 4, rows: int = 8, stride: int = 48) -> CacheDesc:
@@ -43,7 +43,7 @@ def kv_make(
 ) -> Bytes:
     """Allocate a cache and fill every byte of it; return the bytes."""
     manager = world.dd.kv_cache_manager
-    if blocks or blocks_key is not None:
+    if blocks:
         cache = manager.allocate_blocks_cache(cache_desc, blocks_key)
     else:
         cache = manager.allocate_cache(cache_desc, list(keys))
