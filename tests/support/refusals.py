@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
+
 from llm_datadist import LLMStatusCode, cpp_api
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
 from tests.support.cpp import dist
@@ -19,7 +21,7 @@ from tests.support.v1 import kv_of
 from tests.support.world import World, read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tests.support.ends import End
 
@@ -227,6 +229,20 @@ def raises(error: BaseException | None, kind: Kind, texts: Iterable[str]) -> Non
     assert getattr(error, "status_code", None) is STATUSES[kind]
     assert [text for text in texts if text not in str(error)] == [], str(error)
     assert "\n" not in str(error)
+
+
+def refuse_each(call: Callable[..., object], good: dict[str, Any], specs: Mapping[str, Spec], *special: Row) -> None:
+    """Run all rows of a call that needs no end: each raises what it should."""
+    for row in Table("", good, specs, *special).rows:
+        assert row.kind is not None
+        with pytest.raises(row.kind) as caught:
+            call(**good | row.changes)
+        raises(caught.value, row.kind, row.texts)
+
+
+def assign(target: object, **fields: Any) -> None:
+    for name, value in fields.items():
+        setattr(target, name, value)
 
 
 def attempt(world: World, table: Table, every: list[dict[str, Any]]) -> list[BaseException | None]:
