@@ -11,7 +11,7 @@ from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotInitialized
 from tests.api.conftest import ACCESSIBLE
 from tests.support.linking import info
-from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, state
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, refuse_each, state
 from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 
 def test_r01_constructor() -> None:
-    for row in [*Spec(("PROMPT", 1, LLMRole)).rows("role"), *UINT64.rows("cluster_id")]:
-        arguments: dict[str, Any] = {"role": LLMRole.MIX, "cluster_id": 1} | row.changes
-        assert row.kind is not None
-        with pytest.raises(row.kind) as caught:
-            LLMDataDist(**arguments)
-        raises(caught.value, row.kind, row.texts)
+    specs = {"role": Spec(("PROMPT", 1, LLMRole)), "cluster_id": UINT64}
+    refuse_each(LLMDataDist, {"role": LLMRole.MIX, "cluster_id": 1}, specs)
     assert LLMDataDist.llm_engine_instance is None
 
 

@@ -99,9 +99,8 @@ def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened(
     refuse_each(partial(_named, names), {}, {}, *rows)
     pairs = Spec((), (TYPE, "v[1] inner type only support [list] but got tuple", {1: (2,)}), (NONE, "v[1]", {1: None}))
     refuse_each(partial(_named, checks.check_dict, int, list), {}, {"v": pairs})
-    refuse_each(
-        partial(_named, check_range), {}, {"v": Spec(([0],), (RULE, "range(-1, 4) starts at -1", range(-1, 4)))}
-    )
+    ranges = Spec(([0],), (RULE, "range(-1, 4) starts at -1", range(-1, 4)))
+    refuse_each(partial(_named, check_range), {}, {"v": ranges})
     with pytest.raises(TypeError) as caught:
         check_type("shape", "x" * 10_000, list)
     assert len(str(caught.value)) < 200
