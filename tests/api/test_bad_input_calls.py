@@ -136,7 +136,6 @@ ROW: Final = integer(0, 2**32 - 1, 3)
 SIZE: Final = integer(-(2**63), 2**63 - 1, 0, -2, 33)
 CLUSTERS: Final = Spec(
     (info(5, 9), 1, "clusters", {1: info(5, 9)}),
-    (NONE, "{}[0]", [None]),
     (NONE, "{}[1]", [info(1, 9), None]),
     (TYPE, "{}[1]", [info(1, 9), 1]),
     (TYPE, "{}[0]", [[info(1, 9)]]),
@@ -369,11 +368,10 @@ PUSH_BLOCKS: Final = Table(
 )
 PUSHES: Final = (PUSH_CACHE, PUSH_BLOCKS)
 #: Whatever the arguments are: remote access is asked for first (interface R16).
-WITHOUT_ACCESS: Final = (
-    bad(RULE, "enable_remote_cache_accessible"),
-    bad(RULE, "enable_remote_cache_accessible", dst_cache_key=None, src_cache=None),
-    bad(RULE, "enable_remote_cache_accessible", dst_cache_key=blocks_of(cluster=77)),
-)
+WITHOUT_ACCESS: Final = [
+    bad(RULE, "enable_remote_cache_accessible", **changes)
+    for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": blocks_of(cluster=77)})
+]
 
 # --- links of style A: what is raised; what is returned is in test_bad_input_instance.py -----------------------------
 
@@ -390,8 +388,7 @@ LINKS: Final = (
         "dd.explain",
         {"remote_cluster_id": 1},
         {"remote_cluster_id": UINT64},
-        bad(UNLINKED, "77", remote_cluster_id=77),
-        bad(UNLINKED, "2", remote_cluster_id=2),
+        *(bad(UNLINKED, str(number), remote_cluster_id=number) for number in (77, 2)),
     ),
     Table(
         "dd.unlink_clusters",
@@ -406,16 +403,11 @@ IN_BOTH_MODES: Final = (PULL_CACHE, PULL_BLOCKS)
 
 
 @PLAIN
-def test_r01_bad_input_is_refused_and_nothing_has_happened(scene: Pair) -> None:
-    for table in (*MAKING, *GIVING_BACK, *COPYING, *IN_BOTH_MODES, PULL_CACHE_BY_KEY, *LINKS):
+def test_r01_r16_bad_input_and_every_push_is_refused_and_nothing_has_happened(scene: Pair) -> None:
+    pushes = [Table(table.call, table.good, {}, *WITHOUT_ACCESS) for table in PUSHES]
+    for table in (*MAKING, *GIVING_BACK, *COPYING, *IN_BOTH_MODES, PULL_CACHE_BY_KEY, *LINKS, *pushes):
         refuse((scene.decoder, scene.prompt), table)
     assert scene.decoder.do(attempt, PULL_CACHE_BY_KEY, [{}]) == [None]
-
-
-@PLAIN
-def test_r16_without_remote_access_every_push_is_refused(scene: Pair) -> None:
-    for table in PUSHES:
-        refuse((scene.decoder, scene.prompt), Table(table.call, table.good, {}, *WITHOUT_ACCESS))
 
 
 @ACCESSIBLE

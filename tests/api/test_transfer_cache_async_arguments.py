@@ -56,19 +56,18 @@ BLOCK_ROWS: list[Row] = [
 
 
 def rows_by_key(good: TransferWithCacheKeyConfig) -> list[Row]:
-    def config(**fields: Any) -> list[TransferWithCacheKeyConfig]:
-        changed = TransferWithCacheKeyConfig(good.cache_key, good.src_layer_range, good.dst_layer_range)
-        for name, value in fields.items():
-            setattr(changed, name, value)
-        return [changed]
+    def config(layers: range = range(2), row: int = 0) -> list[TransferWithCacheKeyConfig]:
+        return [TransferWithCacheKeyConfig(good.cache_key, layers, layers, row)]
 
+    unequal = config()
+    unequal[0].src_layer_range = range(1)
     return [
         bad(TYPE, "TransferWithCacheKeyConfig", transfer_configs=[BY_ADDRESS]),
         bad(TYPE, "transfer_configs[1]", transfer_configs=[BY_KEY, BY_ADDRESS]),
-        bad(RULE, "2 layers", transfer_configs=config(src_layer_range=range(3), dst_layer_range=range(3))),
-        bad(RULE, "length", transfer_configs=config(src_layer_range=range(1))),
-        bad(RULE, "src_batch_index", transfer_configs=config(src_batch_index=ROWS)),
-        bad(RULE, "src_batch_index", transfer_configs=config(src_batch_index=1), **FROM_BLOCKS),
+        bad(RULE, "2 layers", transfer_configs=config(range(3))),
+        bad(RULE, "length", transfer_configs=unequal),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=ROWS)),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=1), **FROM_BLOCKS),
     ]
 
 

@@ -29,7 +29,6 @@ from tests.support.refusals import (
     RULE,
     SWAP_PAIRS,
     TYPE,
-    Kind,
     Spec,
     Table,
     attempt,
@@ -37,8 +36,8 @@ from tests.support.refusals import (
     each,
     integer,
     no_op,
-    raises,
     refuse,
+    refuse_each,
 )
 from tests.support.v1 import desc, kv_call, kv_make, start_end, start_v1
 
@@ -244,22 +243,15 @@ def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(ready: Pair) -> N
 
 def test_create_cpu_cache_refuses() -> None:
     """What one list must hold: tests/unit/test_types.py."""
-    addrs = [1, 2, 3, 4]
-    wrong: list[tuple[Any, Any, Kind, str]] = [
-        (None, addrs, NONE, "cache_desc"),
-        ("desc", addrs, TYPE, "cache_desc"),
-        (desc(), addrs, RULE, "HOST"),
-        (HOST, None, NONE, "addrs"),
-        (HOST, (1, 2, 3, 4), TYPE, "addrs"),
-        (HOST, [(1, 2, 3, 4)], TYPE, "addrs"),
-        (HOST, [[1, 2, 3, "4"]], TYPE, "addrs"),
-        (HOST, [], RULE, "addrs is empty"),
-        (HOST, [[]], RULE, "0 addresses for num_tensors=4"),
-        (HOST, [1, 2, 3], RULE, "3 addresses for num_tensors=4"),
-        (HOST, [[1, 2], 3, 4], RULE, "should be consistent"),
-        (HOST, [addrs, addrs], RULE, "2 lists"),
-    ]
-    for cache_desc, given, kind, text in wrong:
-        with pytest.raises(kind) as caught:
-            KvCache.create_cpu_cache(cache_desc, given)
-        raises(caught.value, kind, (text,))
+    good = [1, 2, 3, 4]
+    addrs = Spec(
+        (tuple(good),),
+        (TYPE, "{}", [tuple(good)], [[1, 2, 3, "4"]]),
+        (RULE, "{} is empty", []),
+        (RULE, "0 addresses for num_tensors=4", [[]]),
+        (RULE, "3 addresses for num_tensors=4", good[:3]),
+        (RULE, "should be consistent", [[1, 2], 3, 4], [3, [1, 2]]),
+        (RULE, "2 lists", [good, good]),
+    )
+    specs = {"cache_desc": Spec(("desc",), (RULE, "HOST", desc())), "addrs": addrs}
+    refuse_each(KvCache.create_cpu_cache, {"cache_desc": HOST, "addrs": good}, specs)

@@ -35,16 +35,6 @@ IN_USE: Final = KeyInUse
 GONE: Final = CacheNotFound
 UNLINKED: Final = NotLinked
 FULL: Final = OutOfMemory
-STATUSES: Final[dict[Kind, LLMStatusCode | None]] = {
-    TYPE: None,
-    NONE: LLMStatusCode.LLM_PARAM_INVALID,
-    RULE: LLMStatusCode.LLM_PARAM_INVALID,
-    MISMATCH: LLMStatusCode.LLM_PARAM_INVALID,
-    IN_USE: LLMStatusCode.LLM_PARAM_INVALID,
-    GONE: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-    UNLINKED: LLMStatusCode.LLM_NOT_YET_LINK,
-    FULL: LLMStatusCode.LLM_OUT_OF_MEMORY,
-}
 
 
 @dataclass(frozen=True)
@@ -218,15 +208,13 @@ def _run(ends: Sequence[End], table: Table, rows: list[Row], no_ops: bool) -> No
         if no_ops:
             del now["successes"], was["successes"]  # each is one
         changed = [part for part in was if now[part] != was[part]]
-        assert not changed, (
-            f"{changed} of {end.cluster_id} after {table.call} with {rows[0].changes} to {rows[-1].changes}"
-        )
+        assert not changed, f"{changed} of {end.cluster_id} after {table.call} with {[row.changes for row in rows]}"
 
 
 def raises(error: BaseException | None, kind: Kind, texts: Iterable[str]) -> None:
-    """The error is of this class, with its status, and its one line holds the texts."""
+    """The error is of this class, with its own status, and its one line holds the texts."""
     assert isinstance(error, kind), repr(error)
-    assert getattr(error, "status_code", None) is STATUSES[kind]
+    assert getattr(error, "status_code", None) is getattr(kind, "default_status", None)
     assert [text for text in texts if text not in str(error)] == [], str(error)
     assert "\n" not in str(error)
 

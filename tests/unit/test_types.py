@@ -57,7 +57,7 @@ BLOCKS, ROW = BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1)
 # --- enumerations --------------------------------------------------------------------------------------------------
 
 
-def test_r01_a_number_that_no_member_has_is_a_value_error() -> None:
+def test_r01_enumerations_are_ints_with_the_name_as_text_and_another_number_is_a_value_error() -> None:
     """The documented members and their values are in test_public_api.py."""
     assert [member.name for member in PushType] == ["NO_CACHE_KEY", "BLOCKS_CACHE_KEY", "CACHE_KEY_BY_ID"]
     assert [member.value for member in PushType] == [0, 1, 2]
@@ -66,11 +66,7 @@ def test_r01_a_number_that_no_member_has_is_a_value_error() -> None:
         for value in (-1, 5_000, "PROMPT", None, 0.5):
             with pytest.raises(ValueError, match=f"{value!r} is not a valid {enum.__name__}"):
                 enum(value)
-
-
-def test_int_enums_are_ints_with_the_name_as_text() -> None:
     assert str(LLMRole.MIX) == f"{LLMRole.MIX}" == "LLMRole.MIX"
-    assert str(Placement.DEVICE) == f"{Placement.DEVICE}" == "Placement.DEVICE"
     assert f"{LLMRole.MIX:d}" == "3"
 
 
@@ -186,15 +182,14 @@ def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
 # --- Cache ---------------------------------------------------------------------------------------------------------
 
 
-def _host_desc(num_tensors: int = 2) -> CacheDesc:
-    return CacheDesc(num_tensors, [4, 8], HALF, Placement.HOST)
+HOST_DESC = CacheDesc(2, [4, 8], HALF, Placement.HOST)
 
 
 def test_cpu_cache_is_an_unregistered_blocks_cache() -> None:
-    desc, addresses = _host_desc(), [4096, 8192]
-    cache = Cache.create_cpu_cache(desc, addresses)
+    addresses = [4096, 8192]
+    cache = Cache.create_cpu_cache(HOST_DESC, addresses)
     assert (cache.cache_id, cache.is_blocks_cache, cache.tensor_addrs) == (-1, True, addresses)
-    assert cache.cache_desc is desc
+    assert cache.cache_desc is HOST_DESC
     assert cache.tensor_addrs is not addresses
 
 
@@ -208,7 +203,7 @@ def test_r16_r01_cpu_cache_refuses() -> None:
             (RULE, "{}: 1 addresses for num_tensors=2", [1]),
         ),
     }
-    refuse_each(Cache.create_cpu_cache, {"cache_desc": _host_desc(), "addrs": [1, 2]}, specs)
+    refuse_each(Cache.create_cpu_cache, {"cache_desc": HOST_DESC, "addrs": [1, 2]}, specs)
 
 
 class _Mapping:
@@ -218,7 +213,7 @@ class _Mapping:
 def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
     memory = _Mapping()
     alive = weakref.ref(memory)
-    cache = Cache(3, _host_desc(), [1, 2], memory=memory)
+    cache = Cache(3, HOST_DESC, [1, 2], memory=memory)
     del memory
     gc.collect()
     assert alive() is not None
@@ -231,7 +226,7 @@ def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
 
 
 def test_cache_repr_tells_kind_geometry_and_state_and_fields_cannot_be_replaced() -> None:
-    cache = Cache(3, _host_desc(), [1, 2], is_blocks_cache=True)
+    cache = Cache(3, HOST_DESC, [1, 2], is_blocks_cache=True)
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST>"
     cache._empty()
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
@@ -332,13 +327,10 @@ def test_layer_synchronizer_must_be_implemented() -> None:
 # --- LLMClusterInfo ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "packed"),
-    [("1.2.3.4", 0x04030201), ("127.0.0.1", 0x0100007F), ("0.0.0.0", 0), ("255.255.255.255", 2**32 - 1)],
-)
-def test_ip_is_packed_first_octet_lowest(text: str, packed: int) -> None:
-    assert trans_str_ip(text) == packed
-    assert trans_int_ip(packed) == text
+def test_ip_is_packed_first_octet_lowest() -> None:
+    packed = {"1.2.3.4": 0x04030201, "127.0.0.1": 0x0100007F, "0.0.0.0": 0, "255.255.255.255": 2**32 - 1}
+    for text, number in packed.items():
+        assert (trans_str_ip(text), trans_int_ip(number)) == (number, text)
 
 
 def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints() -> None:
@@ -350,8 +342,7 @@ def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints() -> None:
     info.append_local_ip_info("10.0.0.1", 0)
     info.append_remote_ip_info("10.0.0.2", 26000)
     info.append_remote_ip_info(0x0300000A, 65535)
-    assert info.remote_cluster_id == MAX64
-    assert info.remote_role_type is LLMRole.PROMPT
+    assert (info.remote_cluster_id, info.remote_role_type) == (MAX64, LLMRole.PROMPT)
     assert info.local_ip_info_list == [(0x0100000A, 0)]
     assert info.remote_ip_info_list == [(0x0200000A, 26000), (0x0300000A, 65535)]
     assert repr(info) == (f"<LLMClusterInfo {MAX64}: local [10.0.0.1:0], remote [10.0.0.2:26000, 10.0.0.3:65535]>")
