@@ -31,7 +31,6 @@ from tests.support.refusals import (
     NONE,
     ONE_LAYER,
     RULE,
-    SWAP_PAIRS,
     TYPE,
     UINT32,
     UINT64,
@@ -214,7 +213,7 @@ GIVING_BACK: Final = (
     ),
 )
 
-# --- copies inside the process ----------------------------------------------------------------------------------------
+# --- copies inside the process; swaps: test_swap_arguments.py ---------------------------------------------------------
 
 COPYING: Final = (
     Table(
@@ -252,12 +251,6 @@ COPYING: Final = (
         no_op(copy_block_info={}),
         no_op(copy_block_info={0: []}),
         no_op(copy_block_info={3: [3]}),
-    ),
-    Table(  # geometry, placement, memory: test_swap_arguments.py
-        "cm.swap_blocks",
-        {"src_cache": Use("paged"), "dst_cache": Use("host"), "src_to_dst": {0: 1, 1: 2}},
-        {"src_cache": CACHE, "dst_cache": CACHE, "src_to_dst": SWAP_PAIRS},
-        no_op(src_to_dst={}),
     ),
 )
 

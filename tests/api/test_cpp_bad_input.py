@@ -55,40 +55,34 @@ NO_STRUCT: Final = (1, "kv", (1, 1))
 _PAIRS: Final = (0, (0,), (0, 0, 0), (0, 0.5), None, range(2))
 
 
-def wrong(struct: Any, *good: Any, **fields: Sequence[Any]) -> list[tuple[Kind, str, Any]]:
+def wrong(good: Any, **fields: Sequence[Any]) -> list[tuple[Kind, str, Any]]:
     """Return the struct with each value of each field; it is of a wrong type."""
     return [
-        (NONE if value in (None, [None]) else TYPE, name, replace(struct(*good), **{name: value}))
+        (NONE if value in (None, [None]) else TYPE, name, replace(good, **{name: value}))
         for name, values in fields.items()
         for value in values
     ]
 
 
-def broken(**changes: Any) -> CacheDesc:
-    return replace(DESC, **changes)
-
-
 DESCRIPTOR: Final = Spec(
     NO_STRUCT,
-    *wrong(CacheDesc, placement=[1, None], num_tensors=[2.0, None]),
-    *wrong(CacheDesc, DEVICE, 2, data_type=[3, None]),
-    *wrong(CacheDesc, DEVICE, 2, DataType.DT_INT32, shape=[None, 8, [8.0], [None]]),
-    (RULE, "num_tensors=0", broken(num_tensors=0)),
-    (RULE, "uint32", broken(num_tensors=-1), broken(num_tensors=2**32)),
-    (RULE, "data_type=DT_UNDEFINED", broken(data_type=cpp_api.DT_UNDEFINED)),
-    (RULE, "shape is empty", broken(shape=[])),
-    (RULE, "shape: [8, -1]", broken(shape=[8, -1])),
-    (RULE, "int64", broken(shape=[2**63])),
+    *wrong(DESC, placement=[1, None], num_tensors=[2.0, None], data_type=[3, None], shape=[None, 8, [8.0], [None]]),
+    (RULE, "num_tensors=0", replace(DESC, num_tensors=0)),
+    (RULE, "uint32", *(replace(DESC, num_tensors=number) for number in (-1, 2**32))),
+    (RULE, "data_type=DT_UNDEFINED", replace(DESC, data_type=cpp_api.DT_UNDEFINED)),
+    (RULE, "shape is empty", replace(DESC, shape=[])),
+    (RULE, "shape: [8, -1]", replace(DESC, shape=[8, -1])),
+    (RULE, "int64", replace(DESC, shape=[2**63])),
 )
 CACHE: Final = Spec(
     (*NO_STRUCT, ROW),
-    *wrong(Cache, cache_id=["1", 1.0, None]),
+    *wrong(Cache(1), cache_id=["1", 1.0, None]),
     (RULE, "cache.cache_id", Cache(2**63)),
     (RULE, "int64", Cache(-(2**63) - 1)),
 )
 INDEX: Final = Spec(
     (*NO_STRUCT, Cache(1)),
-    *wrong(CacheIndex, cluster_id=["1", None], cache_id=[1.0, None], batch_index=["0"]),
+    *wrong(ROW, cluster_id=["1", None], cache_id=[1.0, None], batch_index=["0"]),
     (RULE, "cluster_id", CacheIndex(-1, 1)),
     (RULE, "uint64", CacheIndex(2**64, 1)),
     (RULE, "cache_id", CacheIndex(1, 2**63)),
@@ -97,7 +91,7 @@ INDEX: Final = Spec(
 )
 EXT: Final = Spec(
     NO_STRUCT,
-    *wrong(KvCacheExtParam, src_layer_range=_PAIRS, dst_layer_range=_PAIRS, tensor_num_per_layer=[None, 2.0]),
+    *wrong(KvCacheExtParam(), src_layer_range=_PAIRS, dst_layer_range=_PAIRS, tensor_num_per_layer=[None, 2.0]),
     (RULE, "src_layer_range", *(KvCacheExtParam(pair) for pair in ((0, -1), (-1, 0), (1, 0), (0, 0)))),
     (RULE, "src_layer_range[1]", KvCacheExtParam((0, 2**31))),
     (RULE, "dst_layer_range", *(KvCacheExtParam((-1, -1), pair) for pair in ((0, -1), (0, 0)))),
@@ -108,12 +102,7 @@ EXT: Final = Spec(
 )
 
 
-def remote(ip: Any, port: Any = 1) -> list[ClusterInfo]:
-    return [ClusterInfo(1, 0, [], [IpInfo(ip, port)])]
-
-
-def local(ip: Any, port: Any = 1) -> list[ClusterInfo]:
-    return [ClusterInfo(1, 0, [IpInfo(ip, port)])]
+_IP: Any = IpInfo
 
 
 def info(*fields: Any) -> list[ClusterInfo]:
@@ -130,16 +119,16 @@ CLUSTERS: Final = Spec(
     (NONE, "local_ip_infos", info(9, 0, None)),
     (TYPE, "local_ip_infos[0]", info(9, 0, ["1.2.3.4"])),
     (TYPE, "remote_ip_infos", info(9, 0, [], "1.2.3.4")),
-    (NONE, "remote_ip_infos[0].ip", remote(None)),
-    (TYPE, "remote_ip_infos[0].port", remote("1.2.3.4", "1")),
-    (NONE, "local_ip_infos[0].port", local("1.2.3.4", None)),
+    (NONE, "remote_ip_infos[0].ip", info(1, 0, [], [_IP(None)])),
+    (TYPE, "remote_ip_infos[0].port", info(1, 0, [], [_IP("1.2.3.4", "1")])),
+    (NONE, "local_ip_infos[0].port", info(1, 0, [_IP("1.2.3.4", None)])),
     (RULE, "{} is empty", []),
     (RULE, "{}[0].remote_cluster_id", info(-1)),
     (RULE, "{}[1].remote_cluster_id", [*info(1), *info(2**64)]),
-    (RULE, "{}[0].remote_ip_infos[0].port", remote("1.2.3.4", -1), remote("1.2.3.4", 65536)),
-    (RULE, "{}[0].remote_ip_infos[0].ip: ''", remote("")),
-    (RULE, "remote_ip_infos[0].ip: '1.2.3'", remote("1.2.3")),
-    (RULE, "local_ip_infos[0].ip: 'localhost'", local("localhost")),
+    (RULE, "{}[0].remote_ip_infos[0].port", *(info(1, 0, [], [_IP("1.2.3.4", port)]) for port in (-1, 65536))),
+    (RULE, "{}[0].remote_ip_infos[0].ip: ''", info(1, 0, [], [_IP("")])),
+    (RULE, "remote_ip_infos[0].ip: '1.2.3'", info(1, 0, [], [_IP("1.2.3")])),
+    (RULE, "local_ip_infos[0].ip: 'localhost'", info(1, 0, [_IP("localhost")])),
     (RULE, "remote_role_type", info(1, 2**31)),
 )
 

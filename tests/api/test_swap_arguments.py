@@ -20,6 +20,7 @@ from tests.support.refusals import (
     Table,
     attempt,
     bad,
+    no_op,
     raises,
     refuse,
     state,
@@ -89,7 +90,8 @@ def refuse_swaps(end: LocalEnd, rows: list[Row]) -> None:
 def test_r01_swap_refuses_what_is_no_cache_and_no_dict(full: LocalEnd, src: str, dst: str) -> None:
     good = {"src_cache": Use(src), "dst_cache": Use(dst), "src_to_dst": GOOD}
     cache = Spec(("no cache", 1, []))
-    refuse([full], Table("cm.swap_blocks", good, {"src_cache": cache, "dst_cache": cache, "src_to_dst": SWAP_PAIRS}))
+    specs = {"src_cache": cache, "dst_cache": cache, "src_to_dst": SWAP_PAIRS}
+    refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
 
 
 def test_r01_r16_r17_swap_refuses_what_breaks_a_rule(full: LocalEnd) -> None:
