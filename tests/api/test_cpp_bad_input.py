@@ -36,6 +36,7 @@ from tests.support.refusals import (
     attempt,
     integer,
     refuse,
+    refuse_each,
 )
 
 if TYPE_CHECKING:
@@ -229,13 +230,8 @@ def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(both: Pair) -> No
 
 
 def test_r01_initialize_and_the_constructor_take_their_types_only() -> None:
-    dist = LlmDataDist(1, LlmRole.kMix)
-    wrong: list[Any] = [None, [], "0", {1: "0"}, {"llm.DeviceId": 0}, {"llm.DeviceId": None}]
-    for options in wrong:
-        with pytest.raises(TypeError):
-            dist.Initialize(options)
-    ids: list[Any] = [None, "1", 1.0]
-    roles: list[Any] = [None, 3, "kMix"]
-    for args in [*((each, LlmRole.kMix) for each in ids), *((1, role) for role in roles)]:
-        with pytest.raises(TypeError):
-            LlmDataDist(*args)
+    specs = {"cluster_id": Spec(("1", 1.0)), "role": Spec((3, "kMix"))}
+    refuse_each(LlmDataDist, {"cluster_id": 1, "role": LlmRole.kMix}, specs)
+    key, device = (TYPE, "key of {}", {1: "0"}), "{}['llm.DeviceId']"
+    options = Spec(([], "0"), key, (TYPE, device, {"llm.DeviceId": 0}), (NONE, device, {"llm.DeviceId": None}))
+    refuse_each(LlmDataDist(1, LlmRole.kMix).Initialize, {}, {"options": options})

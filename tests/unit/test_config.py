@@ -86,7 +86,13 @@ def test_assigned_property_is_read_back_and_emitted() -> None:
         for value, text in texts.items():
             assert emitted_by(name, value) == EMITTED | ({} if text is None else {option: text}), (name, value)
     assert emitted_by("ge_options", {"ge.flowGraphMemMaxSize": "9"}) == EMITTED | {"ge.flowGraphMemMaxSize": "9"}
-    devices: list[tuple[Any, str, str]] = [(3, "3", "3"), ([0, 2], "0;2", "0"), ((5,), "5", "5")]
+    assert emitted_by("sync_kv_timeout", np.int32(7)) == EMITTED | {"llm.SyncKvCacheWaitTime": "7"}
+    devices: list[tuple[Any, str, str]] = [
+        (3, "3", "3"),
+        ([0, 2], "0;2", "0"),
+        ((5,), "5", "5"),
+        (np.int64(3), "3", "3"),
+    ]
     for device, all_of_them, first in devices:
         wanted = {"ge.exec.deviceId": all_of_them, "ge.session_device_id": first}
         assert emitted_by("device_id", device) == EMITTED | wanted
@@ -145,14 +151,6 @@ def test_none_means_not_assigned_where_it_is_accepted() -> None:
         assert config.generate_options() == EMITTED, name
 
 
-def test_numpy_integers_become_plain_text() -> None:
-    config = LLMConfig()
-    config.device_id = np.int64(3)  # type: ignore[assignment]
-    config.sync_kv_timeout = np.int32(7)  # type: ignore[assignment]
-    assert config.generate_options()["ge.exec.deviceId"] == "3"
-    assert config.generate_options()["llm.SyncKvCacheWaitTime"] == "7"
-
-
 def test_cluster_info_addresses_become_ints_in_the_option_only() -> None:
     config, text = LLMConfig(), '{"listen_ip_info": [{"ip": "1.2.3.4", "port": 5}, {"ip": 6}], "x": 1}'
     config.cluster_info = text
@@ -163,9 +161,6 @@ def test_cluster_info_addresses_become_ints_in_the_option_only() -> None:
     }
 
 
-# --- LLMConfig: the dict -------------------------------------------------------------------------------------------
-
-
 def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted_stay() -> None:
     config, other = LLMConfig(), LLMConfig()
     config.listen_ip_info = "1.2.3.4:5"
@@ -173,6 +168,7 @@ def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted
     first["llm.RdmaServiceLevel"] = "3"
     config.device_id = 1
     config.listen_ip_info = ""
+    assert repr(config) == "LLMConfig(listen_ip_info='', device_id=1)"
     config.ge_options["a"] = "b"
     assert config.gen_options() is first
     assert first["llm.RdmaServiceLevel"] == "3"
@@ -191,13 +187,6 @@ def test_properties_override_ge_options() -> None:
         "llm.MemoryUtilization": "0.95",
         "other": "x",
     }
-
-
-def test_repr_shows_what_is_assigned() -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    assert repr(config) == "LLMConfig(device_id=0, enable_cache_manager=True)"
 
 
 # --- Options: types and defaults -----------------------------------------------------------------------------------
@@ -219,13 +208,6 @@ def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_froze
     assert given == DEVICE
     with pytest.raises(dataclasses.FrozenInstanceError):
         parsed.device_id = 1  # type: ignore[misc]
-
-
-def test_r01_role_must_be_an_llm_role() -> None:
-    refuse_each(Options.parse, {"options": DEVICE}, {"role": Spec((1, "PROMPT"))})
-
-
-# --- Options: single values ----------------------------------------------------------------------------------------
 
 
 #: Option, field, and what each text becomes; modes and link_total_time: below.
@@ -264,13 +246,14 @@ def test_link_total_time_zero_is_the_environment_or_120_s(monkeypatch: pytest.Mo
         assert parse(DEVICE | {"llm.LinkTotalTime": "0"}).link_total_time == seconds
 
 
-def test_r01_listen_ip_info_is_ip_and_port() -> None:
+def test_r01_the_role_and_ip_and_port_are_checked_and_a_v1_prompt_must_listen() -> None:
     assert parse_listen_ip_info("0.0.0.0:0") == ("0.0.0.0", 0)
     assert parse_listen_ip_info("a:65535") == ("a", 65535)
     refuse_each(parse_listen_ip_info, {}, {"listen_ip_info": Spec((26000,), (RULE, "'a:65536'", "a:65536"))})
-
-
-# --- Options: modes ------------------------------------------------------------------------------------------------
+    to_listen = bad(RULE, "llm.listenIpInfo", "LLMRole.PROMPT", role=LLMRole.PROMPT)
+    refuse_each(parse, {"options": DEVICE}, {"role": Spec((1, "PROMPT"))}, to_listen)
+    assert parse(DEVICE | {"llm.EnableCacheManager": "1"}, LLMRole.PROMPT).listen is None
+    assert parse(DEVICE | {"llm.listenIpInfo": "a:1"}, LLMRole.PROMPT).listen == ("a", 1)
 
 
 def test_mode_defaults() -> None:
@@ -291,15 +274,6 @@ def test_mode_defaults() -> None:
     for given, cache_manager, accessible in cases:
         parsed = parse(DEVICE | given)
         assert (parsed.cache_manager, parsed.remote_accessible) == (cache_manager, accessible), given
-
-
-def test_v1_prompt_must_listen() -> None:
-    refuse_each(parse, {"options": DEVICE, "role": LLMRole.PROMPT}, {}, bad(RULE, "llm.listenIpInfo", "LLMRole.PROMPT"))
-    assert parse(DEVICE | {"llm.EnableCacheManager": "1"}, LLMRole.PROMPT).listen is None
-    assert parse(DEVICE | {"llm.listenIpInfo": "a:1"}, LLMRole.PROMPT).listen == ("a", 1)
-
-
-# --- Options: what has no effect, what is not there ----------------------------------------------------------------
 
 
 SILENT = (

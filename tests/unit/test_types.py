@@ -54,9 +54,6 @@ MAX64 = 2**64 - 1
 BLOCKS, ROW = BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1)
 
 
-# --- enumerations --------------------------------------------------------------------------------------------------
-
-
 def test_r01_enumerations_are_ints_with_the_name_as_text_and_another_number_is_a_value_error() -> None:
     """The documented members and their values are in test_public_api.py."""
     assert [member.name for member in PushType] == ["NO_CACHE_KEY", "BLOCKS_CACHE_KEY", "CACHE_KEY_BY_ID"]
@@ -102,9 +99,6 @@ def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
         np_dtype_to_dtype[np.dtype(np.complex64)]
 
 
-# --- CacheDesc -----------------------------------------------------------------------------------------------------
-
-
 def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     shape = [4, 8, 2]
     desc = CacheDesc(3, shape, HALF, Placement.HOST, 1, 2, "BSH")
@@ -114,9 +108,6 @@ def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     desc = CacheDesc(0, (4, 8), DataType.DT_INT8)
     assert desc.placement is Placement.DEVICE
     assert (desc.batch_dim, desc.batch_size, desc.seq_len_dim_index, desc.kv_tensor_format) == (0, 4, -1, None)
-
-
-def test_desc_accepts_numpy_integers_without_overflow() -> None:
     desc = CacheDesc(np.int32(2), [np.int32(2**20), np.int32(2**20)], HALF)  # type: ignore[arg-type, list-item]
     assert desc.size == 2**41
     assert type(desc.batch_size) is int
@@ -179,21 +170,15 @@ def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
     )
 
 
-# --- Cache ---------------------------------------------------------------------------------------------------------
-
-
 HOST_DESC = CacheDesc(2, [4, 8], HALF, Placement.HOST)
 
 
-def test_cpu_cache_is_an_unregistered_blocks_cache() -> None:
+def test_r01_r16_cpu_cache_is_an_unregistered_blocks_cache_on_the_host() -> None:
     addresses = [4096, 8192]
     cache = Cache.create_cpu_cache(HOST_DESC, addresses)
     assert (cache.cache_id, cache.is_blocks_cache, cache.tensor_addrs) == (-1, True, addresses)
     assert cache.cache_desc is HOST_DESC
     assert cache.tensor_addrs is not addresses
-
-
-def test_r16_r01_cpu_cache_refuses() -> None:
     specs = {
         "cache_desc": Spec(("d",), (RULE, "{}: placement is Placement.DEVICE", CacheDesc(2, [4, 8], HALF))),
         "addrs": Spec(
@@ -203,7 +188,7 @@ def test_r16_r01_cpu_cache_refuses() -> None:
             (RULE, "{}: 1 addresses for num_tensors=2", [1]),
         ),
     }
-    refuse_each(Cache.create_cpu_cache, {"cache_desc": HOST_DESC, "addrs": [1, 2]}, specs)
+    refuse_each(Cache.create_cpu_cache, {"cache_desc": HOST_DESC, "addrs": addresses}, specs)
 
 
 class _Mapping:
@@ -232,9 +217,6 @@ def test_cache_repr_tells_kind_geometry_and_state_and_fields_cannot_be_replaced(
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
     with pytest.raises(AttributeError):
         cache.cache_id = 4  # type: ignore[misc]
-
-
-# --- MemInfo, transfer configs, synchronizer -----------------------------------------------------------------------
 
 
 def test_r01_mem_info_checks_types_only() -> None:
@@ -322,9 +304,6 @@ def test_layer_synchronizer_must_be_implemented() -> None:
             return layer_index == 0 and timeout_in_millis is None
 
     assert Ready().synchronize_layer(0, None)
-
-
-# --- LLMClusterInfo ------------------------------------------------------------------------------------------------
 
 
 def test_ip_is_packed_first_octet_lowest() -> None:
