@@ -272,6 +272,7 @@ PULL_CACHE: Final = Table(
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
     {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
     *UNEQUAL_LAYERS,
+    *each(RULE, "must be -1 or above 0", size=[0, -2]),
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
     bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
     *each(GONE, "3 rows", cache_key=[row_of("rows", 3), row_of("rows", 2**32 - 1)]),

@@ -77,7 +77,7 @@ DESCRIPTOR: Final = Spec(
 KEYS: Final = Spec((KEY, {KEY}, "keys"), (TYPE, "{}[1]", [KEY, BLOCKS], [KEY, 7]), (NONE, "{}[1]", [KEY, None]))
 LIST: Final = Spec((*BLOCK_LIST.wrong, (0, 5), np.zeros(2, np.int64)), *BLOCK_LIST.inner)
 ROW: Final = integer(0, 2**32 - 1, 6)
-SIZE: Final = Spec(("8", 8.0), (RULE, "{}", 0, -2, 49, 2**63))
+SIZE: Final = Spec(("8", 8.0), (RULE, "must be -1 or above 0", 0, -2), (RULE, "{}", 49, 2**63))
 OFFSET: Final = integer(0, 2**64 - 1, none_ok=True)
 
 #: Calls of the end that serves.
