@@ -274,6 +274,10 @@ PULL_CACHE: Final = Table(
     *UNEQUAL_LAYERS,
     *each(RULE, "must be -1 or above 0", size=[0, -2]),
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
+    # what is wrong here is said before what is wrong with the link
+    bad(RULE, "size", cache_key=row_of("rows", cluster=77), size=33),
+    bad(RULE, "batch_index", cache_key=row_of("rows", cluster=77), batch_index=3),
+    bad(GONE, "no cache with id", cache_key=row_of("rows", cluster=77), cache=Use("freed rows")),
     bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
     *each(GONE, "3 rows", cache_key=[row_of("rows", 3), row_of("rows", 2**32 - 1)]),
     bad(MISMATCH, "16", cache_key=row_of("narrow rows"), size=17),
@@ -311,6 +315,8 @@ PULL_BLOCKS: Final = Table(
     bad(RULE, "dst_blocks is empty", src_blocks=[], dst_blocks=[]),
     bad(RULE, "dst_blocks[1]=6", dst_blocks=[0, 6]),
     bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
+    bad(RULE, "dst_blocks[1]=6", src_cache_key=blocks_of(cluster=77), dst_blocks=[0, 6]),
+    bad(GONE, "no cache with id", src_cache_key=blocks_of(cluster=77), dst_cache=Use("freed blocks")),
     # a row that is cut into blocks
     *each(RULE, "only a BlocksCacheKey", src_cache_key=[row_of("rows"), CacheKey(1, 10)]),
     bad(GONE, "99", src_cache_key=CacheKeyByIdAndIndex(1, 99), **ROW_IN_BLOCKS),
@@ -329,7 +335,7 @@ PULL_BLOCKS: Final = Table(
 #: An empty range is not "all layers", as in a pull.
 EMPTY_LAYERS: Final = (
     bad(RULE, "empty", src_layer_range=range(0), dst_layer_range=range(0)),
-    *each(RULE, "{}: ", src_layer_range=[range(2, 1)], dst_layer_range=[range(1, 1)]),
+    *each(RULE, "is empty", src_layer_range=[range(2, 1)], dst_layer_range=[range(1, 1)]),
 )
 PUSH_CACHE: Final = Table(
     "cm.push_cache",
@@ -343,6 +349,7 @@ PUSH_CACHE: Final = Table(
     },
     *UNEQUAL_LAYERS,
     *EMPTY_LAYERS,
+    bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(RULE, "3 rows", dst_cache_key=row_of("rows", 3)),
     bad(MISMATCH, "num_tensors", src_cache=Use("two tensors")),
@@ -355,6 +362,7 @@ PUSH_BLOCKS: Final = Table(
     *UNEQUAL_LISTS,
     *EMPTY_LAYERS,
     bad(RULE, "src_blocks[1]=6", src_blocks=[0, 6]),
+    bad(RULE, "src_blocks[1]=6", dst_cache_key=blocks_of(cluster=77), src_blocks=[0, 6]),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
     bad(RULE, "batch_index=1", dst_cache_key=row_of("paged", 1)),
