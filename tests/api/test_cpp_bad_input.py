@@ -34,6 +34,7 @@ from tests.support.refusals import (
     Spec,
     Table,
     attempt,
+    each,
     integer,
     refuse,
     refuse_each,
@@ -161,6 +162,7 @@ TO_ROW: Final = {"src_cache": KV, "dst_cache_index": ROW}
 FROM_ROW: Final = {"src_cache_index": ROW, "dst_cache": KV}
 TWO: Final = {"src_blocks": [1, 2], "dst_blocks": [2, 3]}
 BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST}
+UNEQUAL: Final = each(RULE, "equal lengths", src_blocks=[[1]], dst_blocks=[[2, 3, 4]])
 CLUSTER_CALL: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1)}
 CALLS: Final = (
     Table(
@@ -172,9 +174,9 @@ CALLS: Final = (
     Table("cpp.AllocateCache", {"cache_desc": DESC}, {"cache_desc": DESCRIPTOR}),
     Table("cpp.DeallocateCache", {"cache_id": 77}, {"cache_id": INT64}),
     Table("cpp.PullKvCache", FROM_ROW, PULL | {"batch_index": ROW_INDEX, "size": SIZE}),
-    Table("cpp.PullKvBlocks", FROM_ROW | TWO, PULL | BLOCKS),
+    Table("cpp.PullKvBlocks", FROM_ROW | TWO, PULL | BLOCKS, *UNEQUAL),
     Table("cpp.PushKvCache", TO_ROW, PUSH | {"src_batch_index": ROW_INDEX, "size": integer(-1, -1, 64, 2**63)}),
-    Table("cpp.PushKvBlocks", TO_ROW | TWO, PUSH | BLOCKS),
+    Table("cpp.PushKvBlocks", TO_ROW | TWO, PUSH | BLOCKS, *UNEQUAL),
     Table(
         "cpp.CopyKvCache",
         {"src_cache": KV, "dst_cache": KV, "dst_batch_index": 1},
