@@ -200,8 +200,8 @@ CALLS: Final = (
 def both(local_pair: Pair) -> Pair:
     """Return two linked ends in this process, each with a cache "kv"."""
     start_pair(local_pair)
-    for seed, each in enumerate((local_pair.decoder, local_pair.prompt)):
-        each.do(made, "kv", Shape(rows=6), seed)
+    for seed, end in enumerate((local_pair.decoder, local_pair.prompt)):
+        end.do(made, "kv", Shape(rows=6), seed)
     return local_pair
 
 
