@@ -52,7 +52,7 @@ def until(end: End, wanted: tuple[int, int, int, int, int, int]) -> None:
     wait_until(lambda: seen(end) == wanted)
 
 
-def test_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
+def test_i5_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
     src, dst = both(pair)
     assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
     with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
