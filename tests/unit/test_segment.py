@@ -90,36 +90,28 @@ def test_a_segment_is_zero_sealed_and_not_even_its_owner_can_resize_it(peers_may
         assert os.fstat(segment.fd).st_size == 10_000
 
 
-def test_a_peer_reads_along_and_writes_only_where_it_may() -> None:
+def test_a_peer_reads_along_and_writes_only_where_it_may_keeps_no_descriptor_and_outlives_the_owner() -> None:
     with new(peers_may_write=True) as segment, attach(segment, writable=True) as writer:
         writer.view(MIB - 2)[:] = 9
         assert (segment.view()[-3:].tolist(), writer.writable) == ([0, 9, 9], True)
-    with new() as segment, attach(segment, writable=False) as reader:
+    segment, before = new(), open_fds()
+    with attach(segment, writable=False) as reader:
+        assert open_fds() == before
         for mapped in (mmap.mmap, lambda fd, nbytes: os.pwrite(fd, b"x", 0)):
             with pytest.raises(PermissionError):
                 mapped(segment.fd, MIB)
         with pytest.raises(ProtocolError, match=r"writable=True.*not permitted"):
             attach(segment, writable=True)
         segment.view()[:] = 7  # our own mapping stays writable
+        segment.close()
         view = reader.view()
         assert ((view == 7).all(), reader.writable) == (True, False)
         with pytest.raises(ValueError, match="read-only"):
             view[5] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
             view.flags.writeable = True
-
-
-def test_an_attachment_keeps_no_descriptor_and_outlives_the_owner() -> None:
-    segment = new()
-    segment.view()[:] = 3
-    before = open_fds()
-    peer = attach(segment, writable=False)
-    assert open_fds() == before
-    segment.close()
-    with peer:
-        assert (peer.view() == 3).all()
         with pytest.raises(StateError, match="no descriptor"):
-            _ = peer.fd
+            _ = reader.fd
 
 
 def test_a_receiver_refuses_what_is_unsealed_empty_of_another_size_or_no_memory(tmp_path: Path) -> None:
@@ -139,7 +131,7 @@ def test_a_receiver_refuses_what_is_unsealed_empty_of_another_size_or_no_memory(
             SharedSegment.attach(fd, nbytes, writable=False)
 
 
-def test_what_cannot_be_created_is_refused_by_its_reason() -> None:
+def test_what_cannot_be_created_or_viewed_is_refused_by_its_reason() -> None:
     for nbytes in (0, -1, 1 << 64):
         with pytest.raises(ParamError, match=f"nbytes is {nbytes}"):
             new(nbytes)
@@ -152,6 +144,12 @@ def test_what_cannot_be_created_is_refused_by_its_reason() -> None:
     assert not isinstance(caught.value, OutOfMemory)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EINVAL
+    with new(4096) as segment:
+        assert [segment.view(*where).shape for where in ((100, 50), (100,), (4096,))] == [(50,), (3996,), (0,)]
+        assert segment.view(100).ctypes.data == segment.address + 100
+        for offset, size in ((-1, 1), (0, 4097), (4096, 1), (5000, None), (1, -1)):
+            with pytest.raises(ParamError, match=f"offset {offset}"):
+                segment.view(offset, size)
 
 
 def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> None:
@@ -163,29 +161,19 @@ def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> No
         assert 0 < resident_bytes(segment) <= 2 * MIB
 
 
-def test_close_is_idempotent_and_gives_back_descriptor_and_mapping() -> None:
-    before = open_fds()
-    segment = new()
-    address = segment.address
-    assert (open_fds(), mappings(address)) == (before + 1, True)
-    assert repr(segment) == f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>"
-    segment.close()
-    segment.close()
-    assert segment.closed
-    assert (open_fds(), mappings(address)) == (before, False)
-    assert repr(segment) == f"<SharedSegment 'pool' {MIB} bytes closed>"
-    for use in (lambda: segment.address, segment.view, lambda: segment.fd):
-        with pytest.raises(StateError, match="'pool'"):
-            use()
-
-
-def test_views_outlive_it_and_the_last_one_unmaps_in_any_thread() -> None:
+def test_close_is_idempotent_and_the_mapping_goes_with_the_last_view_in_any_thread() -> None:
     before = open_fds()
     segment = new()
     address = segment.address
     words = segment.view(4096, 8192).view(np.uint64)[2:].reshape(2, -1)
+    assert (open_fds(), repr(segment)) == (before + 1, f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>")
     segment.close()
-    assert open_fds() == before
+    segment.close()
+    assert segment.closed
+    assert (open_fds(), repr(segment)) == (before, f"<SharedSegment 'pool' {MIB} bytes closed>")
+    for use in (lambda: segment.address, segment.view, lambda: segment.fd):
+        with pytest.raises(StateError, match="'pool'"):
+            use()
     words[:] = 0x0102030405060708
     assert int(words.sum() & np.uint64(0xFF)) == len(words.ravel()) * 8 % 256
     assert mappings(address)
@@ -206,15 +194,6 @@ def test_a_forgotten_one_is_a_resource_warning_and_is_closed_all_the_same() -> N
     with pytest.warns(ResourceWarning, match="unclosed segment <SharedSegment 'pool'"):
         del segment
     assert open_fds() == before
-
-
-def test_a_view_is_where_it_should_be_or_refused() -> None:
-    with new(4096) as segment:
-        assert [segment.view(*where).shape for where in ((100, 50), (100,), (4096,))] == [(50,), (3996,), (0,)]
-        assert segment.view(100).ctypes.data == segment.address + 100
-        for offset, nbytes in ((-1, 1), (0, 4097), (4096, 1), (5000, None), (1, -1)):
-            with pytest.raises(ParamError, match=f"offset {offset}"):
-                segment.view(offset, nbytes)
 
 
 # --- memory of the user, devices --------------------------------------------------------------------------------------
@@ -251,8 +230,8 @@ def test_copies_of_a_device_arrive(device: Device) -> None:
         assert (device.name, repr(device)) == ("host", "<HostDevice>")
 
 
-def test_the_staged_device_counts_by_direction_and_thread() -> None:
-    device, memory = StagedDevice(), np.zeros(64, dtype=np.uint8)
+def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told() -> None:
+    device, memory = StagedDevice(refuse_after_bytes=3 * MIB), np.zeros(64, dtype=np.uint8)
     base = memory.ctypes.data
     device.copy_to_device(base, base + 32, 32)
     thread = threading.Thread(target=device.copy_to_device, args=(base, base + 32, 8), name="swap-1")
@@ -263,27 +242,20 @@ def test_the_staged_device_counts_by_direction_and_thread() -> None:
     assert device.count("to_device") == CopyCount(2, 40, frozenset({main, "swap-1"}))
     assert device.count("on_device") == CopyCount(1, 1, frozenset({main}))
     assert device.count("from_device") == CopyCount()
-
-
-def test_the_staged_device_refuses_when_told() -> None:
-    device = StagedDevice(refuse_after_bytes=3 * MIB)
     first = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
     with pytest.raises(OutOfMemory, match=f"{2 * MIB} bytes for staging: {2 * MIB} of {3 * MIB}") as caught:
         device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
     assert (caught.value.requested, caught.value.free) == (2 * MIB, MIB)
     assert repr(device) == f"<StagedDevice staged: {2 * MIB} bytes allocated>"
     device.refuse_after(None)
-    second = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
-    assert device.allocated_bytes == 4 * MIB
-    first.close()
-    second.close()
+    with first, device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False):
+        assert device.allocated_bytes == 4 * MIB
     assert device.allocated_bytes == 0
 
 
 # --- the limit of host memory -----------------------------------------------------------------------------------------
 
-V1_NO_LIMIT = str((1 << 63) - 4096)
-MEMINFO = "MemTotal:       16384 kB\nMemFree:        1 kB\n"
+V1_LIMIT, V1_NO_LIMIT = "memory.limit_in_bytes", str((1 << 63) - 4096)
 V2_MOUNT = "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
 
@@ -298,12 +270,11 @@ def limit(tmp_path: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -
     own.mkdir(parents=True)
     (own / "cgroup").write_text(cgroup)
     (own / "mountinfo").write_text(mountinfo.replace("{top}", str(tmp_path / "cgroup fs").replace(" ", "\\040")))
-    (own.parent / "meminfo").write_text(MEMINFO)
+    (own.parent / "meminfo").write_text("MemTotal:       16384 kB\nMemFree:        1 kB\n")
     return host_memory_limit(own.parent)
 
 
 V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
-V1_LIMIT = "memory.limit_in_bytes"
 OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
 
 
