@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -131,7 +130,9 @@ def test_nothing_and_impossible_pages_are_refused(pool: MemoryPool) -> None:
         for memory in (pool, direct):
             with pytest.raises(ParamError, match=f"count {count} and nbytes {nbytes} must both be positive"):
                 memory.allocate_many(count, nbytes)
-    direct.close()
+    direct.close()  # with memory in use: tests/api/test_v1_caches.py
+    with pytest.raises(StateError, match="memory device is closed"):
+        direct.allocate_many(1, 1)
     with pytest.raises(ParamError, match="memory_size is 65535 bytes, must hold a page of 65536"):
         create(65_535)
     for page_shift in (-1, 63):
@@ -164,16 +165,11 @@ def test_r11_larger_than_the_host_is_out_of_memory_naming_both_figures_and_the_p
     pool.close()
 
 
-# --- memory straight from a device: of a host that has 10 pages -------------------------------------------------------
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> DirectMemory:
+def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pools, "host_memory_limit", lambda: (10 * PAGE, "a test"))
-    return DirectMemory("device", HostDevice())
-
-
-def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leaves_nothing(memory: DirectMemory) -> None:
+    memory = DirectMemory("device", HostDevice())
     before = residue()
     taken = memory.allocate_many(3, PAGE + 1)
     now = memory.statistics()
@@ -200,34 +196,3 @@ def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leave
     memory.allocate_many(5, PAGE).free()
     memory.close()
     assert settled(before) == before
-
-
-def test_a_device_that_refuses_leaves_nothing_behind_and_nothing_counted() -> None:
-    device = StagedDevice(refuse_after_bytes=PAGE)
-    memory = DirectMemory("device", device)
-    for take in (lambda: memory.allocate_many(1, PAGE + 1), lambda: create(2 * MIB, device=device)):
-        with pytest.raises(OutOfMemory, match="device staged refuses"):
-            take()
-        assert (memory.statistics().used_bytes, device.allocated_bytes) == (0, 0)
-    memory.allocate_many(1, PAGE).free()
-    assert device.allocated_bytes == 0
-    memory.close()
-
-
-def test_what_is_in_use_at_the_end_stays_mapped_and_is_told(
-    caplog: pytest.LogCaptureFixture, memory: DirectMemory
-) -> None:
-    taken = memory.allocate_many(1, PAGE)
-    try:
-        with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-            memory.close()
-            memory.close()
-        assert caplog.text.count("stay mapped") == 1
-        taken.free()  # late, as the end of a quarantine is: nothing is unmapped
-        (kept,) = pools._kept_mapped
-        assert (kept.ctypes.data, kept.nbytes) == (taken.addresses[0], PAGE)
-        kept[:] = 1
-        with pytest.raises(StateError, match="closed"):
-            memory.allocate_many(1, PAGE)
-    finally:
-        pools._kept_mapped.clear()

@@ -24,7 +24,6 @@ from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -215,33 +214,23 @@ def test_an_external_segment_reads_and_writes_the_users_bytes_and_never_owns_the
             ExternalSegment(address, nbytes)
 
 
-@pytest.mark.parametrize("device", [HostDevice(), StagedDevice()])
-def test_copies_of_a_device_arrive(device: Device) -> None:
-    host = np.arange(100, dtype=np.uint8)
-    with device.allocate(300, "staging", peers_may_write=False, prefault=False) as segment:
-        device.copy_to_device(segment.address, host.ctypes.data, 100)
-        device.copy_on_device(segment.address + 50, segment.address, 100)
-        assert segment.view(50, 100).tolist() == host.tolist()
-        host[:] = 0
-        device.copy_from_device(host.ctypes.data, segment.address + 100, 50)
-        assert host.tolist() == list(range(50, 100)) + [0] * 50
-    assert device.needs_staging is isinstance(device, StagedDevice)
-    if not device.needs_staging:
-        assert (device.name, repr(device)) == ("host", "<HostDevice>")
-
-
 def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told() -> None:
     device, memory = StagedDevice(refuse_after_bytes=3 * MIB), np.zeros(64, dtype=np.uint8)
     base = memory.ctypes.data
+    memory[32:] = np.arange(32)
     device.copy_to_device(base, base + 32, 32)
+    assert memory.tolist() == [*range(32)] * 2
     thread = threading.Thread(target=device.copy_to_device, args=(base, base + 32, 8), name="swap-1")
     thread.start()
     thread.join()
-    device.copy_on_device(base, base, 1)
+    device.copy_on_device(base, base + 7, 1)
+    assert memory[:2].tolist() == [7, 1]
     main = threading.current_thread().name
     assert device.count("to_device") == CopyCount(2, 40, frozenset({main, "swap-1"}))
     assert device.count("on_device") == CopyCount(1, 1, frozenset({main}))
     assert device.count("from_device") == CopyCount()
+    host = HostDevice()
+    assert (host.name, repr(host), host.needs_staging, device.needs_staging) == ("host", "<HostDevice>", False, True)
     first = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
     with pytest.raises(OutOfMemory, match=f"{2 * MIB} bytes for staging: {2 * MIB} of {3 * MIB}") as caught:
         device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)

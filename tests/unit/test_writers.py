@@ -1,4 +1,6 @@
-"""Pages of writers: which are found, which are waited for, which may not begin; and the quarantine on top of them."""
+"""Pages of writers: which are found, which are waited for, which may not begin; and the quarantine on top of them.
+
+What waits for the quarantine, and what it says: tests/api/test_quarantine.py."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
-from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError
 from tests.support.world import residue
 
 if TYPE_CHECKING:
@@ -314,24 +316,6 @@ def test_quarantined_memory_is_used_and_counted_until_its_writers_end(
         quarantine.free(pool.allocate_many(1, 100 * KIB), writers.busy(GUARD))
         quarantine.release_all()
         assert pool.statistics().used_bytes == 0
-
-
-def test_an_allocation_waits_for_writers_that_can_help_and_names_them(
-    writers: WriteIntents, page: WriterPage, pool: MemoryPool
-) -> None:
-    quarantine, announced = Quarantine(writers), announce(page.intent_writer())
-    quarantine.free(pool.allocate_many(1, 200 * KIB), writers.busy(GUARD))
-    kept = quarantine.allocate(pool, 1, 4 * KIB, Deadline(NOW))
-    for nbytes, budget_ms in ((100 * KIB, 20), (256 * KIB, 3_600_000)):  # the second can never be had: no wait
-        with pytest.raises(OutOfMemory) as caught:
-            quarantine.allocate(pool, 1, nbytes, Deadline(budget_ms))
-        assert (caught.value.quarantined, caught.value.free) == (200 * KIB, 52 * KIB)
-        assert f"{200 * KIB} bytes were given back but may still be written by {page.who}" in str(caught.value)
-    kept.free()
-    ender = threading.Timer(0.02, announced.end)
-    ender.start()
-    quarantine.allocate(pool, 1, 256 * KIB, Deadline(SOON)).free()
-    ender.join()
 
 
 def test_many_threads_sweep_and_free_and_nothing_is_lost(
