@@ -100,8 +100,8 @@ def test_r14_a_range_is_layers_of_so_many_tensors_and_none_is_all_of_them(
 def test_r14_default_ranges_need_equal_tensor_counts_and_given_ones_whole_layers() -> None:
     mismatch(CacheMismatch, lambda: ALL.tensors(geometry(4), geometry(6)), "source has 4", "destination 6")
     for count, per_layer in ((5, 2), (4, 3), (4, 8), (4, 2**32 - 1)):
-        for ends in ((range(1), None), (None, range(1)), (range(1), range(1))):
-            selection, cache = LayerSelection(*ends, per_layer), geometry(count)
+        for src, dst in ((range(1), None), (None, range(1)), (range(1), range(1))):
+            selection, cache = LayerSelection(src, dst, per_layer), geometry(count)
             for check in (
                 partial(selection.check_local, "src_layer_range", count),
                 partial(selection.check_local, "dst_layer_range", count),
