@@ -245,66 +245,50 @@ def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told(
 # --- the limit of host memory -----------------------------------------------------------------------------------------
 
 V1_LIMIT, V1_NO_LIMIT = "memory.limit_in_bytes", str((1 << 63) - 4096)
-V2_MOUNT = "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-V1_MOUNT = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
-
-
-def limit(tmp_path: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -> tuple[int, str]:
-    """Ask under a procfs with 16 MiB of host memory and a cgroup tree in ``tmp_path``."""
-    for path, text in limits.items():
-        file = tmp_path / "cgroup fs" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
-    own = tmp_path / "proc" / "self"
-    own.mkdir(parents=True)
-    (own / "cgroup").write_text(cgroup)
-    (own / "mountinfo").write_text(mountinfo.replace("{top}", str(tmp_path / "cgroup fs").replace(" ", "\\040")))
-    (own.parent / "meminfo").write_text("MemTotal:       16384 kB\nMemFree:        1 kB\n")
-    return host_memory_limit(own.parent)
-
-
-V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
 OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
+V2 = "0::/a/b\n", "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def v1(root: str, group: str) -> tuple[str, str]:
+    mount = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
+    groups = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
+    return groups.replace("{group}", group), mount.replace("{root}", root)
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected", "setter"),
+    ("told", "limits", "setter"),  # what procfs tells of groups and mounts, the files of limits, the one that counts
     [
-        ({"a/b/memory.max": "max", "a/memory.max": "max"}, 16 * MIB, None),
-        ({"a/b/memory.max": str(MIB), "a/memory.max": "max"}, MIB, "a/b/memory.max"),
-        ({"a/b/memory.max": "max", "a/memory.max": str(2 * MIB)}, 2 * MIB, "a/memory.max"),
-        ({"a/b/memory.max": str(8 * MIB), "memory.max": str(3 * MIB)}, 3 * MIB, "memory.max"),
-        ({"a/b/memory.max": str(64 * MIB)}, 16 * MIB, None),
-        ({"c/memory.max": "1"}, 16 * MIB, None),
+        (("", ""), {}, None),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": "max"}, None),
+        (V2, {"a/b/memory.max": str(MIB), "a/memory.max": "max"}, "a/b/memory.max"),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": str(2 * MIB)}, "a/memory.max"),
+        (V2, {"a/b/memory.max": str(8 * MIB), "memory.max": str(3 * MIB)}, "memory.max"),
+        (V2, {"a/b/memory.max": str(64 * MIB)}, None),
+        (V2, {"c/memory.max": "1"}, None),
+        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, f"x/{V1_LIMIT}"),
+        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, f"x/job/{V1_LIMIT}"),
+        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, V1_LIMIT),
+        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, f"job/{V1_LIMIT}"),
+        (v1("/", "/../outside"), OUTSIDE, V1_LIMIT),  # outside of the mount: the limit is the one at its top
+        (v1("/docker/x", "/not/under/root"), OUTSIDE, V1_LIMIT),
     ],
 )
-def test_v2_takes_the_smallest_of_host_group_and_ancestors(
-    tmp_path: Path, limits: dict[str, str], expected: int, setter: str | None
+def test_the_smallest_of_the_host_the_group_and_its_ancestors_counts_also_where_only_a_subtree_is_mounted(
+    tmp_path: Path, told: tuple[str, str], limits: dict[str, str], setter: str | None
 ) -> None:
-    source = "host memory" if setter is None else f"cgroup limit {tmp_path / 'cgroup fs' / setter}"
-    assert limit(tmp_path, "0::/a/b\n", V2_MOUNT, limits) == (expected, source)
+    top, own = tmp_path / "cgroup fs", tmp_path / "proc" / "self"
+    for path, text in limits.items():
+        (top / path).parent.mkdir(parents=True, exist_ok=True)
+        (top / path).write_text(text + "\n")
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text(told[0])
+    (own / "mountinfo").write_text(told[1].replace("{top}", str(top).replace(" ", "\\040")))
+    (own.parent / "meminfo").write_text("MemTotal:       16384 kB\nMemFree:        1 kB\n")
+    expected = (16 * MIB, "host memory") if setter is None else (int(limits[setter]), f"cgroup limit {top / setter}")
+    assert host_memory_limit(own.parent) == expected
 
 
-@pytest.mark.parametrize(
-    ("root", "group", "limits", "expected"),
-    [
-        ("/", "/x/job", {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, MIB),
-        ("/", "/x/job", {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, MIB),
-        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, MIB),
-        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, MIB),
-        ("/", "/../outside", OUTSIDE, 5 * MIB),  # outside of the mount: the limit is the one at its top
-        ("/docker/x", "/not/under/root", OUTSIDE, 5 * MIB),
-    ],
-)
-def test_v1_counts_too_also_where_only_a_subtree_is_mounted(
-    tmp_path: Path, root: str, group: str, limits: dict[str, str], expected: int
-) -> None:
-    mount = V1_MOUNT.replace("{root}", root)
-    assert limit(tmp_path, V1_GROUPS.replace("{group}", group), mount, limits)[0] == expected
-
-
-def test_without_any_cgroup_it_is_the_host_and_the_real_one_is_no_more_than_physical_memory(tmp_path: Path) -> None:
-    assert limit(tmp_path, "", "", {}) == (16 * MIB, "host memory")
+def test_the_real_limit_is_no_more_than_physical_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemFree: 1 kB\n")
     with pytest.raises(OSError, match="no MemTotal"):
         host_memory_limit(tmp_path)
