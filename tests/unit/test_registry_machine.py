@@ -71,7 +71,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.held: list[int] = []
         self.made = self.bound = self.unknown = self.pinned = 0
 
-    @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([1, 2]))
+    @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([2, 3]))
     def begin(self, keys: list[Any], tensors: int) -> None:
         """Something to pull from the first step on."""
         self.make_cache(True, keys[:2], tensors, mix=False)
