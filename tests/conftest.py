@@ -33,6 +33,35 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, lambda number, frame: None)
 
 
+#: Folders whose tests take long, or wait, one after the other: they come first, so that no worker is left with them.
+FIRST = ("hosts", "faults", "integration", "native", "bench", "clients")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the folders named above first; else nothing changes."""
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have all tests between hosts in one worker: each worker would make hosts and their processes for itself."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/hosts" if file.startswith("tests/hosts/") else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Take all that collecting made out of the collector's sight: every test collects garbage to see what it left."""
     NURSERY.open()
@@ -40,10 +69,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+#: Files whose tests share what a fixture made.
+_sharing: set[Path] = set()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect after each file what was frozen while it lived, such as a scene that the tests of a file share."""
-    if nextitem is None or nextitem.path != item.path:
+    """Collect after a file what was frozen while it lived: a scene that its tests shared.
+
+    A look at everything takes as long as some files do. So it is left to the end where a file shares nothing.
+    """
+    fixtures: Any = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 (it is not public)
+    if any(each.scope in ("class", "module", "package") for known in fixtures for each in known):
+        _sharing.add(item.path)
+    if item.path in _sharing and (nextitem is None or nextitem.path != item.path):
         gc.unfreeze()
         gc.collect()
         gc.freeze()

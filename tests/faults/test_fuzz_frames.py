@@ -1,13 +1,14 @@
-"""A million wrong frames: typed refusals only, tables whole, memory bounded, neighbours served.
+"""Wrong frames of every kind: typed refusals only, tables whole, memory bounded, neighbours served.
 
-The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work.
-`python -m tests.faults.fuzz --frames N --seed S` does more of it.
+The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work: every
+message was said and taken, and every way to be wrong was gone. `make faults` judges ten times as many.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -26,9 +27,9 @@ from tests.faults.fuzz.__main__ import SHARES, TARGETS, main
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-FRAMES: Final = 1_000_000
+FRAMES: Final = 200_000
 SEED: Final = 20_260
 MOST_GROWTH: Final = 64 << 20
 #: What a reader may say no with; anything else would be news.
@@ -80,13 +81,39 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
 }
+#: Targets that are fed with messages, and those of which each kind must have been taken.
+ALL_TAKEN: Final = {
+    "parser": forges.LINK | forges.HANDSHAKE,
+    "handlers": forges.LINK,
+    "handlers, RCA": forges.LINK,
+}
+#: Targets whose messages a forge spoils; the others only have their bytes changed.
+SPOILED: Final = {*ALL_TAKEN, "greetings", "dials"}
 
 
 def frames_of(target: str) -> int:
     return math.ceil(FRAMES * SHARES[target])
 
 
-def test_the_shares_make_a_million_and_every_target_has_one() -> None:
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the forge has used each of its ways to be wrong."""
+    used: Counter[str] = Counter()
+
+    def counted(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            used[name] += 1
+            return change(*args)
+
+        return changed
+
+    for table in (forges.MUTATIONS, forges.SPOILS):
+        for name, change in table.items():
+            monkeypatch.setitem(table, name, counted(name, change))
+    return used
+
+
+def test_the_shares_make_all_frames_and_every_target_has_one() -> None:
     assert set(SHARES) == set(TARGETS) == set(TAKEN)
     assert sum(map(frames_of, SHARES)) >= FRAMES
 
@@ -100,9 +127,10 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("target", SHARES)
-def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str) -> None:
+def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str, ways: Counter[str]) -> None:
     function = TARGETS[target]
     function(min(frames_of(target), 2_000), SEED + 1)  # whatever is made once is made now
+    ways.clear()
     before = fuzz.anonymous_bytes()
     verdicts = function(frames_of(target), SEED)
     grown = fuzz.anonymous_bytes() - before
@@ -110,6 +138,8 @@ def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target:
     assert verdicts.judged >= frames_of(target)
     few = {kind: part for kind, part in TAKEN[target].items() if verdicts.accepted[kind] < part * verdicts.judged}
     assert few == {}, verdicts
+    assert set(ALL_TAKEN.get(target, ())) <= {kind.lower() for kind in verdicts.accepted}
+    assert set(ways) == {*forges.MUTATIONS, *(forges.SPOILS if target in SPOILED else ())}
     assert verdicts.refused.total() > verdicts.judged / 50, verdicts
     assert set(verdicts.refused) <= TYPED
     assert grown < MOST_GROWTH

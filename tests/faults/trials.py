@@ -40,7 +40,7 @@ TRANSPORTS: Final = ("shm", "cma", "tcp")
 #: MiB a copy: so long that a signal finds it in the middle, also where all share one CPU. Of cma the kernel moves 4 MiB
 #: before it looks at signals; of tcp what the sockets hold arrives although its sender is stopped.
 SIZES: Final = {"shm": 32, "cma": 32, "tcp": 24}
-KILL_EVERY: Final = 25
+KILL_EVERY: Final = 10
 #: Milliseconds the owner waits for memory that does not come back meanwhile.
 SHORT_MS: Final = 40
 #: A trial that is not caught is done again, but not for ever.

@@ -126,6 +126,11 @@ class Host(Namespace):
         self.run(*f"tc qdisc replace dev eth0 root tbf rate {megabits}mbit burst 128kb latency 100ms".split())
         self._limited = True
 
+    def held_up(self) -> int:
+        """Return how many packets have waited because of the limit."""
+        words = self.run("tc", "-s", "qdisc", "show", "dev", "eth0").split()
+        return int(words[words.index("overlimits") + 1])
+
     def unlimit(self) -> None:
         """Take the limit off."""
         self.run(*["tc", "qdisc", "del", "dev", "eth0", "root"])
@@ -191,11 +196,6 @@ class Network:
         """Lose what two hosts send to each other."""
         self.lose(one, other)
         self.lose(other, one)
-
-    def reconnect_lanes(self, one: Host, other: Host) -> None:
-        """Lose it no longer."""
-        self.find(one, other)
-        self.find(other, one)
 
     @contextmanager
     def relay(self, hosts: list[Host], *, seed: int, **chances: float) -> Iterator[relay.Counts]:

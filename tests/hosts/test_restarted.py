@@ -88,7 +88,7 @@ def test_r22_a_decoder_restarted_behind_a_cut_replaces_the_link_its_prompt_belie
     cluster.kill(decoder)  # nobody hears of it
     assert prompt.do(links) == {3: "ready"}
     again = cluster.born(far, "DECODER", 3, port=port, **PATIENT)
-    cluster.network.reconnect_lanes(home, far)
+    cluster.network.heal()
     cluster.link(again, prompt)
     for name in ("bulk", "rows"):
         prompt.do(forget, name)

@@ -63,6 +63,7 @@ def test_several_readers_fill_the_pipe_and_others_are_answered_meanwhile(cluster
     hurried.do(call, "pull_cache", ROW, Use("rows"), 5)
     bytes_move_both_ways(readers[0], prompt)
     assert hurried.do(unlink, [info(1, prompt.port, ip=home.address)], 5_000) == SUCCESS
+    assert home.held_up() > 10
     for reader in readers:
         reader.do(tell)
     same_bytes(hurried.do(show, "rows"), moved(rows_there, rows, [(5, 0)]))

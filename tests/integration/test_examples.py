@@ -34,6 +34,11 @@ EXAMPLES: Final = sorted(path for path in (ROOT / "examples").glob("*.py") if no
 
 #: Part of what each prints, beside the last line; an example that is not here has to end well all the same.
 PRINTED: Final = {
+    "cpp_shaped": (
+        r"prompt: pushed blocks \[5, 6, 7\] of 4 layers",
+        "prompt: pushed row 0 to row 4, as one layer of 4 tensors",
+        r"decoder: pulled blocks \[1, 2\] and copied them to \[2, 3\] and \[6, 7\]",
+    ),
     "pull_blocks": (
         r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",
         r"decoder: swapped them out to host memory, and in again to blocks \[2, 3\]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
+__all__ = ["BUILD", "DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NATIVE: Final = ROOT / "src" / "llm_datadist" / "_native"
+#: Where drivers are kept from one run to the next.
+BUILD: Final = ROOT / "build" / "drivers"
 
 
 class Unsupported(Exception):
@@ -24,8 +27,9 @@ class Driver:
     """One program: ``<name>_driver.cpp`` beside this file."""
 
     name: str
-    #: Arguments for fewer rounds, where each takes long.
+    #: Arguments for fewer rounds, where each takes long: under sanitizers, and without them.
     fewer: tuple[str, ...] = ()
+    fewest: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
@@ -33,7 +37,12 @@ class Driver:
         return Path(__file__).with_name(f"{self.name}_driver.cpp")
 
 
-DRIVERS: Final = (Driver("lanes"), Driver("writers", ("60", "3000")), Driver("pool", ("12",)))
+DRIVERS: Final = (
+    Driver("lanes"),
+    Driver("writers", ("60", "3000"), ("10", "3000")),
+    Driver("pool", ("12",), ("12",)),
+    Driver("movers"),
+)
 
 
 def compiler() -> str:
@@ -46,22 +55,38 @@ def compiler() -> str:
 
 
 def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
-    """Compile a driver into a folder; with sanitizers it stops at the first thing that they find.
+    """Compile a driver into a folder, unless it is there, of the same sources and flags.
+
+    With sanitizers it stops at the first thing that they find.
 
     Raises:
         Unsupported: the compiler has not these sanitizers.
         subprocess.CalledProcessError: the driver does not compile.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++17", "-O1" if sanitizers else "-O0", "-Wall", "-Wextra", "-pthread", f"-I{NATIVE}"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", f"-I{NATIVE}"]
     if sanitizers:
         flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-        _check_supported(flags, folder, sanitizers)
     if sanitizers == "thread":
         flags.append("-Wno-tsan")  # it cannot follow fences alone; where the code has one, an atomic is beside it
     binary = folder / f"{driver.name}_driver.{sanitizers.replace(',', '-') or 'plain'}"
+    made_of, digest = binary.with_suffix(f"{binary.suffix}.made_of"), _digest(driver, flags)
+    if binary.exists() and made_of.exists() and made_of.read_text() == digest:
+        return binary
+    if sanitizers:
+        _check_supported(flags, folder, sanitizers)
+    made_of.unlink(missing_ok=True)
     subprocess.run([compiler(), *flags, str(driver.source), "-o", str(binary)], check=True)
+    made_of.write_text(digest)
     return binary
+
+
+def _digest(driver: Driver, flags: list[str]) -> str:
+    """Return a digest of all that a driver is made of."""
+    found = hashlib.sha256(repr([compiler(), *flags]).encode())
+    for source in (driver.source, *sorted(NATIVE.glob("*.hpp")), driver.source.with_name("check.hpp")):
+        found.update(source.read_bytes())
+    return found.hexdigest()
 
 
 def _check_supported(flags: list[str], folder: Path, sanitizers: str) -> None:

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.native.drivers import DRIVERS, Driver, Unsupported, build, compiler
+from tests.native import drivers
+from tests.native.drivers import BUILD, DRIVERS, Driver, Unsupported, build, compiler
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.name)
-def test_a_driver_compiles_and_finds_nothing_wrong(driver: Driver, tmp_path: Path) -> None:
+def test_a_driver_compiles_and_finds_nothing_wrong(driver: Driver) -> None:
     try:
         compiler()
     except Unsupported as missing:
         pytest.skip(str(missing))
-    ran = subprocess.run([build(driver, tmp_path), *driver.fewer], capture_output=True, text=True, check=False)
+    ran = subprocess.run([build(driver, BUILD), *driver.fewest], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -29,3 +30,21 @@ def test_a_compiler_that_cannot_is_told_in_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unsupported, match="no C\\+\\+ compiler: no-such-compiler not found"):
         compiler()
+
+
+def test_a_driver_is_compiled_again_when_what_it_is_made_of_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers, source = tmp_path / "native", tmp_path / "tiny_driver.cpp"
+    headers.mkdir()
+    (tmp_path / "check.hpp").touch()
+    header = headers / "answer.hpp"
+    monkeypatch.setattr(drivers, "NATIVE", headers)
+    monkeypatch.setattr(Driver, "source", source)
+    source.write_text('#include "answer.hpp"\nint main() { return answer; }\n')
+    for answer in (3, 4):
+        header.write_text(f"constexpr int answer = {answer};\n")
+        binary = build(Driver("tiny"), tmp_path)
+        made = binary.stat().st_mtime_ns
+        assert build(Driver("tiny"), tmp_path).stat().st_mtime_ns == made
+        assert subprocess.run([binary], check=False).returncode == answer

@@ -143,11 +143,12 @@ def _differences(was: Any, now: Any) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll until the condition holds."""
-    limit = time.monotonic() + seconds
+    """Poll until the condition holds; more seldom, the longer it takes: most conditions ask another process."""
+    since = time.monotonic()
     while not condition():
-        assert time.monotonic() < limit, f"not within {seconds} s"
-        time.sleep(0.002)
+        waited = time.monotonic() - since
+        assert waited < seconds, f"not within {seconds} s"
+        time.sleep(min(0.002 + waited / 50, 0.01))
 
 
 def nothing_happens(ends: Sequence[End], names: Iterable[str], action: Callable[[], None]) -> None:

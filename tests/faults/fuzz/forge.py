@@ -17,7 +17,7 @@ import msgspec
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 
-__all__ = ["HANDSHAKE", "LINK", "Forge", "mutated", "wild"]
+__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SPOILS", "Forge", "mutated", "wild"]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
@@ -69,24 +69,39 @@ def wild(rng: random.Random) -> Any:
     return copy.deepcopy(rng.choice(pool))
 
 
+def _flip(data: bytes, at: int, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(1 << rng.randrange(3)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _cut(data: bytes, at: int, rng: random.Random) -> bytes:
+    return data[:at]
+
+
+def _insert(data: bytes, at: int, rng: random.Random) -> bytes:
+    return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+
+
+def _repeat(data: bytes, at: int, rng: random.Random) -> bytes:
+    return data[: at + rng.randrange(1, 17)] + data[at:]
+
+
+def _overwrite(data: bytes, at: int, rng: random.Random) -> bytes:
+    return data[:at] + b"\xff" * rng.randrange(1, 5) + data[at + 4 :]
+
+
+#: What can happen to bytes; half of the time some bits change.
+MUTATIONS: Final = {"flip": _flip, "cut": _cut, "insert": _insert, "repeat": _repeat, "overwrite": _overwrite}
+_MUTATIONS: Final = ("flip",) * 4 + ("cut", "insert", "repeat", "overwrite")
+
+
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Return the bytes with something changed, cut off, put in, or put there twice."""
     if not data:
         return rng.randbytes(rng.randrange(1, 9))
-    at, choice = rng.randrange(len(data)), rng.randrange(8)
-    if choice < 4:
-        changed = bytearray(data)
-        for _ in range(1 << rng.randrange(3)):
-            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-        return bytes(changed)
-    if choice == 4:
-        return data[:at]
-    if choice == 5:
-        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
-    if choice == 6:
-        end = at + rng.randrange(1, 17)
-        return data[:end] + data[at:]
-    return data[:at] + b"\xff" * rng.randrange(1, 5) + data[at + 4 :]
+    return MUTATIONS[rng.choice(_MUTATIONS)](data, rng.randrange(len(data)), rng)
 
 
 def _id(rng: random.Random) -> int:
@@ -266,13 +281,26 @@ class Forge:
         return FRAME_HEADER.pack(length) + data
 
     def _spoil(self, fields: list[Any]) -> None:
-        rng = self.rng
-        choice = rng.randrange(8)
-        if choice == 0:
-            fields.append(wild(rng))
-        elif choice == 1 and len(fields) > 1:
-            fields.pop()
-        elif choice == 2:
-            fields[0] = rng.choice(("hello", "beat", "resolved", "nothing", "", 7, None))
-        else:
-            fields[rng.randrange(len(fields))] = wild(rng)
+        SPOILS[self.rng.choice(_SPOILS)](fields, self.rng)
+
+
+def _extend(fields: list[Any], rng: random.Random) -> None:
+    fields.append(wild(rng))
+
+
+def _shorten(fields: list[Any], rng: random.Random) -> None:
+    if len(fields) > 1:
+        fields.pop()
+
+
+def _rename(fields: list[Any], rng: random.Random) -> None:
+    fields[0] = rng.choice(("hello", "beat", "resolved", "nothing", "", 7, None))
+
+
+def _replace(fields: list[Any], rng: random.Random) -> None:
+    fields[rng.randrange(len(fields))] = wild(rng)
+
+
+#: What can happen to the fields of a message; most often one becomes wild.
+SPOILS: Final = {"extend": _extend, "shorten": _shorten, "rename": _rename, "replace": _replace}
+_SPOILS: Final = ("extend", "shorten", "rename", *("replace",) * 5)
