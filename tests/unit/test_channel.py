@@ -212,25 +212,6 @@ def test_frames_of_several_threads_never_interleave_whatever_the_reader_does() -
             assert [m.id for m in got if isinstance(m, Failed) and m.code == number] == list(range(per_thread))
 
 
-def test_a_peer_that_does_not_take_its_answers_is_not_read_from() -> None:
-    answers = 2000  # of 4 KB, to as many Beats
-
-    def answer(ends: Ends, message: Message) -> None:
-        assert isinstance(message, Beat)
-        ends.channel.send(Failed(message.count, 0, LARGE))
-
-    with channel(on_message=answer) as ends:
-        asker = threading.Thread(target=ends.say, args=[Beat(i) for i in range(answers)])
-        asker.start()
-        wait_until(lambda: ends.channel._paused)
-        assert len(ends.heard) < answers / 2, "8 MB of answers were asked for, about 1 MiB may wait"
-        assert (1 << 20) < len(ends.channel._backlog) < (1 << 20) + 2 * 4096
-        got = ends.read(answers)
-        join(asker)
-        assert [m.id for m in got if isinstance(m, Failed)] == list(range(answers))
-        assert len(ends.heard) == answers
-
-
 def test_a_peer_that_reads_nothing_at_all_is_given_up_above_the_bound() -> None:
     with channel() as ends:
         message, sent = Failed(0, 0, LARGE), 0
