@@ -42,7 +42,7 @@ def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(co
     async def hold() -> None:
         try:
             done.append("begun")
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             done.append("given back")
 
