@@ -56,20 +56,18 @@ def told() -> Told:
     return Told()
 
 
-def test_a_good_side_gives_a_row(told: Told) -> None:
-    results = run([GOOD], told, LONG_S)
+@pytest.mark.parametrize(
+    ("name", "op", "transport"), [("Good", Op.PULL, "hand"), ("Pair", Op.PULL, "file"), ("Pair", Op.PUSH, "file")]
+)
+def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
+    told: Told, name: str, op: Op, transport: str
+) -> None:
+    case = replace(GOOD, side=side(name), workload=Workload(op=op, block_bytes=512, blocks=20))
+    results = run([case], told, LONG_S)
     assert results.failures == []
     [row] = results.rows
-    assert (row.transport, row.passes, row.verified, row.bytes) == ("hand", 2, True, 20 * 512 * 2)
-    assert told.steps == [(GOOD.side, number, 3) for number in range(3)]
-
-
-@pytest.mark.parametrize("op", [Op.PULL, Op.PUSH])
-def test_two_processes_read_and_write_at_the_right_ends(told: Told, op: Op) -> None:
-    work = Workload(op=op, block_bytes=512, blocks=20)
-    results = run([replace(GOOD, side=side("Pair"), workload=work)], told, LONG_S)
-    assert results.failures == []
-    assert [row.transport for row in results.rows] == ["file"]
+    assert (row.transport, row.passes, row.verified, row.bytes) == (transport, 2, True, 20 * 512)
+    assert told.steps == [(case.side, number, 3) for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,9 @@ def test_processes_are_gone_at_the_end() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on(told: Told) -> None:
+def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(
+    told: Told,
+) -> None:
     case = replace(
         GOOD, limit=side("CannotStart"), peers=(side("NotForThis"), "nowhere:Side", side("Good"), side("Missing"))
     )
@@ -132,14 +132,11 @@ def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on(told: Tol
     for said in ("no such adapter", "never for pull", "No module named 'nowhere'", "has no attribute 'Missing'"):
         assert said in str(told.lines)
     assert told.steps == []
-
-
-def test_without_our_side_or_without_memory_there_is_no_case(told: Told) -> None:
-    large = Workload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
     for name in ("CannotStart", "NotForThis", "Missing"):
         told.lines.clear()
         assert prepare([replace(GOOD, side=side(name))], told, LONG_S) == []
         assert f"left out: {GOOD.title}" in told.lines
+    large = Workload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
     assert prepare([replace(GOOD, workload=large), GOOD], told, LONG_S) == [GOOD]
     [line] = [each for each in told.lines if "GiB are available" in each]
     assert line.startswith("left out")
