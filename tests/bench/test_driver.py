@@ -194,7 +194,8 @@ def test_orders_are_answered_in_turn_or_refused_whatever_else_is_printed_and_it_
         assert "hello from C\n" in err
         worker = Driven("Good")
         assert worker.ask(do="stop") == {"value": None}
-        assert worker.process.wait(LONG_S) == 0
+        assert worker.process.communicate(timeout=LONG_S)[0] == ""
+        assert worker.process.returncode == 0
     finally:
         worker.process.kill()
         worker.process.communicate()
