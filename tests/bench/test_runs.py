@@ -63,9 +63,10 @@ SINGLE = [
         (f"pull {SHAPE}", [SHAPED | {"transport": "shm", "memory": "pool"}]),
         (f"pull --transport cma {SHAPE}", [SHAPED | {"transport": "cma", "memory": "registered"}]),
         (
-            f"push --transport tcp --memory registered {SHAPE}",
+            f"pull --transport tcp --memory registered {SHAPE}",
             [SHAPED | {"transport": "tcp", "memory": "registered"}],
         ),
+        (f"push --transport tcp {SHAPE}", [SHAPED | {"transport": "tcp", "memory": "pool"}]),
         (
             "pull --transport inproc --set-mib 2 --tensors 2",
             [{"transport": "inproc", "memory": "pool", "blocks": 16, "block_bytes": 65536, "bytes": 2 << 20}],
@@ -103,6 +104,12 @@ def test_a_run_gives_complete_rows(tmp_path: Path, arguments: str, wanted: list[
         check(row)
     assert {row["op"] for row in rows} == {words[0]}
     assert [{key: row[key] for key in each} for row, each in zip(rows, wanted, strict=True)] == wanted
+
+
+def test_a_peer_that_cannot_do_an_op_is_left_out_with_its_reason() -> None:
+    result = CliRunner().invoke(app, ["bench", "alloc", "--tensors", "2", "--passes", "1", "--against", "torch"])
+    assert result.exit_code == 0
+    assert "torch: " in result.output
 
 
 def _children(pid: int) -> list[int]:
