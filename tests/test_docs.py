@@ -107,9 +107,6 @@ def test_every_file_and_member_that_a_page_names_exists_and_every_make_command_i
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     words = {word for text in [*spans, *_fences(page)] for word in re.findall(r"(?m)^make ([\w-]+)", text)}
     assert words <= targets
-
-
-def test_a_name_that_does_not_exist_is_seen() -> None:
     wrong = ["_cache/nowhere.py", "nowhere/", "errors.py:Nothing", "CacheManager.nothing"]
     right = ["_cache/", "_cache/registry.py:TRANSITIONS", "CacheManager.pull_blocks", "llm.Transport", "make test"]
     assert [span for span in wrong + right if not _exists(span)] == wrong
@@ -121,9 +118,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """Write the README's Python blocks to the files that they name, with a free port in place of the printed one."""
+def _start(script: Path) -> subprocess.Popen[str]:
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    command = [sys.executable, "-u", "-W", "error", str(script)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
@@ -131,22 +132,12 @@ def example(tmp_path: Path) -> Path:
         assert text.startswith(f"# {name}\n")
         assert text.count("26000") == 1
         (tmp_path / name).write_text(text.replace("26000", port))
-    return tmp_path
-
-
-def _start(script: Path) -> subprocess.Popen[str]:
-    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(SOURCE.parent)}
-    command = [sys.executable, "-u", "-W", "error", str(script)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-
-def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(example: Path) -> None:
-    prompt = _start(example / "prompt.py")
+    prompt = _start(tmp_path / "prompt.py")
     processes = [prompt]
     try:
         assert prompt.stdout is not None
         assert prompt.stdout.readline().startswith("published"), prompt.communicate()
-        processes.append(_start(example / "decoder.py"))
+        processes.append(_start(tmp_path / "decoder.py"))
         printed, complaints = processes[1].communicate(timeout=60)
         assert (processes[1].returncode, complaints) == (0, "")
         promised = re.search(r"It prints `([^`]+)`", _text(README))
@@ -183,15 +174,12 @@ def test_the_transition_tables_are_those_of_the_code(
 # --- options, errors, dependencies, the reference ---------------------------------------------------------------------
 
 
-def test_every_option_is_documented_and_every_documented_option_exists() -> None:
+def test_every_option_is_documented_and_extensions_lists_ours_those_without_effect_and_the_refused_ones() -> None:
     def options(text: str) -> set[str]:
         return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))
 
     known = options((SOURCE / "config.py").read_text())
     assert set().union(*(options(_text(page)) for page in PAGES)) == known != set()
-
-
-def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused() -> None:
     page = DOCS / "extensions.md"
     ours = [row for row in _rows(_section(page, "Options"), 4) if "`" in row[0]]
     assert {_code_spans(row[0])[0] for row in ours} == {
@@ -213,7 +201,7 @@ def test_extensions_lists_the_options_that_are_ours_without_effect_and_refused()
     assert refused == set(config._UNBUILT)
 
 
-def test_errors_page_lists_exactly_the_exceptions_with_bases_and_status() -> None:
+def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_that_the_code_uses() -> None:
     rows = list(_rows(_section(DOCS / "errors.md", "The tree"), 6))[1:]
     shown = {_code_spans(row[0])[0]: (_code_spans(row[1]), _code_spans(row[2]), row[3]) for row in rows}
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
@@ -227,15 +215,11 @@ def test_errors_page_lists_exactly_the_exceptions_with_bases_and_status() -> Non
         if issubclass(each, errors.LLMException)
     }
     assert all(row[5] for row in rows), "every row says what to do"
-
-
-def test_errors_page_names_every_status_that_the_code_uses() -> None:
     code = "".join(path.read_text() for module, path in modules().items() if not module.endswith("errors"))
     defaults = {each.default_status.name for each in errors.LLMException.__subclasses__()}
     used = set(re.findall(r"LLMStatusCode\.(LLM_\w+)", code)) | defaults
-    shown = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
-    assert used <= shown
-    assert shown <= set(errors.LLMStatusCode.__members__)
+    codes = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
+    assert used <= codes <= set(errors.LLMStatusCode.__members__)
 
 
 def test_every_public_class_is_in_the_reference() -> None:

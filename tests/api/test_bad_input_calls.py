@@ -27,10 +27,10 @@ from tests.support.refusals import (
     IN_USE,
     INT64,
     LAYERS,
+    MISMATCH,
     NONE,
     ONE_LAYER,
     RULE,
-    SWAP_PAIRS,
     TYPE,
     UINT32,
     UINT64,
@@ -40,6 +40,7 @@ from tests.support.refusals import (
     Table,
     attempt,
     bad,
+    each,
     integer,
     no_op,
     refuse,
@@ -54,9 +55,8 @@ DESC: Final = CacheDesc(2, [3, 32], INT8)
 ADDRS: Final = [1 << 20, 2 << 20]  # of nothing: registering touches no memory
 UNKNOWN_ROWS: Final = Cache(99, DESC, ADDRS)
 UNKNOWN_BLOCKS: Final = Cache(99, DESC, ADDRS, is_blocks_cache=True)
-PAGED_DESC: Final = CacheDesc(4, [6, 32], DataType.DT_UINT8, Placement.HOST)
-NO_ADDRESS: Final = Cache.create_cpu_cache(PAGED_DESC, [*ADDRS, 3 << 20, 0])
 PLACEHOLDER: Final = CacheKey(1, MAX)
+TWO_IDS: Final = CacheKey(1, 10, 0, 20)
 #: The prompt's ids count from 1 in the order of making (interface I11).
 ID: Final = {name: number for number, name in enumerate(PROMPT_CACHES, start=1)}
 
@@ -75,77 +75,69 @@ def blocks_of(model: int = 0, cluster: int = 1) -> BlocksCacheKey:
 CACHE: Final = Spec((1, "rows", DESC, [Use("rows")], [Use("paged")]))
 ROWS: Final = Spec(
     CACHE.wrong,
-    (Use("paged"), RULE, "blocks cache"),
-    (UNKNOWN_BLOCKS, RULE, "blocks cache"),
-    (Use("freed rows"), GONE, "no cache with id"),
-    (UNKNOWN_ROWS, GONE, "99"),
+    (RULE, "blocks cache", Use("paged"), UNKNOWN_BLOCKS),
+    (GONE, "no cache with id", Use("freed rows")),
+    (GONE, "99", UNKNOWN_ROWS),
 )
 PAGED: Final = Spec(
     CACHE.wrong,
-    (Use("rows"), RULE, "not a blocks cache"),
-    (UNKNOWN_ROWS, RULE, "not a blocks cache"),
-    (Use("freed blocks"), GONE, "no cache with id"),
-    (UNKNOWN_BLOCKS, GONE, "99"),
+    (RULE, "not a blocks cache", Use("rows"), UNKNOWN_ROWS),
+    (GONE, "no cache with id", Use("freed blocks")),
+    (GONE, "99", UNKNOWN_BLOCKS),
 )
 CACHE_DESC: Final = Spec(
     ("desc", [3, 32], 1),
-    (CacheDesc(0, [3, 32], INT8), RULE, "num_tensors"),
-    (CacheDesc(2, [0, 32], INT8), RULE, "shape"),
-    (CacheDesc(2, [3, -1], INT8), RULE, "shape"),
-    (CacheDesc(2, [1] * 32, INT8), RULE, "shape"),
-    (CacheDesc(2, [2**40, 2**40], INT8), RULE, "shape"),
+    (RULE, "num_tensors", CacheDesc(0, [3, 32], INT8)),
+    (RULE, "shape", *(CacheDesc(2, shape, INT8) for shape in ([0, 32], [3, -1], [1] * 32, [2**40, 2**40]))),
 )
 ROW_KEYS: Final = Spec(
     (CacheKey(1, 1), {CacheKey(1, 1)}, "keys", 1),
-    ([CacheKey(1, 1), None], NONE, "{}[1]"),
-    ([BlocksCacheKey(1)], TYPE, "{}[0]"),
-    ([PLACEHOLDER, PLACEHOLDER, 7], TYPE, "{}[2]"),
-    ([CacheKey(1, n) for n in range(100, 104)], RULE, "4 keys"),
-    ([PLACEHOLDER] * 4, RULE, "4 keys"),
+    (NONE, "{}[1]", [CacheKey(1, 1), None]),
+    (TYPE, "{}[0]", [BlocksCacheKey(1)]),
+    (TYPE, "{}[2]", [PLACEHOLDER, PLACEHOLDER, 7]),
+    (RULE, "4 keys", [CacheKey(1, n) for n in range(100, 104)], [PLACEHOLDER] * 4),
 )
 BLOCKS_KEY: Final = Spec((CacheKey(2, 1), [BlocksCacheKey(2)], 0), none_ok=True)
 ADDRESSES: Final = Spec(
     (tuple(ADDRS), 1 << 20, "addrs", set(ADDRS)),
-    ([1 << 20, None], NONE, "{}[1]"),
-    ([1 << 20, "2"], TYPE, "{}[1]"),
-    ([1.0, 2 << 20], TYPE, "{}[0]"),
-    ([1 << 20, -1], RULE, "{}[1]"),
-    ([1 << 20, 2**64], RULE, "{}[1]"),
-    ([1 << 20, 0], RULE, "{}[1]=0"),
-    ([1 << 20, 2**64 - 8], RULE, "address space"),
-    ([], RULE, "empty"),
-    ([1 << 20], RULE, "1 addresses"),
-    ([*ADDRS, 3 << 20], RULE, "3 addresses"),
+    (NONE, "{}[1]", [1 << 20, None]),
+    (TYPE, "{}[1]", [1 << 20, "2"]),
+    (TYPE, "{}[0]", [1.0, 2 << 20]),
+    (RULE, "{}[1]", [1 << 20, -1], [1 << 20, 2**64]),
+    (RULE, "{}[1]=0", [1 << 20, 0]),
+    (RULE, "address space", [1 << 20, 2**64 - 8]),
+    (RULE, "empty", []),
+    (RULE, "1 addresses", [1 << 20]),
+    (RULE, "3 addresses", [*ADDRS, 3 << 20]),
 )
 ACCESS: Final = Spec((1, 0, "yes", [True]), none_ok=True)
 ROW_KEY: Final = Spec(
     (1, "key", (1, 10), blocks_of(), [row_of("rows")]),
-    (row_of("rows", cluster=77), UNLINKED, "77"),
-    (row_of("rows", cluster=0), UNLINKED, "0"),
-    (CacheKeyByIdAndIndex(1, 99), GONE, "99"),
-    (CacheKeyByIdAndIndex(1, 0), GONE, "0"),  # in a push it stands for request 0 of model 0
-    (row_of("paged"), RULE, "blocks cache"),
-    (row_of("narrow rows"), RULE, "16"),
-    (row_of("two tensors"), RULE, "num_tensors"),
-    (row_of("five tensors"), RULE, "5"),
-    (row_of("hidden rows"), RULE, "remote_accessible"),
+    (UNLINKED, "77", row_of("rows", cluster=77)),
+    (UNLINKED, "0", row_of("rows", cluster=0)),
+    (GONE, "99", CacheKeyByIdAndIndex(1, 99)),
+    (GONE, "0", CacheKeyByIdAndIndex(1, 0)),  # in a push it stands for request 0 of model 0
+    (RULE, "blocks cache", row_of("paged")),
+    (MISMATCH, "16", row_of("narrow rows")),
+    (MISMATCH, "num_tensors", row_of("two tensors")),
+    (MISMATCH, "5", row_of("five tensors")),
+    (RULE, "remote_accessible", row_of("hidden rows")),
 )
 MODEL: Final = Spec(
     (1, "key", (1, 0), [blocks_of()]),
-    (blocks_of(cluster=77), UNLINKED, "77"),
-    (blocks_of(9), GONE, "model_id=9"),
-    (blocks_of(1), RULE, "64"),
-    (blocks_of(2), RULE, "num_tensors"),
-    (blocks_of(3), RULE, "remote_accessible"),
+    (UNLINKED, "77", blocks_of(cluster=77)),
+    (GONE, "model_id=9", blocks_of(9)),
+    (MISMATCH, "64", blocks_of(1)),
+    (MISMATCH, "num_tensors", blocks_of(2)),
+    (RULE, "remote_accessible", blocks_of(3)),
 )
 ROW: Final = integer(0, 2**32 - 1, 3)
 SIZE: Final = integer(-(2**63), 2**63 - 1, 0, -2, 33)
 CLUSTERS: Final = Spec(
     (info(5, 9), 1, "clusters", {1: info(5, 9)}),
-    ([None], NONE, "{}[0]"),
-    ([info(1, 9), None], NONE, "{}[1]"),
-    ([info(1, 9), 1], TYPE, "{}[1]"),
-    ([[info(1, 9)]], TYPE, "{}[0]"),
+    (NONE, "{}[1]", [info(1, 9), None]),
+    (TYPE, "{}[1]", [info(1, 9), 1]),
+    (TYPE, "{}[0]", [[info(1, 9)]]),
 )
 TIMEOUT: Final = integer(1, 2**31 - 1, -1, -(2**31) - 1)
 
@@ -157,43 +149,37 @@ NO_ROOM: Final = (
     bad(FULL, "device", cache_desc=CacheDesc(2**32 - 1, [1], INT8)),
     bad(RULE, "host_mem_pool_cfg", cache_desc=CacheDesc(2, [3, 32], INT8, Placement.HOST)),
 )
+MAKE: Final = {"cache_desc": DESC}
 REGISTER: Final = {"cache_desc": CACHE_DESC, "addrs": ADDRESSES, "remote_accessible": ACCESS}
 DEVICE: Final = Memtype.MEM_TYPE_DEVICE
 GOOD_INFO: Final = MemInfo(DEVICE, 1 << 20, 64)
 MEM_INFOS: Final = Spec(
     (),
-    ([GOOD_INFO, None], NONE, "{}[1]"),
-    ([], RULE, "empty"),
-    (1 << 20, RULE, "{}[0]"),  # the page: LLMException, not TypeError
-    ((GOOD_INFO,), RULE, "{}[0]"),
-    ([GOOD_INFO, "x"], RULE, "{}[1]"),
-    (MemInfo(Memtype.MEM_TYPE_HOST, 1 << 20, 64), RULE, "only device"),
-    ([GOOD_INFO, MemInfo(DEVICE, 0, 64)], RULE, "{}[1]"),
-    (MemInfo(DEVICE, 1 << 20, 0), RULE, "{}[0]"),
-    (MemInfo(DEVICE, 1 << 20, -1), RULE, "{}[0]"),
+    (NONE, "{}[1]", [GOOD_INFO, None]),
+    (RULE, "empty", []),
+    (RULE, "{}[0]", 1 << 20, (GOOD_INFO,), MemInfo(DEVICE, 1 << 20, 0), MemInfo(DEVICE, 1 << 20, -1)),  # no TypeError
+    (RULE, "{}[1]", [GOOD_INFO, "x"], [GOOD_INFO, MemInfo(DEVICE, 0, 64)]),
+    (RULE, "only device", MemInfo(Memtype.MEM_TYPE_HOST, 1 << 20, 64)),
 )
 MAKING: Final = (
     Table(
         "cm.allocate_cache",
-        {"cache_desc": DESC, "cache_keys": ()},
+        MAKE | {"cache_keys": ()},
         {"cache_desc": CACHE_DESC, "cache_keys": ROW_KEYS},
         *NO_ROOM,
-        bad(IN_USE, "req_id=1", cache_keys=[CacheKey(2, 1)]),
-        bad(IN_USE, "req_id=1", cache_keys=[CacheKey(7, 100), CacheKey(7, 1)]),  # the cluster id does not matter
+        # the cluster id does not matter
+        *each(IN_USE, "req_id=1", cache_keys=[[CacheKey(2, 1)], [CacheKey(7, 100), CacheKey(7, 1)]]),
         bad(IN_USE, "req_id=50", cache_keys=[CacheKey(2, 50)]),  # deallocated, not pulled yet
     ),
     Table(
         "cm.allocate_blocks_cache",
-        {"cache_desc": DESC, "blocks_cache_key": None},
+        MAKE | {"blocks_cache_key": None},
         {"cache_desc": CACHE_DESC, "blocks_cache_key": BLOCKS_KEY},
         *NO_ROOM,
-        bad(IN_USE, "model_id=0", blocks_cache_key=BlocksCacheKey(2, 0)),
-        bad(IN_USE, "model_id=0", blocks_cache_key=BlocksCacheKey(7, 0)),
+        *each(IN_USE, "model_id=0", blocks_cache_key=[BlocksCacheKey(2, 0), BlocksCacheKey(7, 0)]),
     ),
-    Table("cm.register_cache", {"cache_desc": DESC, "addrs": ADDRS}, REGISTER | {"cache_keys": ROW_KEYS}),
-    Table(
-        "cm.register_blocks_cache", {"cache_desc": DESC, "addrs": ADDRS}, REGISTER | {"blocks_cache_key": BLOCKS_KEY}
-    ),
+    Table("cm.register_cache", MAKE | {"addrs": ADDRS}, REGISTER | {"cache_keys": ROW_KEYS}),
+    Table("cm.register_blocks_cache", MAKE | {"addrs": ADDRS}, REGISTER | {"blocks_cache_key": BLOCKS_KEY}),
     Table("cm.remap_registered_memory", {"mem_infos": GOOD_INFO}, {"mem_infos": MEM_INFOS}),
 )
 GIVING_BACK: Final = (
@@ -201,28 +187,22 @@ GIVING_BACK: Final = (
         "cm.deallocate_cache",
         {"cache": Use("more rows")},
         {"cache": CACHE},
-        bad(RULE, "blocks cache", cache=Use("paged")),
-        bad(RULE, "blocks cache", cache=UNKNOWN_BLOCKS),
-        no_op(cache=UNKNOWN_ROWS),
-        no_op(cache=Use("freed rows")),
+        *each(RULE, "blocks cache", cache=[Use("paged"), UNKNOWN_BLOCKS]),
+        *(no_op(cache=cache) for cache in (UNKNOWN_ROWS, Use("freed rows"))),
     ),
     Table(
         "cm.deallocate_blocks_cache",
         {"cache": Use("more blocks")},
         {"cache": CACHE},
-        bad(RULE, "not a blocks cache", cache=Use("rows")),
-        bad(RULE, "not a blocks cache", cache=UNKNOWN_ROWS),
-        no_op(cache=UNKNOWN_BLOCKS),
-        no_op(cache=Use("freed blocks")),
+        *each(RULE, "not a blocks cache", cache=[Use("rows"), UNKNOWN_ROWS]),
+        *(no_op(cache=cache) for cache in (UNKNOWN_BLOCKS, Use("freed blocks"))),
     ),
     Table(
         "cm.remove_cache_key",
         {"cache_key": CacheKey(2, 1)},
         {"cache_key": Spec((1, "key", (2, 1), [CacheKey(2, 1)], BlocksCacheKey(2)))},
-        no_op(cache_key=CacheKey(2, 99)),
-        no_op(cache_key=CacheKey(2, 1, model_id=1)),
-        no_op(cache_key=PLACEHOLDER),  # the blocks key of model 0 stays (interface R25)
-        no_op(cache_key=CacheKey(2, MAX, 0, 1)),  # request 1 is no prefix 1
+        # the blocks key of model 0 stays (interface R25), and request 1 is no prefix 1
+        *(no_op(cache_key=key) for key in (CacheKey(2, 99), CacheKey(2, 1, 1), PLACEHOLDER, CacheKey(2, MAX, 0, 1))),
     ),
     Table(
         "cm.unregister_cache",
@@ -233,7 +213,7 @@ GIVING_BACK: Final = (
     ),
 )
 
-# --- copies inside the process ----------------------------------------------------------------------------------------
+# --- copies inside the process; swaps: test_swap_arguments.py ---------------------------------------------------------
 
 COPYING: Final = (
     Table(
@@ -257,99 +237,72 @@ COPYING: Final = (
         bad(RULE, "16", src=Use("narrow rows"), size=17),
         bad(RULE, "16", src=Use("narrow rows"), offset=16, size=1),
         # descriptors that do not match (interface R8)
-        bad(RULE, "16", dst=Use("narrow rows")),
-        bad(RULE, "dst 2", dst=Use("two tensors")),
-        bad(RULE, "5 tensors", src=Use("five tensors")),
-        bad(RULE, "DT_INT8", src=Use("signed")),
-        bad(RULE, "DT_INT8", dst=Use("signed"), size=8),
+        bad(MISMATCH, "16", dst=Use("narrow rows")),
+        bad(MISMATCH, "dst 2", dst=Use("two tensors")),
+        bad(MISMATCH, "5 tensors", src=Use("five tensors")),
+        bad(MISMATCH, "DT_INT8", src=Use("signed")),
+        bad(MISMATCH, "DT_INT8", dst=Use("signed"), size=8),
         bad(GONE, "req_id=7", src=UNKNOWN_ROWS, req_id=7),
     ),
     Table(
         "cm.copy_blocks",
         {"cache": Use("paged"), "copy_block_info": {0: [1, 2]}},
         {"cache": PAGED, "copy_block_info": COPY_PAIRS},
-        bad(RULE, "6", copy_block_info={6: [1]}),
-        bad(RULE, "6", copy_block_info={0: [1], 1: [2, 6]}),
         no_op(copy_block_info={}),
         no_op(copy_block_info={0: []}),
         no_op(copy_block_info={3: [3]}),
-    ),
-    Table(
-        "cm.swap_blocks",
-        {"src_cache": Use("paged"), "dst_cache": Use("host"), "src_to_dst": {0: 1, 1: 2}},
-        {"src_cache": CACHE, "dst_cache": CACHE, "src_to_dst": SWAP_PAIRS},
-        bad(RULE, "not a blocks cache", src_cache=Use("rows")),
-        bad(RULE, "not a blocks cache", dst_cache=Use("rows")),
-        bad(RULE, "6", src_to_dst={0: 0, 6: 1}),  # the device has 6 blocks
-        bad(RULE, "8", src_to_dst={0: 0, 1: 8}),  # the host 8
-        # geometry and placement (interface R16, R17)
-        bad(RULE, "64", dst_cache=Use("wide host")),
-        bad(RULE, "num_tensors", dst_cache=Use("two host tensors")),
-        bad(RULE, "DEVICE", dst_cache=Use("more blocks")),
-        bad(RULE, "HOST", src_cache=Use("host"), dst_cache=Use("host")),
-        bad(RULE, "DEVICE", src_cache=Use("more blocks"), dst_cache=Use("paged"), src_to_dst={}),
-        # memory that is not there
-        bad(RULE, "src_cache", src_cache=Use("freed blocks")),
-        bad(RULE, "dst_cache", src_cache=Use("host"), dst_cache=Use("freed blocks")),
-        bad(RULE, "dst_cache", dst_cache=NO_ADDRESS),
-        bad(RULE, "src_cache", src_cache=NO_ADDRESS, dst_cache=Use("paged")),
-        no_op(src_to_dst={}),
     ),
 )
 
 # --- pulls ------------------------------------------------------------------------------------------------------------
 
-WRONG_LISTS: Final = (
+BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST, **LAYERS}
+UNEQUAL_LISTS: Final = (
+    *UNEQUAL_LAYERS,
     bad(RULE, "is empty", src_blocks=(), dst_blocks=()),
-    bad(RULE, "src_blocks is empty", src_blocks=[]),
-    bad(RULE, "dst_blocks is empty", dst_blocks=[]),
-    bad(RULE, "equal lengths", src_blocks=[0]),
-    bad(RULE, "equal lengths", dst_blocks=[0, 1, 2]),
-    bad(RULE, "src_blocks", src_blocks=[0, 6]),
-    bad(RULE, "dst_blocks", dst_blocks=[0, 6]),
-    bad(RULE, "src_blocks", src_blocks=[2**40, 0]),
+    *each(RULE, "{} is empty", src_blocks=[[]], dst_blocks=[[]]),
+    *each(RULE, "{}", src_blocks=[[0, 6], [2**40, 0]], dst_blocks=[[0, 6]]),
+    *each(RULE, "equal lengths", src_blocks=[[0]], dst_blocks=[[0, 1, 2]]),
 )
 ROW_IN_BLOCKS: Final = {"src_blocks": [], "dst_blocks": [0]}
+#: Without remote cache access rows are named by their keys as well.
+GOOD_ROW_BY_KEY: Final = {"cache_key": CacheKey(1, 10), "cache": Use("rows")}
 PULL_CACHE: Final = Table(
     "cm.pull_cache",
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
     {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
     *UNEQUAL_LAYERS,
-    # the link
+    *each(RULE, "must be -1 or above 0", size=[0, -2]),
     bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
     # what is wrong here is said before what is wrong with the link
     bad(RULE, "size", cache_key=row_of("rows", cluster=77), size=33),
     bad(RULE, "batch_index", cache_key=row_of("rows", cluster=77), batch_index=3),
     bad(GONE, "no cache with id", cache_key=row_of("rows", cluster=77), cache=Use("freed rows")),
-    # there
     bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
-    bad(GONE, "3 rows", cache_key=row_of("rows", 3)),
-    bad(GONE, "3 rows", cache_key=row_of("rows", 2**32 - 1)),
-    bad(RULE, "16", cache_key=row_of("narrow rows"), size=17),
-    bad(RULE, "num_tensors", cache=Use("two tensors")),
+    *each(GONE, "3 rows", cache_key=[row_of("rows", 3), row_of("rows", 2**32 - 1)]),
+    bad(MISMATCH, "16", cache_key=row_of("narrow rows"), size=17),
+    bad(MISMATCH, "num_tensors", cache=Use("two tensors")),
     bad(RULE, "5 tensors", cache=Use("five tensors"), **ONE_LAYER),
     bad(RULE, "5 tensors", cache_key=row_of("five tensors"), **ONE_LAYER),
 )
-#: Without remote cache access rows are named by their keys as well.
 PULL_CACHE_BY_KEY: Final = Table(
     "cm.pull_cache",
-    {"cache_key": CacheKey(1, 10), "cache": Use("rows")},
+    GOOD_ROW_BY_KEY,
     {},
-    bad(RULE, "exactly one", cache_key=PLACEHOLDER),
-    bad(RULE, "exactly one", cache_key=CacheKey(1, 10, 0, 20)),
+    *each(RULE, "exactly one", cache_key=[PLACEHOLDER, TWO_IDS]),
     bad(RULE, "our own", cache_key=CacheKey(2, 1)),
     bad(UNLINKED, "77", cache_key=CacheKey(77, 10)),
     bad(GONE, "req_id=13", cache_key=CacheKey(1, 13)),
     bad(GONE, "model_id=1", cache_key=CacheKey(1, 10, 1)),
     bad(GONE, "req_id=20", cache_key=CacheKey(1, 20)),  # a prefix id
     bad(GONE, "prefix_id=10", cache_key=CacheKey(1, MAX, 0, 10)),  # a request id
-    bad(RULE, "num_tensors", cache_key=CacheKey(1, 40)),
-    bad(RULE, "16", cache_key=CacheKey(1, 30)),
+    bad(MISMATCH, "num_tensors", cache_key=CacheKey(1, 40)),
+    bad(MISMATCH, "16", cache_key=CacheKey(1, 30)),
 )
 #: With it they are not (the page), even if everything else about the call is wrong too.
 PULL_CACHE_BY_KEY_WITH_ACCESS: Final = Table(
     "cm.pull_cache",
-    {"cache_key": CacheKey(1, 10), "cache": Use("rows")},
+    GOOD_ROW_BY_KEY,
     {},
     bad(TYPE, "CacheKeyByIdAndIndex"),
     bad(TYPE, "CacheKeyByIdAndIndex", cache_key=CacheKey(77, 10), cache=None),
@@ -357,30 +310,20 @@ PULL_CACHE_BY_KEY_WITH_ACCESS: Final = Table(
 PULL_BLOCKS: Final = Table(
     "cm.pull_blocks",
     {"src_cache_key": blocks_of(), "dst_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
-    {
-        "src_cache_key": MODEL,
-        "dst_cache": PAGED,
-        "src_blocks": BLOCK_LIST,
-        "dst_blocks": BLOCK_LIST,
-        **LAYERS,
-        "grant": Spec(("grant", 1), none_ok=True),
-    },
-    *UNEQUAL_LAYERS,
-    *WRONG_LISTS,
+    {"src_cache_key": MODEL, "dst_cache": PAGED, **BLOCKS, "grant": Spec(("grant", 1), none_ok=True)},
+    *UNEQUAL_LISTS,
     bad(RULE, "dst_blocks is empty", src_blocks=[], dst_blocks=[]),
     bad(RULE, "dst_blocks[1]=6", dst_blocks=[0, 6]),
-    # the link
     bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
     bad(RULE, "dst_blocks[1]=6", src_cache_key=blocks_of(cluster=77), dst_blocks=[0, 6]),
     bad(GONE, "no cache with id", src_cache_key=blocks_of(cluster=77), dst_cache=Use("freed blocks")),
     # a row that is cut into blocks
-    bad(RULE, "only a BlocksCacheKey", src_cache_key=row_of("rows")),
-    bad(RULE, "only a BlocksCacheKey", src_cache_key=CacheKey(1, 10)),
+    *each(RULE, "only a BlocksCacheKey", src_cache_key=[row_of("rows"), CacheKey(1, 10)]),
     bad(GONE, "99", src_cache_key=CacheKeyByIdAndIndex(1, 99), **ROW_IN_BLOCKS),
     bad(GONE, "3 rows", src_cache_key=row_of("rows", 3), **ROW_IN_BLOCKS),
     bad(RULE, "dst_blocks", src_cache_key=row_of("rows"), src_blocks=[], dst_blocks=[0, 1]),  # one piece only
     bad(RULE, "blocks cache", src_cache_key=row_of("paged"), **ROW_IN_BLOCKS),
-    bad(RULE, "num_tensors", src_cache_key=row_of("two tensors"), **ROW_IN_BLOCKS),
+    bad(MISMATCH, "num_tensors", src_cache_key=row_of("two tensors"), **ROW_IN_BLOCKS),
     bad(RULE, "our own", src_cache_key=row_of("rows", cluster=2), **ROW_IN_BLOCKS),
     bad(RULE, "exactly one", src_cache_key=PLACEHOLDER, **ROW_IN_BLOCKS),
     bad(GONE, "req_id=13", src_cache_key=CacheKey(1, 13), **ROW_IN_BLOCKS),
@@ -392,8 +335,7 @@ PULL_BLOCKS: Final = Table(
 #: An empty range is not "all layers", as in a pull.
 EMPTY_LAYERS: Final = (
     bad(RULE, "empty", src_layer_range=range(0), dst_layer_range=range(0)),
-    bad(RULE, "empty", src_layer_range=range(2, 1)),
-    bad(RULE, "empty", dst_layer_range=range(1, 1)),
+    *each(RULE, "is empty", src_layer_range=[range(2, 1)], dst_layer_range=[range(1, 1)]),
 )
 PUSH_CACHE: Final = Table(
     "cm.push_cache",
@@ -410,22 +352,15 @@ PUSH_CACHE: Final = Table(
     bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(RULE, "3 rows", dst_cache_key=row_of("rows", 3)),
-    bad(RULE, "num_tensors", src_cache=Use("two tensors")),
+    bad(MISMATCH, "num_tensors", src_cache=Use("two tensors")),
     bad(RULE, "5 tensors", src_cache=Use("five tensors"), **ONE_LAYER),
 )
 PUSH_BLOCKS: Final = Table(
     "cm.push_blocks",
     {"dst_cache_key": blocks_of(), "src_cache": Use("paged"), "src_blocks": [0, 5], "dst_blocks": [3, 1]},
-    {
-        "dst_cache_key": MODEL,
-        "src_cache": PAGED,
-        "src_blocks": BLOCK_LIST,
-        "dst_blocks": BLOCK_LIST,
-        **LAYERS,
-    },
-    *UNEQUAL_LAYERS,
+    {"dst_cache_key": MODEL, "src_cache": PAGED, **BLOCKS},
+    *UNEQUAL_LISTS,
     *EMPTY_LAYERS,
-    *WRONG_LISTS,
     bad(RULE, "src_blocks[1]=6", src_blocks=[0, 6]),
     bad(RULE, "src_blocks[1]=6", dst_cache_key=blocks_of(cluster=77), src_blocks=[0, 6]),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
@@ -435,34 +370,32 @@ PUSH_BLOCKS: Final = Table(
 )
 PUSHES: Final = (PUSH_CACHE, PUSH_BLOCKS)
 #: Whatever the arguments are: remote access is asked for first (interface R16).
-WITHOUT_ACCESS: Final = (
-    bad(RULE, "enable_remote_cache_accessible"),
-    bad(RULE, "enable_remote_cache_accessible", dst_cache_key=None, src_cache=None),
-    bad(RULE, "enable_remote_cache_accessible", dst_cache_key=blocks_of(cluster=77)),
-)
+WITHOUT_ACCESS: Final = [
+    bad(RULE, "enable_remote_cache_accessible", **changes)
+    for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": blocks_of(cluster=77)})
+]
 
 # --- links of style A: what is raised; what is returned is in test_bad_input_instance.py -----------------------------
 
+LINK: Final = {"clusters": CLUSTERS, "timeout": TIMEOUT}
 LINKS: Final = (
     Table(
         "dd.link_clusters",
         {"clusters": [info(5, 9)], "timeout": 1000},
-        {"clusters": CLUSTERS, "timeout": TIMEOUT},
-        bad(RULE, "local_ip_info_list is empty", clusters=[info(5, 9, local=None)]),
+        LINK,
+        *each(RULE, "local_ip_info_list is empty", clusters=[[info(5, 9, local=None)], [LLMClusterInfo()]]),
         bad(RULE, "clusters[1]: local_ip_info_list is empty", clusters=[info(5, 9), info(6, 9, local=None)]),
-        bad(RULE, "local_ip_info_list is empty", clusters=[LLMClusterInfo()]),
     ),
     Table(
         "dd.explain",
         {"remote_cluster_id": 1},
         {"remote_cluster_id": UINT64},
-        bad(UNLINKED, "77", remote_cluster_id=77),
-        bad(UNLINKED, "2", remote_cluster_id=2),
+        *(bad(UNLINKED, str(number), remote_cluster_id=number) for number in (77, 2)),
     ),
     Table(
         "dd.unlink_clusters",
         {"clusters": [info(1)], "timeout": 1000, "force": True},
-        {"clusters": CLUSTERS, "timeout": TIMEOUT, "force": Spec((1, 0, "yes"))},
+        LINK | {"force": Spec((1, 0, "yes"))},
         bad(NONE, "clusters[0].remote_cluster_id", clusters=[LLMClusterInfo()]),
         bad(NONE, "clusters[1].remote_cluster_id", clusters=[info(1), info(None, 9)]),
     ),
@@ -472,16 +405,11 @@ IN_BOTH_MODES: Final = (PULL_CACHE, PULL_BLOCKS)
 
 
 @PLAIN
-def test_r01_bad_input_is_refused_and_nothing_has_happened(scene: Pair) -> None:
-    for table in (*MAKING, *GIVING_BACK, *COPYING, *IN_BOTH_MODES, PULL_CACHE_BY_KEY, *LINKS):
+def test_r01_r16_bad_input_and_every_push_is_refused_and_nothing_has_happened(scene: Pair) -> None:
+    pushes = [Table(table.call, table.good, {}, *WITHOUT_ACCESS) for table in PUSHES]
+    for table in (*MAKING, *GIVING_BACK, *COPYING, *IN_BOTH_MODES, PULL_CACHE_BY_KEY, *LINKS, *pushes):
         refuse((scene.decoder, scene.prompt), table)
     assert scene.decoder.do(attempt, PULL_CACHE_BY_KEY, [{}]) == [None]
-
-
-@PLAIN
-def test_r16_without_remote_access_every_push_is_refused(scene: Pair) -> None:
-    for table in PUSHES:
-        refuse((scene.decoder, scene.prompt), Table(table.call, table.good, {}, *WITHOUT_ACCESS))
 
 
 @ACCESSIBLE

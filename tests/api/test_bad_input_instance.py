@@ -11,7 +11,7 @@ from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotInitialized
 from tests.api.conftest import ACCESSIBLE
 from tests.support.linking import info
-from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, state
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, refuse_each, state
 from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 
 def test_r01_constructor() -> None:
-    for row in [*Spec(("PROMPT", 1, LLMRole)).rows("role"), *UINT64.rows("cluster_id")]:
-        arguments: dict[str, Any] = {"role": LLMRole.MIX, "cluster_id": 1} | row.changes
-        assert row.kind is not None
-        with pytest.raises(row.kind.error) as caught:
-            LLMDataDist(**arguments)
-        raises(caught.value, row.kind, row.texts)
+    specs = {"role": Spec(("PROMPT", 1, LLMRole)), "cluster_id": UINT64}
+    refuse_each(LLMDataDist, {"role": LLMRole.MIX, "cluster_id": 1}, specs)
     assert LLMDataDist.llm_engine_instance is None
 
 
@@ -64,7 +60,7 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.TlsCa", ["x"], "this version does not have"),
     *((pool, ["", "{", "[]"], "") for pool in POOLS),
 ]
-BAD_LISTEN: Final = ("", "26000", "127.0.0.1:1:2", "127.0.0.1:", "127.0.0.1:port", "127.0.0.1:-1", "127.0.0.1:65536")
+BAD_LISTEN: Final = ("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²")
 #: Pools: what is written, and the field that the error names; a page is the least, 20 GiB the most of host memory.
 BAD_POOLS: Final = [
     ("{}", "memory_size"),
@@ -84,14 +80,10 @@ BAD_INIT: Final[list[tuple[Any, Kind, tuple[str, ...]]]] = [
     ({}, RULE, ("ge.exec.deviceId is missing",)),
     ({"llm.Transport": "rdma"}, RULE, ("ge.exec.deviceId is missing",)),  # of two wrong options the earlier one
     *((OPTIONS | {key: text}, RULE, (key, part, repr(text)[:20])) for key, texts, part in BAD_VALUES for text in texts),
-    *(
-        (OPTIONS | {"llm.MemoryUtilization": text}, RULE, ("Utilization: " + text, "[0.0, 1.0]"))
-        for text in ("1.1", "1.5")
-    ),
+    (OPTIONS | {"llm.MemoryUtilization": "1.1"}, RULE, ("Utilization: 1.1", "[0.0, 1.0]")),
     *((OPTIONS | {"llm.PeerTimeout": text}, RULE, ("llm.PeerTimeout", text + ".0", "above 0")) for text in ("0", "-3")),
     (OPTIONS | {"llm.SyncKvCacheWaitTime": "9" * 5000}, RULE, ("llm.SyncKvCacheWaitTime", "whole number")),
     *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("listen_ip_info", repr(text))) for text in BAD_LISTEN),
-    *((OPTIONS | {"llm.listenIpInfo": text}, RULE, (repr(text),)) for text in ("::1:5", ":5", "1:2;3:4", "1:²")),
     *((OPTIONS | {pool: text}, RULE, (part,)) for pool in POOLS for text, part in BAD_POOLS),
     (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * GIB + 65536}}}'}, RULE, (POOLS[1],)),
     # modes
@@ -111,7 +103,7 @@ def test_r01_init_names_the_option_and_can_be_repeated() -> None:
     dd = LLMDataDist(LLMRole.DECODER, 1)
     for options, kind, texts in BAD_INIT:
         try:
-            with pytest.raises(kind.error) as caught:
+            with pytest.raises(kind) as caught:
                 dd.init(options)
             raises(caught.value, kind, texts)
         except BaseException as error:

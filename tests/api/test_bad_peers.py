@@ -4,7 +4,6 @@ leaves nothing (architecture rules 8 and 10). test_bad_targets.py has listeners 
 from __future__ import annotations
 
 import struct
-import threading
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -14,73 +13,64 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
+from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    FRAME_LIMIT,
-    Beat,
-    CommunicatorId,
-    Consumed,
-    Failed,
-    Linked,
-    Message,
-    Ping,
-    Pong,
-    Refused,
-    Release,
-    Resolve,
-    Resolved,
-    TransportChoice,
-    UnlinkAck,
-    UnlinkCancel,
-    UnlinkRequest,
-    Welcome,
-    frame,
-)
 from tests.conftest import Pair, _pair
+from tests.support.background import Call
 from tests.support.ends import ChildEnd
 from tests.support.gates import stopped
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, links, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger
-from tests.support.world import World, residue_of
+from tests.support.world import residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.support.world import World
+
 Code = LLMStatusCode
 MAX = 2**63 - 1
 HELD = ("fds", "memfd mappings")
+OVERSIZED = struct.pack(">I", wire.FRAME_LIMIT + 1)
 KEY, OTHER_KEY, MANY = CacheKey(1, 5), CacheKey(1, 6), BlocksCacheKey(1, 3)
-#: What is said instead of a greeting; some of it is followed by the end of the stream.
-NO_GREETINGS: Final[dict[str, bytes]] = {
-    "nothing, then the end": b"",
-    "garbage": b"\xff" * 4096,
-    "zeroes": bytes(4096),
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "half a preamble, then the end": CONTROL_PREAMBLE[:5],
-    "another version": CONTROL_PREAMBLE[:9] + b"\x63" + CONTROL_PREAMBLE[10:],
-    "another purpose": CONTROL_PREAMBLE[:11] + b"\x09",
-    "half a header, then the end": CONTROL_PREAMBLE + b"\0\0",
-    "half a frame, then the end": CONTROL_PREAMBLE + struct.pack(">I", 100) + b"abc",
-    "an oversized frame": CONTROL_PREAMBLE + struct.pack(">I", FRAME_LIMIT + 1),
-    "no message": CONTROL_PREAMBLE + struct.pack(">I", 3) + b"abc",
-    "another message": CONTROL_PREAMBLE + frame(Beat(1)),
-    "a resolve": CONTROL_PREAMBLE + frame(Resolve(1, False, None, 1, 0, 1000)),
+#: What costs a stranger its connection: instead of a greeting (False), and on a link (True).
+HUNG_UP_ON: Final[dict[str, tuple[bool, bytes]]] = {
+    "nothing, then the end": (False, b""),
+    "garbage": (False, b"\xff" * 4096),
+    "zeroes": (False, bytes(4096)),
+    "http": (False, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "half a preamble, then the end": (False, wire.CONTROL_PREAMBLE[:5]),
+    "another version": (False, wire.CONTROL_PREAMBLE[:9] + b"\x63" + wire.CONTROL_PREAMBLE[10:]),
+    "another purpose": (False, wire.CONTROL_PREAMBLE[:11] + b"\x09"),
+    "half a header, then the end": (False, wire.CONTROL_PREAMBLE + b"\0\0"),
+    "half a frame, then the end": (False, wire.CONTROL_PREAMBLE + struct.pack(">I", 100) + b"abc"),
+    "an oversized frame": (False, wire.CONTROL_PREAMBLE + OVERSIZED),
+    "no message": (False, wire.CONTROL_PREAMBLE + struct.pack(">I", 3) + b"abc"),
+    "another message": (False, wire.CONTROL_PREAMBLE + wire.frame(wire.Beat(1))),
+    "a resolve": (False, wire.CONTROL_PREAMBLE + wire.frame(wire.Resolve(1, False, None, 1, 0, 1000))),
+    "linked: Linked": (True, wire.frame(wire.Linked(1))),
+    "linked: TransportChoice": (True, wire.frame(wire.TransportChoice("shm", "", 1))),
+    "linked: Refused": (True, wire.frame(wire.Refused(0, ""))),
+    "linked: a preamble": (True, wire.CONTROL_PREAMBLE),
+    "linked: an oversized frame": (True, OVERSIZED),
+    "linked: no message": (True, struct.pack(">I", 1) + b"\xc1"),
+    "linked: garbage": (True, b"\xff" * 100_000),
+    "linked: half a frame, then the end": (True, wire.frame(wire.Ping(1))[:6]),
 }
-COMMUNICATOR = CommunicatorId("n", [(1, 0), (2, 1)], b"d" * 16, b"t" * 16)
+COMMUNICATOR = wire.CommunicatorId("n", [(1, 0), (2, 1)], b"d" * 16, b"t" * 16)
 #: Changes of the Hello, what is said to the Welcome (None: there is none), and the refusal.
-REFUSALS: Final[dict[str, tuple[dict[str, Any], Message | type[Welcome] | None, Code, str]]] = {
+REFUSALS: Final[dict[str, tuple[dict[str, Any], wire.Message | type[wire.Welcome] | None, Code, str]]] = {
     "another version": ({"version": 99}, None, Code.LLM_LINK_FAILED, "version 99"),
     "another cluster wanted": ({"wanted": 77}, None, Code.LLM_LINK_FAILED, "remote_cluster_id=77"),
     "another rca flag": ({"remote_accessible": True}, None, Code.LLM_PARAM_INVALID, "EnableRemoteCacheAccessible"),
     "the id of a linked cluster": ({"cluster_id": 2}, None, Code.LLM_ALREADY_LINK, "another cluster id"),
     "a communicator": ({"communicator": COMMUNICATOR}, None, Code.LLM_NOT_YET_LINK, ""),
-    "an echo of the Welcome": ({}, Welcome, Code.LLM_FAILED, "expected TransportChoice"),
-    "shm, not at the rendezvous": ({}, TransportChoice("shm", "because", 1), Code.LLM_LINK_FAILED, ""),
-    "inproc, in another process": ({}, TransportChoice("inproc", "because", 1), Code.LLM_LINK_FAILED, ""),
-    "no transport": ({}, TransportChoice("x\ny", "because", 1), Code.LLM_LINK_FAILED, ""),
+    "an echo of the Welcome": ({}, wire.Welcome, Code.LLM_FAILED, "expected TransportChoice"),
+    "shm, not at the rendezvous": ({}, wire.TransportChoice("shm", "because", 1), Code.LLM_LINK_FAILED, ""),
+    "inproc, in another process": ({}, wire.TransportChoice("inproc", "because", 1), Code.LLM_LINK_FAILED, ""),
+    "no transport": ({}, wire.TransportChoice("x\ny", "because", 1), Code.LLM_LINK_FAILED, ""),
 }
 #: How many strangers stop in a handshake, how much of it the first and the last of them say, and whether they are more
 #: than are greeted at once.
@@ -90,38 +80,27 @@ CROWDS: Final = {
     "at every byte of the greeting": (60, 0.0, 1.0, False),
 }
 WILD_QUESTIONS: Final = [
-    Resolve(1, False, None, MAX, MAX, MAX),
-    Resolve(MAX, False, None, -(2**63), 0, 0),
-    Resolve(3, False, None, 2**64 - 1, 0, 0),
-    Resolve(4, False, (99, 0, 0), 1, 0, 10),
-    Resolve(5, False, (-(2**63), 2**64 - 1, 2**64 - 1), 1, 0, 10),
-    Resolve(6, False, (int(Namespace.REQUEST), 2**64 - 1, 1), 0, 0, MAX),
-    Resolve(7, True, None, 1, 0, 1000),
-    Resolve(8, True, None, 0, MAX, 1000),
-    Resolve(9, False, None, 0, 0, 1000),
+    wire.Resolve(1, False, None, MAX, MAX, MAX),
+    wire.Resolve(MAX, False, None, -(2**63), 0, 0),
+    wire.Resolve(3, False, None, 2**64 - 1, 0, 0),
+    wire.Resolve(4, False, (99, 0, 0), 1, 0, 10),
+    wire.Resolve(5, False, (-(2**63), 2**64 - 1, 2**64 - 1), 1, 0, 10),
+    wire.Resolve(6, False, (int(Namespace.REQUEST), 2**64 - 1, 1), 0, 0, MAX),
+    wire.Resolve(7, True, None, 1, 0, 1000),
+    wire.Resolve(8, True, None, 0, MAX, 1000),
+    wire.Resolve(9, False, None, 0, 0, 1000),
 ]
 UNASKED: Final = [
-    Failed(1, 0, "x"),
-    UnlinkAck(1),
-    Pong(MAX),
-    UnlinkCancel(),
-    UnlinkCancel(),
-    Beat(MAX),
-    Consumed(1, 0, 0, 4),
-    Consumed(-5, MAX, MAX, MAX),
-    *(Release(pin, 0, count) for pin in (0, 1, 2, 3, MAX) for count in (0, 1, MAX)),
+    wire.Failed(1, 0, "x"),
+    wire.UnlinkAck(1),
+    wire.Pong(MAX),
+    wire.UnlinkCancel(),
+    wire.UnlinkCancel(),
+    wire.Beat(MAX),
+    wire.Consumed(1, 0, 0, 4),
+    wire.Consumed(-5, MAX, MAX, MAX),
+    *(wire.Release(pin, 0, count) for pin in (0, 1, 2, 3, MAX) for count in (0, 1, MAX)),
 ]
-#: What has no place on a link; the last one is the end of the stream inside a frame.
-OUT_OF_PLACE: Final[dict[str, bytes]] = {
-    "Linked": frame(Linked(1)),
-    "TransportChoice": frame(TransportChoice("shm", "", 1)),
-    "Refused": frame(Refused(0, "")),
-    "a preamble": CONTROL_PREAMBLE,
-    "an oversized frame": struct.pack(">I", FRAME_LIMIT + 1),
-    "no message": struct.pack(">I", 1) + b"\xc1",
-    "garbage": b"\xff" * 100_000,
-    "half a frame, then the end": frame(Ping(1))[:6],
-}
 
 
 @pytest.fixture(scope="module")
@@ -152,43 +131,30 @@ def linked(linked_once: Pair) -> Iterator[Pair]:
     wait_until(lambda: [prompt.do(residue_of)[kind] for kind in HELD] == [held[kind] for kind in HELD])
 
 
-def port_of(pair: Pair) -> int:
-    assert pair.prompt.port is not None
-    return pair.prompt.port
-
-
-def part(pair: Pair) -> None:
-    """Unlink the two; the test links them again."""
-    assert pair.decoder.do(unlink, [info(1, port_of(pair))]) == SUCCESS
-    alone(pair.prompt)
-
-
-def end_of_stream_if_told(stranger: Stranger, name: str) -> None:
-    """The other side would wait for the rest: a greeting has ten seconds."""
-    if name.endswith("then the end"):
-        stranger.sock.shutdown(1)
-
-
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NO_GREETINGS)
-def test_a_stranger_that_says_something_else_is_hung_up_on(linked: Pair, name: str) -> None:
-    with Stranger(port_of(linked)) as stranger:
-        stranger.say(NO_GREETINGS[name])
-        end_of_stream_if_told(stranger, name)
+@pytest.mark.parametrize("name", HUNG_UP_ON)
+def test_a_stranger_that_says_what_has_no_place_is_hung_up_on(linked: Pair, name: str) -> None:
+    when_linked, said = HUNG_UP_ON[name]
+    with Stranger(linked.prompt.port) as stranger:
+        if when_linked:
+            stranger.link()
+        stranger.say(said)
+        if name.endswith("then the end"):  # the other side would wait for the rest: a greeting has ten seconds
+            stranger.sock.shutdown(1)
         assert stranger.is_hung_up_on()
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_stranger_that_may_not_link_is_told_why_and_hung_up_on(linked: Pair, name: str) -> None:
     changes, then, code, text = REFUSALS[name]
-    with Stranger(port_of(linked)) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello(**changes))
+    with Stranger(linked.prompt.port) as stranger:
+        stranger.say(wire.CONTROL_PREAMBLE, stranger.hello(**changes))
         if then is not None:
-            welcome = stranger.hear(Welcome)
-            stranger.say(then if isinstance(then, Message) else welcome)
-        refused = stranger.hear(Refused)
+            welcome = stranger.hear(wire.Welcome)
+            stranger.say(then if isinstance(then, wire.Message) else welcome)
+        refused = stranger.hear(wire.Refused)
         assert refused.code == code
         assert text in refused.text
         assert "\n" not in refused.text
@@ -198,85 +164,85 @@ def test_a_stranger_that_may_not_link_is_told_why_and_hung_up_on(linked: Pair, n
 @pytest.mark.parametrize("name", CROWDS)
 def test_rule_10_strangers_that_stop_in_a_handshake_keep_no_good_peer_out(linked: Pair, name: str) -> None:
     count, first, last, too_many = CROWDS[name]
-    part(linked)
+    assert linked.decoder.do(unlink, [info(1, linked.prompt.port)]) == SUCCESS
+    alone(linked.prompt)
     with ExitStack() as leaving:
         crowd = []
         for number in range(count):
-            crowd.append(stranger := leaving.enter_context(Stranger(port_of(linked))))
-            said = CONTROL_PREAMBLE + frame(stranger.hello())
+            crowd.append(stranger := leaving.enter_context(Stranger(linked.prompt.port)))
+            said = wire.CONTROL_PREAMBLE + wire.frame(stranger.hello())
             share = round(len(said) * (first + (last - first) * number / (count - 1)))
             stranger.say(said[:share])
             if share == len(said):
-                stranger.hear(Welcome)
+                stranger.hear(wire.Welcome)
         linked.link()
         bytes_move_both_ways(linked.prompt, linked.decoder)
         if too_many:
             assert crowd[0].is_hung_up_on(), "the one that has been at it for longest makes room"
         if last == 0:  # the last one is still listened to
-            crowd[-1].say(CONTROL_PREAMBLE, crowd[-1].hello())
-            crowd[-1].hear(Welcome)
+            crowd[-1].say(wire.CONTROL_PREAMBLE, crowd[-1].hello())
+            crowd[-1].hear(wire.Welcome)
 
 
 def test_a_stranger_in_a_handshake_reserves_neither_its_token_nor_a_cluster_id(linked: Pair) -> None:
-    part(linked)
+    assert linked.decoder.do(unlink, [info(1, linked.prompt.port)]) == SUCCESS
+    alone(linked.prompt)
     token = b"t" * 16
-    with Stranger(port_of(linked), cluster_id=2) as first, Stranger(port_of(linked)) as second:
-        first.say(CONTROL_PREAMBLE, first.hello(token=token))
-        first.hear(Welcome)
-        second.say(CONTROL_PREAMBLE, second.hello(token=token))
-        assert "token" in second.hear(Refused).text  # two may not be expected with one token
-        assert linked.decoder.do(link, [info(1, port_of(linked))]) == SUCCESS
-        first.say(TransportChoice("shm", "too late", 1))
-        first.hear(Refused)
+    with Stranger(linked.prompt.port, cluster_id=2) as first, Stranger(linked.prompt.port) as second:
+        first.say(wire.CONTROL_PREAMBLE, first.hello(token=token))
+        first.hear(wire.Welcome)
+        second.say(wire.CONTROL_PREAMBLE, second.hello(token=token))
+        assert "token" in second.hear(wire.Refused).text  # two may not be expected with one token
+        linked.link()
+        first.say(wire.TransportChoice("shm", "too late", 1))
+        first.hear(wire.Refused)
 
 
 def test_a_storm_of_connections_leaves_nothing(linked: Pair) -> None:
     def storm() -> None:
         for number in range(60):
             # The kernel may reset a connection that was hung up on before it had said everything.
-            with suppress(ConnectionError), Stranger(port_of(linked)) as stranger:
-                stranger.say(list(NO_GREETINGS.values())[number % len(NO_GREETINGS)])
+            with suppress(ConnectionError), Stranger(linked.prompt.port) as stranger:
+                stranger.say(list(HUNG_UP_ON.values())[number % 13][1])
 
-    storms = [threading.Thread(target=storm) for _ in range(4)]
-    for each in storms:
-        each.start()
+    storms = [Call(storm) for _ in range(4)]
     bytes_move_both_ways(linked.prompt, linked.decoder)
     for each in storms:
-        each.join()
+        each.result()
 
 
 # --- linked peers -----------------------------------------------------------------------------------------------------
 
 
 def still_served(stranger: Stranger) -> None:
-    stranger.say(Ping(4711))
-    while stranger.hear(Pong).id != 4711:
+    stranger.say(wire.Ping(4711))
+    while stranger.hear(wire.Pong).id != 4711:
         pass
 
 
-def test_wild_questions_are_answered_with_failures_and_what_was_not_asked_for_is_ignored(linked: Pair) -> None:
-    with Stranger(port_of(linked)) as stranger:
+def test_wild_questions_are_failures_what_was_not_asked_for_is_ignored_and_unlink_requests_are_answered(
+    linked: Pair,
+) -> None:
+    with Stranger(linked.prompt.port) as stranger:
         stranger.link()
         for message in WILD_QUESTIONS:
             stranger.say(message)
-            answer = stranger.hear(Failed)
+            answer = stranger.hear(wire.Failed)
             assert answer.id == message.id
             assert answer.code in (Code.LLM_KV_CACHE_NOT_EXIST, Code.LLM_PARAM_INVALID)
         stranger.say(*UNASKED)
         still_served(stranger)
         # But a pin in an answer that was not asked for is given back.
-        stranger.say(Resolved(9, 1, msgspec.Raw(b"\xc0"), 0, b"", b"", [], 77))
-        assert stranger.hear(Release) == Release(77, 0, 0)
+        stranger.say(wire.Resolved(9, 1, msgspec.Raw(b"\xc0"), 0, b"", b"", [], 77))
+        assert stranger.hear(wire.Release) == wire.Release(77, 0, 0)
         still_served(stranger)
-
-
-@pytest.mark.parametrize("name", OUT_OF_PLACE)
-def test_what_has_no_place_on_a_link_costs_this_link_only(linked: Pair, name: str) -> None:
-    with Stranger(port_of(linked)) as stranger:
-        stranger.link()
-        stranger.say(OUT_OF_PLACE[name])
-        end_of_stream_if_told(stranger, name)
-        assert stranger.is_hung_up_on()
+        for number in range(20):
+            stranger.say(wire.UnlinkRequest(number))
+            assert stranger.hear(wire.UnlinkAck).id == number
+        assert linked.prompt.do(links)[66] == "draining"
+        stranger.say(wire.UnlinkCancel())
+        still_served(stranger)
+        assert linked.prompt.do(links)[66] == "ready"
 
 
 def test_the_pins_of_others_are_not_a_strangers_to_release(linked: Pair, tmp_path: Path) -> None:
@@ -285,13 +251,13 @@ def test_the_pins_of_others_are_not_a_strangers_to_release(linked: Pair, tmp_pat
     source = prompt.do(make, "pulled", spec, 1)
     target = decoder.do(make, "pulled", replace(spec, keys=()), 2)
     with (
-        Stranger(port_of(linked)) as stranger,
+        Stranger(linked.prompt.port) as stranger,
         stopped(decoder, "before copy", tmp_path, "pull_cache", KEY, Use("pulled"), 1) as pull,
     ):
         stranger.link()
         before = prompt.do(picture)
         assert before.pins == 1
-        stranger.say(*(Release(pin, 0, 4) for pin in range(before.unknown_releases + 64)))
+        stranger.say(*(wire.Release(pin, 0, 4) for pin in range(before.unknown_releases + 64)))
         still_served(stranger)
         now = prompt.do(picture)
         assert (now.pins, now.unknown_releases) == (1, 2 * before.unknown_releases + 64)
@@ -304,53 +270,42 @@ def test_the_pins_of_others_are_not_a_strangers_to_release(linked: Pair, tmp_pat
         end.do(forget, "pulled")
 
 
-def question(number: int, key: CacheKey | BlocksCacheKey, timeout: int = 600_000) -> Resolve:
-    return Resolve(number, False, key_of(key), 0, 0, timeout)
-
-
-def said(stranger: Stranger, messages: list[Message]) -> threading.Thread:
-    """Say all of it from a thread: the other side may take it only later."""
-    data = b"".join(frame(message) for message in messages)
-    thread = threading.Thread(target=stranger.say, args=(data,))
-    thread.start()
-    return thread
+def question(number: int, key: CacheKey | BlocksCacheKey) -> wire.Resolve:
+    return wire.Resolve(number, False, key_of(key), 0, 0, 600_000)
 
 
 def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_it(linked: Pair) -> None:
     prompt = linked.prompt
     prompt.do(make, "pinned", Spec(rows=2, stride=64, keys=(KEY, OTHER_KEY)), 1)
     before, more = prompt.do(picture), 7
-    with Stranger(port_of(linked)) as stranger:
+    with Stranger(linked.prompt.port) as stranger:
         stranger.link()
-        talker = said(stranger, [question(number, KEY) for number in range(1, MAX_PINS_PER_PEER + more + 1)])
-        pins = [stranger.hear(Resolved).pin for _ in range(MAX_PINS_PER_PEER)]
-        refusals = [stranger.hear(Failed) for _ in range(more)]
-        talker.join()
+        # From a thread: the other side may take it only later.
+        talker = Call(stranger.say, *(question(number, KEY) for number in range(1, MAX_PINS_PER_PEER + more + 1)))
+        pins = [stranger.hear(wire.Resolved).pin for _ in range(MAX_PINS_PER_PEER)]
+        refusals = [stranger.hear(wire.Failed) for _ in range(more)]
+        talker.result()
         assert len(set(pins)) == MAX_PINS_PER_PEER
         assert {refusal.code for refusal in refusals} == {Code.LLM_LINK_BUSY}
         assert all(str(MAX_PINS_PER_PEER) in refusal.text for refusal in refusals)
         assert prompt.do(picture).pins == MAX_PINS_PER_PEER
         bytes_move_both_ways(prompt, linked.decoder)  # another peer is not concerned
         # One released, one more. The same frame again releases nothing: not even the key, which the first has consumed.
-        stranger.say(Release(pins[0], 0, 0), Release(pins[0], 0, 4), Release(pins[0], 0, 4), question(9999, KEY))
-        assert stranger.hear(Resolved).id == 9999
+        released = [wire.Release(pins[0], 0, count) for count in (0, 4, 4)]
+        stranger.say(*released, question(9999, KEY))
+        assert stranger.hear(wire.Resolved).id == 9999
         after = prompt.do(picture)
         assert (after.pins, after.unknown_releases) == (MAX_PINS_PER_PEER, before.unknown_releases + 2)
         assert after.keys == before.keys
-        release = Release(pins[1], 0, 4)
+        release = wire.Release(pins[1], 0, 4)
         stranger.say(release, release, question(10_000, OTHER_KEY))
-        assert stranger.hear(Resolved).id == 10_000
+        assert stranger.hear(wire.Resolved).id == 10_000
         assert prompt.do(picture).unknown_releases == before.unknown_releases + 3
         assert len(prompt.do(picture).keys) == len(before.keys) - 1, "one key was consumed, once"
     wait_until(lambda: prompt.do(picture).pins == 0)
     assert len(prompt.do(picture).keys) == len(before.keys) - 1, "what goes with its peer consumes nothing"
     prompt.do(forget, "pinned")
-    prompt.do(remove_keys, [OTHER_KEY])
-
-
-def remove_keys(world: World, keys: list[CacheKey]) -> None:
-    for key in keys:
-        world.cm.remove_cache_key(key)
+    prompt.do(call, "remove_cache_key", OTHER_KEY)
 
 
 def rss_anon(end: object) -> int:
@@ -373,11 +328,11 @@ def test_rule_10_ten_thousand_questions_whose_answers_are_not_read_cost_bounded_
     prompt = linked.prompt
     # An answer is 24 KB long: all of them would be 240 MB.
     prompt.do(make, "many", Spec(tensors=2000, rows=1, stride=16, blocks=True, blocks_key=MANY), 1)
-    with Stranger(port_of(linked)) as stranger:
+    with Stranger(linked.prompt.port) as stranger:
         stranger.link()
         before = rss_anon(prompt)
-        questions: list[Message] = [question(number, MANY) for number in range(1, count + 1)]
-        talker = said(stranger, questions)
+        questions: list[wire.Message] = [question(number, MANY) for number in range(1, count + 1)]
+        talker = Call(stranger.say, *questions)
         # The first answers fill what the kernel and the backlog hold: from then on the stranger is not read any more.
         wait_until(lambda: prompt.do(unsent, 66) > 1 << 20)
         for _ in range(3):
@@ -385,8 +340,8 @@ def test_rule_10_ten_thousand_questions_whose_answers_are_not_read_cost_bounded_
         assert rss_anon(prompt) - before < bound
         # Nothing was lost: a stranger that begins to read gets every answer, in order.
         for number in range(1, count + 1):
-            assert stranger.hear(Resolved).id == number
-        talker.join()
+            assert stranger.hear(wire.Resolved).id == number
+        talker.result()
         assert rss_anon(prompt) - before < bound
         assert prompt.do(links) == {2: "ready", 66: "ready"}
         stranger.say(*questions[:500])  # and it may leave without reading
@@ -395,30 +350,14 @@ def test_rule_10_ten_thousand_questions_whose_answers_are_not_read_cost_bounded_
     prompt.do(forget, "many")
 
 
-def test_unlink_requests_without_end_are_answered_and_the_link_goes_with_the_peer(linked: Pair) -> None:
-    with Stranger(port_of(linked)) as stranger:
-        stranger.link()
-        for number in range(20):
-            stranger.say(UnlinkRequest(number))
-            assert stranger.hear(UnlinkAck).id == number
-        assert linked.prompt.do(links)[66] == "draining"
-        stranger.say(UnlinkCancel())
-        still_served(stranger)
-        assert linked.prompt.do(links)[66] == "ready"
-
-
 def test_a_stranger_may_link_again_and_replaces_its_own_link_only(linked: Pair) -> None:
-    incarnation, known = b"s" * 16, PeerSecrets()
-    with (
-        Stranger(port_of(linked), incarnation=incarnation, known=known) as first,
-        Stranger(port_of(linked), incarnation=incarnation, known=known) as second,
-    ):
+    port, incarnation, known = linked.prompt.port, b"s" * 16, PeerSecrets()
+    with Stranger(port, 66, incarnation, known) as first, Stranger(port, 66, incarnation, known) as second:
         first.link(sequence=1)
         second.link(sequence=2)
         assert first.is_hung_up_on()
         still_served(second)
-        stale = Stranger(port_of(linked), incarnation=incarnation, known=known)
-        with stale, pytest.raises(AssertionError, match="Linked"):
+        with Stranger(port, 66, incarnation, known) as stale, pytest.raises(AssertionError, match="Linked"):
             stale.link(sequence=1)
         still_served(second)
         assert linked.prompt.do(links) == {2: "ready", 66: "ready"}

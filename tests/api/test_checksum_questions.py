@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -18,10 +19,9 @@ from llm_datadist._native.plan import PlanEnd, digest
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, kept, questions, verified
-from tests.support.ends import LocalEnd
 from tests.support.gates import begin
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import World, residue, settled
+from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,64 +29,64 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
     from tests.conftest import Pair
-    from tests.support.ends import End
 
 pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 BUSY = int(LLMStatusCode.LLM_LINK_BUSY)
-NONCE = bytes(range(16))
 EXTENT = 8 * STRIDE
+FIRST_ID = 10**6
 
 
-def engine(where: World | End) -> Any:
+def engine(end: Any) -> Any:
     """Return the engine of an end of this process."""
-    world = where.world if isinstance(where, LocalEnd) else where
-    assert isinstance(world, World)
-    return world.dd._engine
+    return end.world.dd._require_engine("test")
 
 
 def spans(*pairs: tuple[int, int]) -> bytes:
     return np.array(pairs, dtype="<u8").tobytes()
 
 
-def question(world: World, change: dict[str, Any]) -> Verify:
-    """Return a fair question about all of block 2 of the first cache of ``world``, but for the changes."""
-    entry = engine(world).store.registry.lookup(1)
+def question(pair: Pair, **change: Any) -> Verify:
+    """Return a fair question about all of block 2 of the first cache of the prompt, but for the changes."""
+    guard = engine(pair.prompt).store.registry.lookup(1).guard
     fields: dict[str, Any] = {
         "id": 0,
         "cache_id": 1,
         "pin": 0,
-        "guards": [Guarded(entry.guard.slot, entry.guard.generation)],
+        "guards": [Guarded(guard.slot, guard.generation)],
         "push": False,
         "extent": EXTENT,
         "first": 0,
         "count": TENSORS,
         "runs": spans((2 * STRIDE, STRIDE)),
         "each_run": False,
-        "nonce": NONCE,
+        "nonce": bytes(range(16)),
         "budget_ms": 10_000,
     }
     return Verify(**(fields | change))
 
 
-def ask(world: World, fair: Verify, milliseconds: int = 10_000) -> Message:
-    """Ask the peer of this end."""
-    link: Link = engine(world).links.get(1)
-    build = lambda number: msgspec.structs.replace(fair, id=number)  # noqa: E731
-    return link.request(build, Deadline(milliseconds), "a question", "verify")
-
-
 def asked(pair: Pair, **change: Any) -> Message:
-    return pair.decoder.do(ask, pair.prompt.do(question, change))
+    """Ask the prompt, and return its answer."""
+    fair, link = question(pair, **change), engine(pair.decoder).links.get(1)
+    build = lambda number: msgspec.structs.replace(fair, id=number)  # noqa: E731
+    answer: Message = link.request(build, Deadline(10_000), "a question", "verify")
+    return answer
+
+
+def digests(pair: Pair, **change: Any) -> bytes:
+    answer = asked(pair, **change)
+    assert isinstance(answer, Verified)
+    return answer.digests
 
 
 def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> bytes:
     tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
     runs = np.array([(0, *each) for each in pairs], np.uint64)
     plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
-    found = digest(PlanEnd(plan, tensors, is_dst=False), None, NO_DEADLINE, NONCE, each_run=each_run)
+    found = digest(PlanEnd(plan, tensors, is_dst=False), None, NO_DEADLINE, question(pair).nonce, each_run=each_run)
     assert found is not None
     return found.tobytes()
 
@@ -94,15 +94,11 @@ def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> byt
 def test_a_fair_question_is_answered_again_and_again(local_pair: Pair) -> None:
     both(local_pair, PAGED, Spec(blocks=True))
     for _ in range(3):  # a replay is one more question
-        answer = asked(local_pair)
-        assert isinstance(answer, Verified)
-        assert answer.digests == expected(local_pair, (2 * STRIDE, STRIDE))
-    answer = asked(local_pair, count=1, each_run=True, runs=spans((0, 5), (7, 0), (EXTENT, 0), (1, EXTENT - 1)))
-    assert isinstance(answer, Verified)
-    assert answer.digests == expected(local_pair, (0, 5), (7, 0), (EXTENT, 0), (1, EXTENT - 1), each_run=True)
-    nothing = asked(local_pair, runs=b"")
-    assert isinstance(nothing, Verified)
-    assert len(nothing.digests) == TENSORS * 16
+        assert digests(local_pair) == expected(local_pair, (2 * STRIDE, STRIDE))
+    pieces = [(0, 5), (7, 0), (EXTENT, 0), (1, EXTENT - 1)]
+    each = digests(local_pair, count=1, each_run=True, runs=spans(*pieces))
+    assert each == expected(local_pair, *pieces, each_run=True)
+    assert len(digests(local_pair, runs=b"")) == TENSORS * 16
 
 
 UNFAIR: list[tuple[dict[str, Any], LLMStatusCode, str]] = [
@@ -164,7 +160,7 @@ def test_rule_10_what_a_peer_may_not_move_and_pins_of_others_it_may_not_ask_abou
     ):
         with pytest.raises(RemoteFailure, match=text):
             asked(local_pair, **change)
-    assert isinstance(asked(local_pair, pin=mine.pin_id), Verified)
+    digests(local_pair, pin=mine.pin_id)
     for peer, pin in (("another peer", other), (theirs, mine)):
         registry.release(peer, pin.pin_id)
     with pytest.raises(RemoteFailure, match="no pin"):
@@ -173,7 +169,7 @@ def test_rule_10_what_a_peer_may_not_move_and_pins_of_others_it_may_not_ask_abou
 
 def test_rule_10_more_runs_than_a_question_may_have_cost_the_connection(local_pair: Pair) -> None:
     both(local_pair, PAGED, Spec(blocks=True))
-    assert isinstance(asked(local_pair, runs=spans((0, 1)) * MAX_VERIFY_RUNS), Verified)
+    digests(local_pair, runs=spans((0, 1)) * MAX_VERIFY_RUNS)
     with pytest.raises(Exception, match=r"lost cluster 1|given up"):
         asked(local_pair, runs=spans((0, 1)) * (MAX_VERIFY_RUNS + 1))
     wait_until(lambda: local_pair.prompt.do(picture).links == ())
@@ -183,30 +179,12 @@ def test_rule_10_more_runs_than_a_question_may_have_cost_the_connection(local_pa
 
 
 @contextmanager
-def silent(pair: Pair, **settings: Any) -> Iterator[threading.Event]:
-    """Start two ends of which the prompt answers nothing until the event is set."""
-    both(pair, PAGED, Spec(blocks=True), **settings)
-    go = threading.Event()
+def full(pair: Pair, room: int, timeout: int, **change: Any) -> Iterator[tuple[threading.Event, list[Message]]]:
+    """The prompt, which answers nothing until the event is set, has been asked as often as it has room, and 3 times
+    more. The list has what comes back to the decoder."""
+    both(pair, PAGED, Spec(blocks=True), sync_kv_timeout=timeout)
+    go, seen = threading.Event(), []
     engine(pair.prompt)._checksums._thread.submit(go.wait, 60)
-    try:
-        yield go
-    finally:
-        go.set()
-
-
-def flood(pair: Pair, count: int, **change: Any) -> list[int]:
-    """Send questions for whose answers no call waits; return the ids under which they would be answered."""
-    fair = pair.prompt.do(question, change)
-    link = engine(pair.decoder).links.get(1)
-    ids = list(range(10**6, 10**6 + count))
-    for number in ids:
-        link.send(msgspec.structs.replace(fair, id=number))
-    return ids
-
-
-def answers(pair: Pair) -> list[Message]:
-    """Note from now on what comes back to the decoder."""
-    seen: list[Message] = []
     link = engine(pair.decoder).links.get(1)
     deliver = link.requests.answer
 
@@ -215,18 +193,20 @@ def answers(pair: Pair) -> list[Message]:
         return bool(deliver(number, message))
 
     link.requests.answer = note
-    return seen
+    try:
+        for number in range(room + 3):  # no call waits for the answers
+            link.send(question(pair, id=FIRST_ID + number, **change))
+        wait_until(lambda: len(seen) == 3)
+        refused = [(answer.id, answer.code) for answer in seen if isinstance(answer, Failed)]
+        assert refused == [(FIRST_ID + room + n, BUSY) for n in range(3)]
+        assert pair.prompt.do(questions) == room
+        yield go, seen
+    finally:
+        go.set()
 
 
 def test_rule_10_a_peer_has_room_for_so_many_questions_and_a_pull_waits_until_there_is_room(local_pair: Pair) -> None:
-    with silent(local_pair, sync_kv_timeout=30_000) as go:
-        seen = answers(local_pair)
-        ids = flood(local_pair, 256 + 3)
-        wait_until(lambda: len(seen) == 3)
-        assert [(answer.id, answer.code) for answer in seen if isinstance(answer, Failed)] == [
-            (n, BUSY) for n in ids[-3:]
-        ]
-        assert local_pair.prompt.do(questions) == 256
+    with full(local_pair, 256, 30_000) as (go, seen):
         finish = begin(local_pair.decoder, call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
         # Its question was refused at least twice, so it was asked again.
         wait_until(lambda: sum(isinstance(answer, Failed) for answer in seen) >= 3 + 2)
@@ -234,19 +214,12 @@ def test_rule_10_a_peer_has_room_for_so_many_questions_and_a_pull_waits_until_th
         finish()
         assert verified(local_pair.decoder) == TENSORS * STRIDE
         answered = {answer.id for answer in seen if isinstance(answer, Verified)}
-        assert answered >= set(ids[:-3])
-        assert not answered & set(ids[-3:])
+        assert {number for number in answered if number >= FIRST_ID} == set(range(FIRST_ID, FIRST_ID + 256))
 
 
 def test_rule_10_large_questions_take_more_room_and_a_lost_link_gives_it_back(local_pair: Pair) -> None:
     """To a peer that stays busy a pull is no success (interface R6)."""
-    with silent(local_pair, sync_kv_timeout=200):
-        seen = answers(local_pair)
-        ids = flood(local_pair, 32 + 3, runs=spans((0, 1)) * MAX_VERIFY_RUNS)
-        wait_until(lambda: len(seen) == 3)
-        assert [(answer.id, answer.code) for answer in seen if isinstance(answer, Failed)] == [
-            (n, BUSY) for n in ids[-3:]
-        ]
+    with full(local_pair, 32, 200, runs=spans((0, 1)) * MAX_VERIFY_RUNS):
         with pytest.raises(DeadlineExceeded) as caught:
             local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [2])
         assert caught.value.phase == "verify"
@@ -257,31 +230,21 @@ def test_rule_10_large_questions_take_more_room_and_a_lost_link_gives_it_back(lo
 
 def test_one_peer_after_the_other_is_answered() -> None:
     served: list[str] = []
-
-    class Peer:
-        """Stands for a link: all that the queues ask of it is that it can be a key."""
-
-        def __init__(self, name: str) -> None:
-            self.name = self.peer = name
-
-        def tell(self, message: Failed) -> None:
-            served.append(f"{self.name}{message.id}")
-
     before = residue()
     server = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
     go = threading.Event()
     server._thread.submit(go.wait, 60)
-    greedy, modest = Peer("greedy"), Peer("modest")
-    fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, NONCE, 10_000)
-    for number in range(4):
-        server.on_verify(greedy, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
-    for number in range(2):
-        server.on_verify(modest, msgspec.structs.replace(fair, id=number))  # type: ignore[arg-type]
+    fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, bytes(16), 10_000)
+    for name, count in (("greedy", 4), ("modest", 2)):
+        link = Mock(peer=name)  # all that the queues ask of a link is that it can be a key
+        link.tell.side_effect = lambda message, name=name: served.append(f"{name}{message.id}")
+        for number in range(count):
+            server.on_verify(link, msgspec.structs.replace(fair, id=number))
     go.set()
     wait_until(lambda: len(served) == 6)
     server.close()
     assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
-    server.on_verify(modest, fair)  # type: ignore[arg-type]
+    server.on_verify(link, fair)
     assert served[-1] == "modest0"
     server.close()
     assert settled(before) == before

@@ -3,7 +3,9 @@ nothing is confirmed when the peer does not look."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,19 +27,17 @@ from tests.support.checksums import (
     questions,
     verified,
 )
-from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.gates import begin, stopped
 from tests.support.layers import spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.support.ends import ChildEnd, End
     from tests.support.layers import Span
     from tests.support.world import World
 
@@ -56,25 +56,19 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 
 def flipping(world: World, tensor: int, at: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
-    assert world.dd._engine is not None
-    connections: tuple[Any, ...] = world.dd._engine.links.get(1).connection.connections
+    connections = world.dd._require_engine("test").links.get(1).connection.connections
     verb = "read" if method.startswith("pull") else "write"
 
-    def corrupted(original: Any) -> Any:
-        def move(*args: Any) -> Any:
-            result = original(*args)
-            flip(world, "kv", tensor, at)
-            return result
+    def corrupted(original: Any, *args: Any) -> Any:
+        result = original(*args)
+        flip(world, "kv", tensor, at)
+        return result
 
-        return move
-
-    for connection in connections:
-        setattr(connection, verb, corrupted(getattr(connection, verb)))
-    try:
-        call(world, method, *args, **kwargs)
-    finally:
+    with ExitStack() as undo:
         for connection in connections:
-            del connection.__dict__[verb]
+            setattr(connection, verb, partial(corrupted, getattr(connection, verb)))
+            undo.callback(delattr, connection, verb)
+        call(world, method, *args, **kwargs)
 
 
 def is_named(error: ChecksumMismatch, *parts: str, local: Place, remote: Place) -> None:
@@ -110,11 +104,10 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
     tensors: list[Place] | None = None
     besides: Place | None = None
-    confirmed: int | None = None
-    consumes: int = 0
 
 
 PIECES = 5 * STRIDE - 7  # the last piece is short
+TO, CUTS = [7, 6, 5, 2, 1], range(0, PIECES, STRIDE)
 CASES: Final = {
     "blocks": Case(
         "pull_blocks",
@@ -138,15 +131,6 @@ CASES: Final = {
         tensors=[(4, 2), (5, 3)],
         besides=(3, STRIDE + 3),
     ),
-    "row": Case(
-        "pull_cache",
-        (KEY, KV, 5),
-        [(5 * STRIDE, 0, STRIDE)],
-        [(0, 6 * STRIDE - 1, (0, 5), (0, 0), ())],
-        source=ROWS,
-        target=Spec(),
-        consumes=1,
-    ),
     "short row": Case(
         "pull_cache",
         (KEY, KV, 5, 31),
@@ -155,15 +139,11 @@ CASES: Final = {
         source=ROWS,
         target=Spec(),
         besides=(3, 271),
-        consumes=1,
     ),
     "pieces": Case(
         "pull_blocks",
-        (KEY, KV, [], [7, 6, 5, 2, 1]),
-        [
-            (block * STRIDE, PIECES + piece * STRIDE, STRIDE if piece < 4 else STRIDE - 7)
-            for piece, block in enumerate([7, 6, 5, 2, 1])
-        ],
+        (KEY, KV, [], TO),
+        [(to * STRIDE, PIECES + at, min(STRIDE, PIECES - at)) for to, at in zip(TO, CUTS, strict=True)],
         [
             (2, 7 * STRIDE, (2, 7), (2, 1), ("row 1 (bytes 233 to 281 of",)),
             (2, 6 * STRIDE + 30, (2, 6), (2, 1), ("row 1 (bytes 281 to 329 of",)),
@@ -171,22 +151,18 @@ CASES: Final = {
         ],
         source=Spec(rows=2, stride=PIECES, keys=(CacheKey(1, 9), KEY)),
         besides=(2, STRIDE + 41),
-        consumes=1,
     ),
     # Of blocks written twice (interface R26) the last is confirmed; a short last piece covers a part of a block.
     "twice": Case(
         "pull_blocks",
         (BLOCKS, KV, [1, 2, 3], [5, 5, 0]),
         [(5 * STRIDE, STRIDE, STRIDE), (5 * STRIDE, 2 * STRIDE, STRIDE), (0, 3 * STRIDE, STRIDE)],
-        confirmed=2 * STRIDE * TENSORS,
     ),
     "pieces twice": Case(
         "pull_blocks",
         (KEY, KV, [], [4, 6, 6]),
         [(4 * STRIDE, 0, STRIDE), (6 * STRIDE, STRIDE, STRIDE), (6 * STRIDE, 2 * STRIDE, STRIDE - 20)],
         source=Spec(rows=1, stride=3 * STRIDE - 20, keys=(KEY,)),
-        confirmed=2 * STRIDE * TENSORS,
-        consumes=1,
     ),
     "pushed blocks": Case(
         "push_blocks",
@@ -202,7 +178,6 @@ CASES: Final = {
         [(1, 209, (1, 4), (1, 2), ("row 4 (bytes 192 to 240", "row 2 (bytes 96 to 144", "remote bytes addressed are"))],
         source=Spec(keys=(CacheKey(1, 9), KEY, CacheKey(1, 11))),
         target=Spec(),
-        consumes=1,
     ),
 }
 
@@ -227,9 +202,9 @@ def test_r05_r26_what_differs_is_named_and_consumes_nothing_and_what_is_right_is
     else:
         pair.decoder.do(flipping, *case.besides, *arguments)
         local[case.besides[0]].reshape(-1)[case.besides[1]] ^= 4
-    confirmed = case.confirmed or sum(length for _, _, length in case.spans) * len(tensors)
+    confirmed = len({byte for at, _, length in case.spans for byte in range(at, at + length)}) * len(tensors)
     assert (verified(pair.decoder), verified(pair.prompt)) == (confirmed, 0)  # the prompt only answered
-    wait_until(lambda: kept(pair) == keys - case.consumes)
+    wait_until(lambda: kept(pair) == keys - bool(case.source.keys))  # of rows the key is consumed
     dst, src = (remote, local) if pushes else (local, remote)
     same_bytes((pair.prompt if pushes else pair.decoder).do(show, "kv"), spanned(dst, src, case.spans, tensors))
     same_bytes((pair.decoder if pushes else pair.prompt).do(show, "kv"), src)
@@ -360,55 +335,41 @@ PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
 
 
 @pytest.mark.parametrize(
-    ("source", "args", "change"),
+    ("source", "change", "fails"),
     [
-        (ROWS, PULL_ROW, take_key_away),
-        (PAGED, PULL_BLOCK, give_cache_back),
-        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), PULL_BLOCK, give_cache_back),
+        (ROWS, take_key_away, True),
+        (ROWS, give_cache_back, False),  # its key is not consumed yet, so the memory stays
+        (PAGED, give_cache_back, True),
+        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), give_cache_back, True),
     ],
 )
-def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull(
-    shm_pair: Pair, tmp_path: Path, source: Spec, args: tuple[Any, ...], change: Callable[[World], None]
+def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull_unless_its_pin_keeps_it(
+    shm_pair: Pair, tmp_path: Path, source: Spec, change: Callable[[World], None], fails: bool
 ) -> None:
-    both(shm_pair, source, Spec(blocks=source.blocks))
-    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *args)
-    shm_pair.prompt.do(change)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    src, dst = both(shm_pair, source, Spec(blocks=source.blocks))
+    finish = begun(prompt, decoder, tmp_path, *(PULL_BLOCK if source.blocks else PULL_ROW))
+    prompt.do(change)
     (tmp_path / "go").touch()
+    if not fails:
+        finish()
+        assert verified(decoder) == TENSORS * STRIDE
+        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
+        wait_until(lambda: prompt.do(picture).caches.nbytes == 0)  # the digest holds it no more
+        return
     with pytest.raises(TransferFailed, match="could not confirm the bytes") as caught:
         finish()
-    assert not isinstance(caught.value, ChecksumMismatch)
-    assert (caught.value.phase, caught.value.peer, caught.value.status_code) == ("verify", 1, LLMStatusCode.LLM_FAILED)
+    error = caught.value
+    assert not isinstance(error, ChecksumMismatch)
+    assert (error.phase, error.peer, error.status_code) == ("verify", 1, LLMStatusCode.LLM_FAILED)
     kept(shm_pair)
-
-
-def test_a_cache_given_back_before_the_answer_is_kept_by_the_pin(shm_pair: Pair, tmp_path: Path) -> None:
-    src, dst = both(shm_pair, ROWS, Spec())
-    finish = begun(shm_pair.prompt, shm_pair.decoder, tmp_path, *PULL_ROW)
-    shm_pair.prompt.do(give_cache_back)  # its key is not consumed yet, so the memory stays
-    (tmp_path / "go").touch()
-    finish()
-    assert verified(shm_pair.decoder) == TENSORS * STRIDE
-    same_bytes(shm_pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
-    wait_until(lambda: shm_pair.prompt.do(picture).caches.nbytes == 0)  # the digest holds it no more
-
-
-@pytest.fixture
-def mortal() -> Iterator[tuple[LocalEnd, ChildEnd]]:
-    """An end in this process, which must have nothing left, and one in a child that may be killed."""
-    before = residue()
-    survivor, child = LocalEnd("survivor"), ChildEnd("mortal")
-    yield survivor, child
-    survivor.stop()
-    child.kill()
-    del survivor, child
-    assert settled(before) == before
 
 
 @pytest.mark.parametrize("killed", ["prompt", "decoder"])
 def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
-    mortal: tuple[LocalEnd, ChildEnd], tmp_path: Path, killed: str
+    four: list[ChildEnd], tmp_path: Path, killed: str
 ) -> None:
-    survivor, child = mortal
+    survivor, child = four[0], four.pop()
     prompt, decoder = (child, survivor) if killed == "prompt" else (survivor, child)
     start_both(prompt, decoder, "shm", extra=ON)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS

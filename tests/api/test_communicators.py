@@ -1,18 +1,32 @@
-"""link, unlink, query_register_mem_status: rank tables become links, whichever member calls first (interface §3.5,
-B2.3)."""
+"""link, unlink, query_register_mem_status: rank tables become links, whichever member calls first, and what becomes of
+members that are lost before all have come (interface §3.5, B2.3)."""
 
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist.errors import CacheNotFound, LLMStatusCode, NotLinked
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, explain, info, link, links, not_linked, unlink
+from llm_datadist._links.communicators import Communicators
+from llm_datadist._links.retry import RetryQueue
+from llm_datadist.errors import CacheNotFound, LinkRefused, LLMStatusCode, NotLinked
+from tests.support.background import Call
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    bytes_move_both_ways,
+    explain,
+    info,
+    link,
+    link_number,
+    links,
+    not_linked,
+    unlink,
+)
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.ranks import (
     FAILED,
@@ -36,7 +50,6 @@ from tests.support.world import make_config
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
-    from tests.support.ends import ChildEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
@@ -102,37 +115,33 @@ def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason_and
 
 
 SHM, TCP = {"llm.Transport": "shm"}, {"llm.Transport": "tcp"}
-FOUR_HOSTS: Final = [host(0)] * 4
-#: What differs between members: settings, members and table of the decoder, what both say, and what the decoder says.
-DIFFERENCES: Final[dict[str, tuple[dict[str, Any], dict[int, int], dict[str, Any], str, str]]] = {
-    "members": ({}, {1: 0, 2: 1, 3: 2}, {}, "cluster_rank_info differs: {1: 0, 2: 1", ""),
-    "ranks": ({}, {1: 1, 2: 3}, {}, "cluster_rank_info differs", ""),
-    "table": ({}, {1: 0, 2: 1}, {"version": "1.2"}, "rank_table differs: digest", ""),
-    "rca": ({"enable_remote_cache_accessible": True}, {1: 0, 2: 1}, {}, "EnableRemoteCacheAccessible differs", ""),
-    "transport": ({"extra": TCP}, {1: 0, 2: 1}, {}, "", "llm.Transport differs: shm at the peer, tcp here"),
+#: What differs between members: settings, members and table of the decoder, and what is said.
+DIFFERENCES: Final[dict[str, tuple[dict[str, Any], dict[int, int], dict[str, Any], str]]] = {
+    "members": ({}, {1: 0, 2: 1, 3: 2}, {}, "cluster_rank_info differs: {1: 0, 2: 1"),
+    "ranks": ({}, {1: 1, 2: 3}, {}, "cluster_rank_info differs"),
+    "table": ({}, {1: 0, 2: 1}, {"version": "1.2"}, "rank_table differs: digest"),
+    "rca": ({"enable_remote_cache_accessible": True}, {1: 0, 2: 1}, {}, "EnableRemoteCacheAccessible differs"),
+    "transport": ({"extra": TCP}, {1: 0, 2: 1}, {}, "llm.Transport differs: shm at the peer, tcp here"),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_members_that_do_not_mean_the_same_fail_and_say_what_differs(shm_pair: Pair, name: str) -> None:
-    settings, ranks, fields, at_both, at_the_decoder = DIFFERENCES[name]
+    settings, ranks, fields, text = DIFFERENCES[name]
     # Only for another transport is the time waited for: another attempt may find another one.
     seconds = {"link_total_time": 2 if name == "transport" else 60}
     shm_pair.prompt.start("PROMPT", 1, **({"extra": SHM} | seconds))
     shm_pair.decoder.start("DECODER", 2, **({"extra": SHM} | seconds | settings))
-    ends, communicator = (shm_pair.prompt, shm_pair.decoder), new_name()
+    ends, communicator, hosts = (shm_pair.prompt, shm_pair.decoder), new_name(), [host(0)] * 4
     ids = [
-        ends[0].do(join, communicator, {1: 0, 2: 1}, table(*FOUR_HOSTS)),
-        ends[1].do(join, communicator, ranks, table(*FOUR_HOSTS, **fields)),
+        ends[0].do(join, communicator, {1: 0, 2: 1}, table(*hosts)),
+        ends[1].do(join, communicator, ranks, table(*hosts, **fields)),
     ]
     assert settle(ends, ids) == [FAILED, FAILED]
     reasons = [end.do(explained, comm_id).reason for end, comm_id in zip(ends, ids, strict=True)]
-    assert at_the_decoder in reasons[1]
-    for reason in reasons:
-        assert at_both in reason
-        if at_both:
-            assert "cluster 1" in reason
-            assert "cluster 2" in reason
+    assert text in reasons[1]
+    for reason in reasons if name != "transport" else []:
+        assert all(part in reason for part in (text, "cluster 1", "cluster 2")), reason
     assert [end.do(links) for end in ends] == [{}, {}]
 
 
@@ -172,7 +181,7 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
 # --- unlink, finalize -------------------------------------------------------------------------------------------------
 
 
-def test_unlink_while_preparing_ends_the_preparation(shm_pair: Pair) -> None:
+def test_r21_unlink_and_finalize_end_a_preparation_and_the_same_may_be_tried_again(shm_pair: Pair) -> None:
     ends = start_two(shm_pair, link_total_time=2)
     meeting = Meeting((1, 2))
     before = [end.do(picture) for end in ends]
@@ -184,32 +193,6 @@ def test_unlink_while_preparing_ends_the_preparation(shm_pair: Pair) -> None:
     assert settle(ends[:1], ids) == [FAILED]
     ends[0].do(drop, ids[0])
     assert [end.do(picture) for end in ends] == before
-    assert settle(ends, meeting.join(*ends)) == [OK, OK]
-
-
-def test_unlink_waits_for_a_running_pull(local_pair: Pair) -> None:
-    """The link is given up after the operation, not under it: every byte of the pull arrives."""
-    ends = start_two(local_pair)
-    comm_id, _ = joined(*ends)
-    link_ = ends[0].do(lambda world: world.dd._engine.links.get(2))
-    order: list[str] = []
-
-    def give_up() -> None:
-        ends[0].do(drop, comm_id)
-        order.append("unlinked")
-
-    with link_.operation():
-        unlinker = threading.Thread(target=give_up)
-        unlinker.start()
-        wait_until(lambda: link_.state.value == "draining")
-        order.append("operation ends")
-    unlinker.join()
-    assert order == ["operation ends", "unlinked"]
-    alone(*ends)
-
-
-def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
     joined(*ends)
     Meeting((1, 77)).join(ends[0])
     for end in ends:
@@ -217,7 +200,8 @@ def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair
         assert end.do(picture).communicators == ()
         with pytest.raises(NotLinked):
             end.do(status, 1)
-    assert joined(*ends) == [1, 1], "ids begin anew"
+    assert meeting.join(*ends) == [1, 1], "ids begin anew"
+    assert settle(ends, [1, 1]) == [OK, OK]
     bytes_move_both_ways(*ends)
 
 
@@ -225,32 +209,23 @@ def test_r21_finalize_with_communicators_then_init_and_link_again(shm_pair: Pair
 
 
 def test_communicators_with_one_member_have_ids_of_their_own_and_the_last_one_keeps_the_link(tcp_pair: Pair) -> None:
-    ends, meeting = start_two(tcp_pair), Meeting((1, 2))
+    ends = start_two(tcp_pair)
     # Calls with the very same arguments find each other pairwise, also while none is ready.
-    assert [meeting.join(*ends) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
-    for number in (1, 2, 3):
-        assert settle(ends, [number] * 2) == [OK, OK]
-    assert [end.do(links) for end in ends] == [{2: "ready"}, {1: "ready"}]
-    for gone in (1, 3):  # the oldest, the newest
-        for end in ends:
-            end.do(drop, gone)
-        bytes_move_both_ways(*ends)
-    ends[0].do(drop, 2)
-    alone(*ends)
-
-
-def test_forty_communicators_begun_in_opposite_orders_all_become_ready(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
+    same = Meeting((1, 2))
+    assert [same.join(*ends) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
     meetings = [Meeting((1, 2)) for _ in range(40)]
     for end, order in zip(ends, (meetings, meetings[::-1]), strict=True):
         for meeting in order:
             meeting.join(end)
     for end in ends:
-        assert settle([end] * 40, range(1, 41)) == [OK] * 40
+        assert settle([end] * 43, range(1, 44)) == [OK] * 43
     assert [end.do(links) for end in ends] == [{2: "ready"}, {1: "ready"}]
-    for end in ends:
-        for comm_id in range(1, 41):
-            end.do(drop, comm_id)
+    for gone in ([1], [43], range(3, 43)):  # the oldest, the newest
+        for end in ends:
+            for comm_id in gone:
+                end.do(drop, comm_id)
+        bytes_move_both_ways(*ends)
+    ends[0].do(drop, 2)
     alone(*ends)
 
 
@@ -309,3 +284,147 @@ def is_redialled(world: World, peer: int) -> bool:
     engine = world.dd._engine
     link_ = None if engine is None else engine.links.peek(peer)
     return link_ is not None and link_.origin.reconnected and link_.usable
+
+
+# --- members that are lost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("victim", [1, 3], ids=["it listened", "it dialled"])
+def test_r22_a_member_that_is_killed_after_it_was_met_does_not_count_and_may_come_back(
+    four: list[ChildEnd], victim: int, comes_back: bool
+) -> None:
+    """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes."""
+    waiting, late, dying, other = four
+    seconds = SECONDS if comes_back else {"link_total_time": 2}
+    for end, number in ((waiting, 2), (dying, victim), (late, 4), (other, victim)):
+        end.start("MIX", number, **seconds)
+    meeting = Meeting((victim, 2, 4))
+    meeting.join(dying, waiting)
+    wait_until(lambda: waiting.do(links) == {victim: "ready"})
+    wait_until(lambda: waiting.do(explained, 1).waiting_for == (4,))
+    dying.kill()
+    four.remove(dying)
+    if comes_back:
+        ends = [waiting, other, late]
+        meeting.join(other, late)
+        assert settle(ends, [1, 1, 1]) == [OK] * 3
+        for one, two in ((waiting, late), (waiting, other), (late, other)):
+            bytes_move_both_ways(one, two)
+        return
+    alone(waiting)
+    wait_until(lambda: victim in waiting.do(explained, 1).waiting_for)
+    meeting.join(late)
+    wait_until(lambda: waiting.do(explained, 1).waiting_for == (victim,))
+    assert settle([waiting, late], [1, 1]) == [FAILED, FAILED]
+    assert f"cluster {victim} did not join" in waiting.do(explained, 1).reason
+
+
+def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_any_unlink(shm_pair: Pair) -> None:
+    survivor, victim = shm_pair.prompt, ChildEnd("victim")
+    for killed in (3, 0):  # the one that dialled, the one that listened
+        survivor.start("MIX", 1, **SECONDS)
+        victim.start("MIX", killed, **SECONDS)
+        joined(survivor, victim)
+        survivor.do(make, "kv", Spec(blocks=True), 1)
+        victim.kill()
+        alone(survivor)
+        not_linked(survivor, killed)
+        victim = ChildEnd("successor")
+        victim.start("MIX", killed, **SECONDS)
+        assert joined(survivor, victim) == [2, 1]
+        bytes_move_both_ways(survivor, victim)
+        survivor.stop()
+        victim.stop()
+    victim.close()
+
+
+def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> None:
+    """Both members live; the third one comes after the link between them was given up by hand."""
+    ends = start_two(local_pair)
+    third = LocalEnd("third")
+    third.start("MIX", 3, extra={"llm.Transport": local_pair.transport}, **SECONDS)
+    meeting = Meeting((1, 2, 3))
+    try:
+        meeting.join(*ends)
+        wait_until(lambda: all(end.do(explained, 1).waiting_for == (3,) for end in ends))
+        for end, peer in zip(ends, (2, 1), strict=True):
+            was = end.do(link_number, peer)
+            assert end.do(unlink, [info(peer)], 5000, True) == SUCCESS
+            wait_until(lambda end=end, peer=peer, was=was: end.do(link_number, peer) > was)  # type: ignore[misc]
+            wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
+        meeting.join(third)
+        assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
+        bytes_move_both_ways(*ends)
+    finally:
+        third.stop()
+
+
+def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:
+    """And only after the operation that uses it, not under it."""
+    ends = start_two(local_pair)
+    ready_ids = joined(*ends)
+    for end in ends:
+        end.do(make, "kv", Spec(blocks=True), 1)
+    waiting = Meeting((1, 2, 3)).join(ends[0])
+    bytes_move_both_ways(*ends)
+    ends[0].do(drop, ready_ids[0])
+    assert ends[0].do(links) == {2: "ready"}, "the other communicator wants it too"
+    assert "PREPARING" in not_linked(ends[0], 2)
+    ends[0].do(drop, waiting[0])
+    alone(*ends)
+    comm_id, _ = joined(*ends)
+    link_ = ends[0].do(lambda world: world.dd._engine.links.get(2))
+    with link_.operation():
+        dropping = Call(ends[0].do, drop, comm_id)
+        wait_until(lambda: link_.state.value == "draining")
+        assert dropping.thread.is_alive()
+    dropping.result()
+    alone(*ends)
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["it listens", "it dials"])
+def test_finalize_while_link_is_being_called_leaves_nothing(
+    end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever."""
+    end.start("MIX", number, **SECONDS)
+    really = Communicators._enter
+
+    def entered_late(self: Communicators, *args: Any) -> Any:
+        communicator = really(self, *args)
+        self.stop()
+        return communicator
+
+    monkeypatch.setattr(Communicators, "_enter", entered_late)
+    with pytest.raises(LinkRefused, match="finalized"):
+        Meeting((1, 3)).join(end)
+
+
+def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dialled(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member with another table comes between listening and dialling."""
+    ends = start_two(local_pair)
+    meeting = Meeting((0, 1, 2))
+    really = RetryQueue.add
+
+    def added_late(self: RetryQueue[Any], member: Any) -> bool:
+        if member.cluster_id == 0 and member.communicator.expected:
+            replace(meeting, table=table(*[host(0)] * 3, version="1.2")).join(ends[1])
+            wait_until(lambda: not member.communicator.preparing)
+        return really(self, member)
+
+    monkeypatch.setattr(RetryQueue, "add", added_late)
+    assert meeting.join(ends[0]) == [1]
+    assert ends[0].do(status, 1) is FAILED
+    wait_until(lambda: not ends[0].do(is_dialling))
+    assert ends[0].do(status, 1) is FAILED
+
+
+def is_dialling(world: World) -> bool:
+    engine = world.dd._engine
+    assert engine is not None
+    dials = engine.links.communicators._dials
+    with dials._changed:
+        return bool(dials._waiting or dials._current)

@@ -1,8 +1,9 @@
-"""Every argument of every call of the C++-shaped interface, wrong: TypeError or status, nothing has happened
+"""C++: what each argument and each field of a struct must be: TypeError or status, nothing has happened
 (interface R1)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -33,12 +34,15 @@ from tests.support.refusals import (
     Spec,
     Table,
     attempt,
-    bad,
+    each,
     integer,
     refuse,
+    refuse_each,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.conftest import Pair
 
 pytestmark = pytest.mark.covers("cpp_api.RegisterCfg")
@@ -50,143 +54,116 @@ ADDRS = [4096, 8192]
 # --- structs: what each field must not be, and what the error names ---------------------------------------------------
 
 NO_STRUCT: Final = (1, "kv", (1, 1))
-_DESC: Final[dict[str, Any]] = {"placement": DEVICE, "num_tensors": 2, "data_type": DataType.DT_INT32, "shape": [8]}
-_INDEX: Final = {"cluster_id": 1, "cache_id": 1}
-_ONE_LAYER: Final = {"src_layer_range": (0, 0), "dst_layer_range": (0, 0)}
 _PAIRS: Final = (0, (0,), (0, 0, 0), (0, 0.5), None, range(2))
 
 
-def wrong(struct: Any, good: dict[str, Any], name: str, *values: Any) -> list[tuple[Any, Kind, str]]:
-    """Return the struct with each value of the field; it is of a wrong type."""
-    return [(struct(**good | {name: value}), NONE if value in (None, [None]) else TYPE, name) for value in values]
-
-
-def broken(struct: Any, good: dict[str, Any], text: str, **changes: Any) -> tuple[Any, Kind, str]:
-    """Return the struct with these fields, which break a rule."""
-    return struct(**good | changes), RULE, text
+def wrong(good: Any, **fields: Sequence[Any]) -> list[tuple[Kind, str, Any]]:
+    """Return the struct with each value of each field; it is of a wrong type."""
+    return [
+        (NONE if value in (None, [None]) else TYPE, name, replace(good, **{name: value}))
+        for name, values in fields.items()
+        for value in values
+    ]
 
 
 DESCRIPTOR: Final = Spec(
     NO_STRUCT,
-    *wrong(CacheDesc, _DESC, "placement", 1, None),
-    *wrong(CacheDesc, _DESC, "num_tensors", 2.0, None),
-    *wrong(CacheDesc, _DESC, "data_type", 3, None),
-    *wrong(CacheDesc, _DESC, "shape", None, 8, [8.0], [None]),
-    broken(CacheDesc, _DESC, "num_tensors=0", num_tensors=0),
-    broken(CacheDesc, _DESC, "uint32", num_tensors=-1),
-    broken(CacheDesc, _DESC, "uint32", num_tensors=2**32),
-    broken(CacheDesc, _DESC, "data_type=DT_UNDEFINED", data_type=cpp_api.DT_UNDEFINED),
-    broken(CacheDesc, _DESC, "shape is empty", shape=[]),
-    broken(CacheDesc, _DESC, "shape: [0]", shape=[0]),
-    broken(CacheDesc, _DESC, "shape: [8, -1]", shape=[8, -1]),
-    broken(CacheDesc, _DESC, "int64", shape=[2**63]),
-    broken(CacheDesc, _DESC, "bytes", shape=[2**62]),
-    broken(CacheDesc, _DESC, "32 dimensions", shape=[1] * 32),
+    *wrong(DESC, placement=[1, None], num_tensors=[2.0, None], data_type=[3, None], shape=[None, 8, [8.0], [None]]),
+    (RULE, "num_tensors=0", replace(DESC, num_tensors=0)),
+    (RULE, "uint32", *(replace(DESC, num_tensors=number) for number in (-1, 2**32))),
+    (RULE, "data_type=DT_UNDEFINED", replace(DESC, data_type=cpp_api.DT_UNDEFINED)),
+    (RULE, "shape is empty", replace(DESC, shape=[])),
+    (RULE, "shape: [8, -1]", replace(DESC, shape=[8, -1])),
+    (RULE, "int64", replace(DESC, shape=[2**63])),
 )
 CACHE: Final = Spec(
     (*NO_STRUCT, ROW),
-    *wrong(Cache, {}, "cache_id", "1", 1.0, None),
-    broken(Cache, {}, "cache.cache_id", cache_id=2**63),
-    broken(Cache, {}, "int64", cache_id=-(2**63) - 1),
+    *wrong(Cache(1), cache_id=["1", 1.0, None]),
+    (RULE, "cache.cache_id", Cache(2**63)),
+    (RULE, "int64", Cache(-(2**63) - 1)),
 )
 INDEX: Final = Spec(
     (*NO_STRUCT, Cache(1)),
-    *wrong(CacheIndex, _INDEX, "cluster_id", "1", None),
-    *wrong(CacheIndex, _INDEX, "cache_id", 1.0, None),
-    *wrong(CacheIndex, _INDEX, "batch_index", "0"),
-    broken(CacheIndex, _INDEX, "cluster_id", cluster_id=-1),
-    broken(CacheIndex, _INDEX, "uint64", cluster_id=2**64),
-    broken(CacheIndex, _INDEX, "cache_id", cache_id=2**63),
-    broken(CacheIndex, _INDEX, "batch_index", batch_index=-1),
-    broken(CacheIndex, _INDEX, "uint32", batch_index=2**32),
+    *wrong(ROW, cluster_id=["1", None], cache_id=[1.0, None], batch_index=["0"]),
+    (RULE, "cluster_id", CacheIndex(-1, 1)),
+    (RULE, "uint64", CacheIndex(2**64, 1)),
+    (RULE, "cache_id", CacheIndex(1, 2**63)),
+    (RULE, "batch_index", CacheIndex(1, 1, -1)),
+    (RULE, "uint32", CacheIndex(1, 1, 2**32)),
 )
 EXT: Final = Spec(
     NO_STRUCT,
-    *wrong(KvCacheExtParam, {}, "src_layer_range", *_PAIRS),
-    *wrong(KvCacheExtParam, {}, "dst_layer_range", *_PAIRS),
-    *wrong(KvCacheExtParam, {}, "tensor_num_per_layer", None, 2.0),
-    broken(KvCacheExtParam, {}, "src_layer_range", src_layer_range=(0, -1)),
-    broken(KvCacheExtParam, {}, "src_layer_range", src_layer_range=(-1, 0)),
-    broken(KvCacheExtParam, {}, "src_layer_range", src_layer_range=(1, 0)),
-    broken(KvCacheExtParam, {}, "src_layer_range", src_layer_range=(0, 0)),
-    broken(KvCacheExtParam, {}, "src_layer_range[1]", src_layer_range=(0, 2**31)),
-    broken(KvCacheExtParam, {}, "dst_layer_range", dst_layer_range=(0, -1)),
-    broken(KvCacheExtParam, {}, "dst_layer_range", dst_layer_range=(0, 0)),
-    broken(KvCacheExtParam, {}, "2 layers", src_layer_range=(0, 2), dst_layer_range=(0, 2)),
-    broken(KvCacheExtParam, _ONE_LAYER, "tensor_num_per_layer=3", tensor_num_per_layer=3),
-    broken(KvCacheExtParam, {}, "tensor_num_per_layer=0", tensor_num_per_layer=0),
-    broken(KvCacheExtParam, {}, "uint8", tensor_num_per_layer=256),
+    *wrong(KvCacheExtParam(), src_layer_range=_PAIRS, dst_layer_range=_PAIRS, tensor_num_per_layer=[None, 2.0]),
+    (RULE, "src_layer_range", *(KvCacheExtParam(pair) for pair in ((0, -1), (-1, 0), (1, 0), (0, 0)))),
+    (RULE, "src_layer_range[1]", KvCacheExtParam((0, 2**31))),
+    (RULE, "dst_layer_range", *(KvCacheExtParam((-1, -1), pair) for pair in ((0, -1), (0, 0)))),
+    (RULE, "2 layers", KvCacheExtParam((0, 2), (0, 2))),
+    (RULE, "tensor_num_per_layer=3", KvCacheExtParam((0, 0), (0, 0), 3)),
+    (RULE, "tensor_num_per_layer=0", KvCacheExtParam(tensor_num_per_layer=0)),
+    (RULE, "uint8", KvCacheExtParam(tensor_num_per_layer=256)),
 )
 
 
-def remote(*addresses: IpInfo) -> list[ClusterInfo]:
-    return [ClusterInfo(1, 0, [], list(addresses))]
+_IP: Any = IpInfo
+
+
+def info(*fields: Any) -> list[ClusterInfo]:
+    return [ClusterInfo(*fields)]
 
 
 CLUSTERS: Final = Spec(
     (1, ClusterInfo(9)),
-    (["9"], TYPE, "{}[0]"),
-    ([None], NONE, "{}[0]"),
-    ([ClusterInfo("9")], TYPE, "{}[0].remote_cluster_id"),  # type: ignore[arg-type]
-    ([ClusterInfo(None)], NONE, "{}[0].remote_cluster_id"),  # type: ignore[arg-type]
-    ([ClusterInfo(9, "0")], TYPE, "remote_role_type"),  # type: ignore[arg-type]
-    ([ClusterInfo(9, 0, None)], NONE, "local_ip_infos"),  # type: ignore[arg-type]
-    ([ClusterInfo(9, 0, ["1.2.3.4"])], TYPE, "local_ip_infos[0]"),  # type: ignore[list-item]
-    ([ClusterInfo(9, 0, [], "1.2.3.4")], TYPE, "remote_ip_infos"),  # type: ignore[arg-type]
-    (remote(IpInfo(None, 1)), NONE, "remote_ip_infos[0].ip"),  # type: ignore[arg-type]
-    (remote(IpInfo("1.2.3.4", "1")), TYPE, "remote_ip_infos[0].port"),  # type: ignore[arg-type]
-    ([ClusterInfo(9, 0, [IpInfo("1.2.3.4", None)])], NONE, "local_ip_infos[0].port"),  # type: ignore[arg-type]
-    ([], RULE, "{} is empty"),
-    ([cluster(-1, 1)], RULE, "{}[0].remote_cluster_id"),
-    ([cluster(1, 1), cluster(2**64, 1)], RULE, "{}[1].remote_cluster_id"),
-    ([cluster(1, -1)], RULE, "{}[0].remote_ip_infos[0].port"),
-    ([cluster(1, 65536)], RULE, "{}[0].remote_ip_infos[0].port"),
-    (remote(IpInfo("", 1)), RULE, "{}[0].remote_ip_infos[0].ip: ''"),
-    (remote(IpInfo("1.2.3", 1)), RULE, "remote_ip_infos[0].ip: '1.2.3'"),
-    ([ClusterInfo(1, 0, [IpInfo("localhost", 1)])], RULE, "local_ip_infos[0].ip: 'localhost'"),
-    ([ClusterInfo(1, 2**31)], RULE, "remote_role_type"),
+    (TYPE, "{}[0]", ["9"]),
+    (NONE, "{}[0]", [None]),
+    (TYPE, "{}[0].remote_cluster_id", info("9")),
+    (NONE, "{}[0].remote_cluster_id", info(None)),
+    (TYPE, "remote_role_type", info(9, "0")),
+    (NONE, "local_ip_infos", info(9, 0, None)),
+    (TYPE, "local_ip_infos[0]", info(9, 0, ["1.2.3.4"])),
+    (TYPE, "remote_ip_infos", info(9, 0, [], "1.2.3.4")),
+    (NONE, "remote_ip_infos[0].ip", info(1, 0, [], [_IP(None)])),
+    (TYPE, "remote_ip_infos[0].port", info(1, 0, [], [_IP("1.2.3.4", "1")])),
+    (NONE, "local_ip_infos[0].port", info(1, 0, [_IP("1.2.3.4", None)])),
+    (RULE, "{} is empty", []),
+    (RULE, "{}[0].remote_cluster_id", info(-1)),
+    (RULE, "{}[1].remote_cluster_id", [*info(1), *info(2**64)]),
+    (RULE, "{}[0].remote_ip_infos[0].port", *(info(1, 0, [], [_IP("1.2.3.4", port)]) for port in (-1, 65536))),
+    (RULE, "{}[0].remote_ip_infos[0].ip: ''", info(1, 0, [], [_IP("")])),
+    (RULE, "remote_ip_infos[0].ip: '1.2.3'", info(1, 0, [], [_IP("1.2.3")])),
+    (RULE, "local_ip_infos[0].ip: 'localhost'", info(1, 0, [_IP("localhost")])),
+    (RULE, "remote_role_type", info(1, 2**31)),
 )
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
-LIST: Final = Spec((1, "12", {1: 2}), ([1.5], TYPE, "{}[0]"), (["1"], TYPE, "{}[0]"), ([None], NONE, "{}[0]"))
+LIST: Final = Spec((1, "12", {1: 2}), (TYPE, "{}[0]", [1.5], ["1"]), (NONE, "{}[0]", [None]))
 ADDRESSES: Final = Spec(
-    (1, "12", {1: 2}, tuple(ADDRS)),
-    ([1.5], TYPE, "{}[0]"),
-    (["1"], TYPE, "{}[0]"),
-    ([None], NONE, "{}[0]"),
-    ([], RULE, "{} is empty"),
-    ([4096], RULE, "{} has 1"),
-    ([4096, 8192, 12288], RULE, "{} has 3"),
-    ([4096, 0], RULE, "{}[1]=0"),
-    ([4096, -1], RULE, "{}[1]"),
-    ([4096, 2**64], RULE, "{}[1]"),
-    ([4096, 2**64 - 4], RULE, "address space"),
+    (*LIST.wrong, tuple(ADDRS)),
+    *LIST.inner,
+    (RULE, "{} is empty", []),
+    (RULE, "{} has 1", [4096]),
+    (RULE, "{}[1]=0", [4096, 0]),
+    (RULE, "{}[1]", [4096, -1], [4096, 2**64]),
+    (RULE, "address space", [4096, 2**64 - 4]),
 )
-TIMEOUT: Final = integer(1, 2**31 - 1, -1)
-ROW_INDEX: Final = integer(0, 2**32 - 1, 8)
+LISTS: Final = Spec((1, "12"), (TYPE, "{}[0]", [1], [[1.5]]), (NONE, "{}[0]", [None], [[None]]))
+ROW_INDEX: Final = integer(0, 2**32 - 1, 6)
+SIZE: Final = Spec(
+    ("1", 1.0, [1]),
+    (RULE, "{}=0: must be -1 or above 0", 0),
+    (RULE, "{}=-2: must be -1 or above 0", -2),
+    (RULE, "{}", 65),
+    (RULE, "int64", 2**63, -(2**63) - 1),
+)
 PULL: Final = {"src_cache_index": INDEX, "dst_cache": CACHE, "ext_param": EXT}
 PUSH: Final = {"src_cache": CACHE, "dst_cache_index": INDEX, "ext_param": EXT}
 COPY: Final = {"src_cache": CACHE, "dst_cache": CACHE}
-SIZE: Final = Spec(
-    ("1", 1.0, [1]),
-    (0, RULE, "{}=0: must be -1 or above 0"),
-    (-2, RULE, "{}=-2: must be -1 or above 0"),
-    (65, RULE, "{}"),
-    (2**63, RULE, "int64"),
-    (-(2**63) - 1, RULE, "int64"),
-)
-PUSHED_SIZE: Final = integer(-1, -1, 64, 2**63)
-LISTS: Final = Spec(
-    (1, "12"),
-    ([1], TYPE, "{}[0]"),
-    ([[1.5]], TYPE, "{}[0]"),
-    ([None], NONE, "{}[0]"),
-    ([[None]], NONE, "{}[0]"),
-)
+TO_ROW: Final = {"src_cache": KV, "dst_cache_index": ROW}
+FROM_ROW: Final = {"src_cache_index": ROW, "dst_cache": KV}
 TWO: Final = {"src_blocks": [1, 2], "dst_blocks": [2, 3]}
-OUTSIDE: Final = (bad(RULE, "src_blocks", src_blocks=[0, 8]), bad(RULE, "dst_blocks", dst_blocks=[0, 8]))
 BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST}
+UNEQUAL: Final = each(RULE, "equal lengths", src_blocks=[[1]], dst_blocks=[[2, 3, 4]])
+CLUSTER_CALL: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1)}
 CALLS: Final = (
     Table(
         "cpp.RegisterKvCache",
@@ -196,16 +173,10 @@ CALLS: Final = (
     Table("cpp.UnregisterKvCache", {"cache_id": 77}, {"cache_id": INT64}),
     Table("cpp.AllocateCache", {"cache_desc": DESC}, {"cache_desc": DESCRIPTOR}),
     Table("cpp.DeallocateCache", {"cache_id": 77}, {"cache_id": INT64}),
-    Table(
-        "cpp.PullKvCache", {"src_cache_index": ROW, "dst_cache": KV}, PULL | {"batch_index": ROW_INDEX, "size": SIZE}
-    ),
-    Table("cpp.PullKvBlocks", {"src_cache_index": ROW, "dst_cache": KV, **TWO}, PULL | BLOCKS),
-    Table(
-        "cpp.PushKvCache",
-        {"src_cache": KV, "dst_cache_index": ROW},
-        PUSH | {"src_batch_index": ROW_INDEX, "size": PUSHED_SIZE},
-    ),
-    Table("cpp.PushKvBlocks", {"src_cache": KV, "dst_cache_index": ROW, **TWO}, PUSH | BLOCKS),
+    Table("cpp.PullKvCache", FROM_ROW, PULL | {"batch_index": ROW_INDEX, "size": SIZE}),
+    Table("cpp.PullKvBlocks", FROM_ROW | TWO, PULL | BLOCKS, *UNEQUAL),
+    Table("cpp.PushKvCache", TO_ROW, PUSH | {"src_batch_index": ROW_INDEX, "size": integer(-1, -1, 64, 2**63)}),
+    Table("cpp.PushKvBlocks", TO_ROW | TWO, PUSH | BLOCKS, *UNEQUAL),
     Table(
         "cpp.CopyKvCache",
         {"src_cache": KV, "dst_cache": KV, "dst_batch_index": 1},
@@ -216,15 +187,11 @@ CALLS: Final = (
         {"src_cache": KV, "dst_cache": KV, "src_blocks": [1], "dst_blocks_list": [[2]]},
         COPY | {"src_blocks": LIST, "dst_blocks_list": LISTS},
     ),
-    Table(
-        "cpp.LinkLlmClusters",
-        {"clusters": [ClusterInfo(9)], "timeout": 1000},
-        {"clusters": CLUSTERS, "timeout": TIMEOUT},
-    ),
+    Table("cpp.LinkLlmClusters", {"clusters": info(9), "timeout": 1000}, CLUSTER_CALL),
     Table(
         "cpp.UnlinkLlmClusters",
         {"clusters": [cluster(9, 1)], "timeout": 1000, "force": False},
-        {"clusters": CLUSTERS, "timeout": TIMEOUT, "force": Spec((0, 1, "x"))},
+        CLUSTER_CALL | {"force": Spec((0, 1, "x"))},
     ),
 )
 
@@ -233,8 +200,8 @@ CALLS: Final = (
 def both(local_pair: Pair) -> Pair:
     """Return two linked ends in this process, each with a cache "kv"."""
     start_pair(local_pair)
-    for seed, each in enumerate((local_pair.decoder, local_pair.prompt)):
-        each.do(made, "kv", Shape(), seed)
+    for seed, end in enumerate((local_pair.decoder, local_pair.prompt)):
+        end.do(made, "kv", Shape(rows=6), seed)
     return local_pair
 
 
@@ -265,13 +232,8 @@ def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(both: Pair) -> No
 
 
 def test_r01_initialize_and_the_constructor_take_their_types_only() -> None:
-    dist = LlmDataDist(1, LlmRole.kMix)
-    wrong: list[Any] = [None, [], "0", {1: "0"}, {"llm.DeviceId": 0}, {"llm.DeviceId": None}]
-    for options in wrong:
-        with pytest.raises(TypeError):
-            dist.Initialize(options)
-    ids: list[Any] = [None, "1", 1.0]
-    roles: list[Any] = [None, 3, "kMix"]
-    for args in [*((each, LlmRole.kMix) for each in ids), *((1, role) for role in roles)]:
-        with pytest.raises(TypeError):
-            LlmDataDist(*args)
+    specs = {"cluster_id": Spec(("1", 1.0)), "role": Spec((3, "kMix"))}
+    refuse_each(LlmDataDist, {"cluster_id": 1, "role": LlmRole.kMix}, specs)
+    key, device = (TYPE, "key of {}", {1: "0"}), "{}['llm.DeviceId']"
+    options = Spec(([], "0"), key, (TYPE, device, {"llm.DeviceId": 0}), (NONE, device, {"llm.DeviceId": None}))
+    refuse_each(LlmDataDist(1, LlmRole.kMix).Initialize, {}, {"options": options})

@@ -3,14 +3,14 @@ success, and what is kept about a remote cache is never taken for another one.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, TransferFailed
-from tests.support.background import in_background
+from tests.support.background import ended, in_background
 from tests.support.gates import count_messages, resolves, stopped
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -95,22 +95,20 @@ def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_ha
 
 
 def test_r15_an_answer_that_no_longer_fits_is_asked_for_again(pair: Pair) -> None:
-    small = Spec(2, stride=16, blocks=True, blocks_key=BLOCKS)
     pair.start()
-    pair.prompt.do(make, "kv", PAGED, 1)
-    pair.decoder.do(make, "kv", TARGET, 2)
-    pair.decoder.do(call, *PULL)
-    pair.prompt.do(forget, "kv")
-    source = pair.prompt.do(make, "kv", small, 9)
-    with pytest.raises(CacheMismatch, match="block sizes differ: source blocks have 16"):
-        pair.decoder.do(call, *PULL)
-    for spec, seed in ((small, 4), (PAGED, 5)):
-        if spec is PAGED:
-            pair.prompt.do(forget, "kv")
-            source = pair.prompt.do(make, "kv", PAGED, 10)
-        dst = pair.decoder.do(make, "kv", replace(spec, blocks_key=None), seed)
-        pair.decoder.do(call, *PULL)
-        same_bytes(pair.decoder.do(show, "kv"), moved(dst, source, PAIRS))
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(make, "kv", PAGED, 1)
+    decoder.do(make, "kv", TARGET, 2)
+    decoder.do(call, *PULL)
+    for stride in (16, 48):
+        prompt.do(forget, "kv")
+        source = prompt.do(make, "kv", Spec(2, stride=stride, blocks=True, blocks_key=BLOCKS), 9)
+        if stride == 16:  # by the next, only what is kept does not fit
+            with pytest.raises(CacheMismatch, match="block sizes differ: source blocks have 16"):
+                decoder.do(call, *PULL)
+        dst = decoder.do(make, "kv", Spec(2, stride=stride, blocks=True), 4)
+        decoder.do(call, *PULL)
+        same_bytes(decoder.do(show, "kv"), moved(dst, source, PAIRS))
 
 
 @pytest.mark.parametrize("rca", [False, True])
@@ -149,30 +147,21 @@ def test_r15_pushes_keep_their_own_answers_and_see_what_is_registered_and_freed(
     same_bytes(pair.decoder.do(show, "kv"), src)
 
 
-#: Local caches over which one kept answer serves in turn: as many blocks as the source, fewer, more; and what is unfit.
-LOCAL: Final = {
-    "same": Spec(4, 8, blocks=True),
-    "short": Spec(4, 3, blocks=True),
-    "long": Spec(4, 12, blocks=True),
-    "wide": Spec(4, 8, 96, blocks=True),
-    "few": Spec(2, 8, blocks=True),
-}
-HALF: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
-
-
 def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_in_turn(pair: Pair) -> None:
     pair.start(rca=True)
-    source = pair.prompt.do(make, "kv", PAGED, 1)
-    shown = {name: pair.decoder.do(make, name, spec, 10 + n) for n, (name, spec) in enumerate(LOCAL.items())}
+    prompt, decoder = pair.prompt, pair.decoder
+    source = prompt.do(make, "kv", PAGED, 1)
+    #: As many blocks as the source, fewer, more; and what is unfit.
+    rows = {"same": (4, 8, 48), "short": (4, 3, 48), "long": (4, 12, 48), "wide": (4, 8, 96), "few": (2, 8, 48)}
+    shown = {name: decoder.do(make, name, Spec(*shape, blocks=True), 10) for name, shape in rows.items()}
 
-    def pull(name: str, src: int, dst: int, **layers: range) -> None:
-        pair.decoder.do(_pull, name, src, dst, layers)
-        tensors = [(0, 2), (1, 3)] if layers else None
-        shown[name] = moved(shown[name], source, [(dst, src)], tensors)
+    def pull(name: str, src: int, dst: int, half: bool = False) -> None:
+        decoder.do(_pull, name, src, dst, {"src_layer_range": range(1, 2), "dst_layer_range": range(1)} if half else {})
+        shown[name] = moved(shown[name], source, [(dst, src)], [(0, 2), (1, 3)] if half else None)
 
-    for round_ in range(2):
+    for turn in range(2):
         for name, block in (("same", 7), ("long", 11), ("short", 2)):
-            pull(name, round_ + 3, block)
+            pull(name, turn + 3, block)
         for name, block, kind, says in (
             ("short", 11, ParamError, r"dst_blocks\[0\]=11"),  # a block that only the cache before had
             ("wide", 1, CacheMismatch, "block sizes"),
@@ -180,15 +169,15 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
         ):
             pull("long", 1, 11)
             with pytest.raises(kind, match=says):
-                pair.decoder.do(_pull, name, 1, block, {})
-        pull("same", 1, 2, **HALF)
+                decoder.do(_pull, name, 1, block, {})
+        pull("same", 1, 2, half=True)
         pull("same", 3, 4)
-        pull("same", 5, 6, **HALF)
-        pair.decoder.do(call, "push_blocks", BLOCKS, Use("short"), [round_], [round_ + 5])
-        source = moved(source, shown["short"], [(round_ + 5, round_)])
+        pull("same", 5, 6, half=True)
+        decoder.do(call, "push_blocks", BLOCKS, Use("short"), [turn], [turn + 5])
+        source = moved(source, shown["short"], [(turn + 5, turn)])
     for name, expected in shown.items():
-        same_bytes(pair.decoder.do(show, name), expected)
-    same_bytes(pair.prompt.do(show, "kv"), source)
+        same_bytes(decoder.do(show, name), expected)
+    same_bytes(prompt.do(show, "kv"), source)
 
 
 def _pull(world: World, name: str, src: int, dst: int, layers: dict[str, range]) -> None:
@@ -286,6 +275,8 @@ def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_
     outcome = each.lanes if pair.transport == "tcp" else each.mapped
     # In one process the owner waits for a reader of registered memory, which would be freed under it.
     with stopped(decoder, each.step, tmp_path, *each.args) as pulling, in_background(prompt, each.change, each.source):
+        if outcome is NOW:  # what is found must have its bytes by then
+            wait_until(lambda: prompt.do(ended))
         if isinstance(outcome, str):
             pulling.finish()
         else:
@@ -318,26 +309,22 @@ def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_
 def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair) -> None:
     local_pair.start()
     local_pair.prompt.do(count_messages)
-    local_pair.prompt.do(make, "kv", PAGED, 1)
-    dst = local_pair.decoder.do(make, "kv", TARGET, 2)
-    local_pair.decoder.do(_always_late, local_pair.prompt.world)  # type: ignore[attr-defined]  # both ends are here
-    with pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
-        local_pair.decoder.do(call, *PULL)
-    assert caught.value.phase == "copy"
-    assert local_pair.prompt.do(resolves) == 4
-    same_bytes(local_pair.decoder.do(show, "kv"), dst)
+    world, owner = local_pair.decoder.world, local_pair.prompt.world  # type: ignore[attr-defined]
+    make(owner, "kv", PAGED, 1)
+    dst = make(world, "kv", TARGET, 2)
+    initiator = world.dd._require_engine("test").initiator
+    resolve = initiator._resolve
 
-
-def _always_late(world: World, prompt: World) -> None:
-    """Whenever the peer's answer has come, what it says is not true any more."""
-    assert world.dd._engine is not None
-    initiator: Any = world.dd._engine.initiator
-    original = initiator._resolve
-
-    def resolved(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        forget(prompt, "kv")
-        make(prompt, "kv", PAGED, 9)
+    def late(*args: Any, **kwargs: Any) -> Any:
+        """Whenever the peer's answer has come, what it says is not true any more."""
+        result = resolve(*args, **kwargs)
+        forget(owner, "kv")
+        make(owner, "kv", PAGED, 9)
         return result
 
-    initiator._resolve = resolved
+    initiator._resolve = late
+    with pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
+        call(world, *PULL)
+    assert caught.value.phase == "copy"
+    assert local_pair.prompt.do(resolves) == 4
+    same_bytes(show(world, "kv"), dst)

@@ -9,15 +9,12 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
-from llm_datadist.errors import CacheNotFound, KeyInUse, LLMException, ParamError
-from tests.support.gates import stopped
+from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
 from tests.support.memory import desc, pool, refused, state
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Pair
     from tests.support.ends import End, LocalEnd
 
@@ -51,9 +48,10 @@ def request(number: int, model: int = 0) -> str:
     return repr((0, number, model))
 
 
-def test_r02_r04_key_i_names_row_i_the_last_of_equal_keys_wins_placeholders_bind_nothing(world: World) -> None:
+def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(world: World) -> None:
     equal = [CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, 1), CacheKey(1, 3)]
     for keys, expected in (
+        # Key i names row i, the last of equal keys wins, placeholders bind nothing.
         ([CacheKey(1, 10), CacheKey(1, 11)], {request(10): (1, 0), request(11): (1, 1)}),
         (equal, {request(1): (2, 2), request(2): (2, 1), request(3): (2, 3)}),
         ([PLACEHOLDER, CacheKey(1, 4), PLACEHOLDER, PLACEHOLDER], {request(4): (3, 1)}),
@@ -63,70 +61,37 @@ def test_r02_r04_key_i_names_row_i_the_last_of_equal_keys_wins_placeholders_bind
         ([CacheKey(1, 0, 0, 5), CacheKey(1, INVALID_ID, 1, 5)], {repr((1, 5, 0)): (6, 0), repr((1, 5, 1)): (6, 1)}),
     ):
         before = bound(world)
-        world.cm.allocate_cache(desc(), keys)
+        world.caches["last"] = cache = world.cm.allocate_cache(desc(), keys)
+        fill(cache, 1)
         assert bound(world) == before | expected
+    first, later = (world.dd.statistics().keys[0] for _ in range(2))
+    assert first.unconsumed_bytes == 2 * 64
+    assert 0.0 <= first.age_seconds <= later.age_seconds
     before = bound(world)
     for model in (5, 0):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, model))
     assert bound(world) == before | {repr((2, 0, 5)): (7, 0), repr((2, 0, 0)): (8, 0)}
-
-
-def test_r03_a_key_in_use_is_refused_and_nothing_is_allocated_or_bound(world: World) -> None:
-    """Whatever cluster id it names; also when its cache is deallocated and waits for the pull."""
-    world.caches["first"] = first = world.cm.allocate_cache(desc(), [CacheKey(5, 1)])
-    fill(first, 1)
+    # In use, whatever cluster id it names: nothing is allocated or bound.
     for key in (CacheKey(1, 1), CacheKey(6, 1)):
-        with refused(world, KeyInUse, "req_id=1", "cache 1"):
-            world.cm.allocate_cache(desc(), [CacheKey(1, 2), key])
-    world.cm.deallocate_cache(first)
-    with refused(world, KeyInUse, "req_id=1", "cache 1"):
-        world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.remove_cache_key(CacheKey(7, 1))
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
-    with refused(world, KeyInUse, "BlocksCacheKey", "model_id=3"):
-        world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 3))
-
-
-def test_r05_a_deallocated_cache_keeps_its_memory_until_the_last_key_is_removed(world: World) -> None:
-    prefix = CacheKey(1, 0, 0, 9)
-    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1), CacheKey(1, 2), prefix])
-    world.cm.remove_cache_key(CacheKey(1, 2))
-    used = pool(world).used_bytes
-    assert used > 0
-    world.cm.deallocate_cache(cache)
-    assert cache.tensor_addrs == []
-    for key in (CacheKey(1, 1), CacheKey(1, 1), CacheKey(1, 0), prefix):
-        assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (used, 1)
+        with refused(world, KeyInUse, "req_id=1", "cache 2"):
+            world.cm.allocate_cache(desc(), [CacheKey(1, 20), key])
+    with refused(world, KeyInUse, "BlocksCacheKey", "model_id=5"):
+        world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 5))
+    # Unknown keys and placeholders touch nothing; of a registered cache only the key goes.
+    registered = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 20)])
+    shown_, keys_ = state(world), bound(world)
+    for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 21), CacheKey(1, 20, 9), CacheKey(1, 1, 0, 1)):
         world.cm.remove_cache_key(key)
-    assert (pool(world).used_bytes, world.dd.statistics().caches.deferred) == (0, 0)
-    cache = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.remove_cache_key(CacheKey(1, 1))
-    assert pool(world).used_bytes > 0
+    assert state(world) == shown_
+    world.cm.remove_cache_key(CacheKey(7, 20))
+    assert bound(world) == {key: where for key, where in keys_.items() if key != request(20)}
+    assert (world.dd.statistics().caches.registered, registered.tensor_addrs) == (1, [4096, 8192])
+    # A deallocated cache, whose key waits for the pull, keeps it in use.
     world.cm.deallocate_cache(cache)
-    assert pool(world).used_bytes == 0
-
-
-def test_r05_statistics_show_age_and_bytes_of_unconsumed_keys(world: World) -> None:
-    world.cm.allocate_cache(desc(3, (2, 16)), [CacheKey(1, 1)])
-    (first,) = world.dd.statistics().keys
-    (later,) = world.dd.statistics().keys
-    assert first.unconsumed_bytes == 3 * 64
-    assert 0.0 <= first.age_seconds <= later.age_seconds
-
-
-def test_r25_a_key_of_a_registered_cache_is_unbound_unknown_keys_and_placeholders_touch_nothing(world: World) -> None:
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, 4))
-    cache = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 1)])
-    before, keys = state(world), bound(world)
-    for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 2), CacheKey(1, 1, 9), CacheKey(1, 1, 0, 1)):
-        world.cm.remove_cache_key(key)
-    assert state(world) == before
-    world.cm.remove_cache_key(CacheKey(1, 1))
-    assert bound(world) == {key: where for key, where in keys.items() if key != request(1)}
-    assert world.dd.statistics().caches.registered == 1
-    assert cache.tensor_addrs == [4096, 8192]
+    with refused(world, KeyInUse, "prefix_id=5", "cache 6"):
+        world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+    world.cm.remove_cache_key(CacheKey(7, 0, 0, 5))
+    world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
 
 
 def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
@@ -135,36 +100,6 @@ def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
     for key in (PLACEHOLDER, CacheKey(1, 1, 0, 1)):
         with refused(world, ParamError, f"req_id={key.req_id}", f"prefix_id={key.prefix_id}"):
             world.cm.check_cache_key(key)
-
-
-def test_r02_r05_r25_what_a_peer_finds_by_keys(shm_pair: Pair) -> None:
-    """The last row of equal keys; what is deallocated until its key is removed; of a registered cache then its id."""
-    shm_pair.start()
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    prefix, other, mine = CacheKey(1, INVALID_ID, 0, 5), CacheKey(1, 1), CacheKey(1, 3)
-    source = prompt.do(make, "kv", Spec(keys=(other, prefix, other)), 1)
-    registered = prompt.do(make, "registered", Spec(keys=(mine,), memory="inside"), 2)
-    target = decoder.do(make, "kv", Spec(), 3)
-    alone = prompt.do(used) // 2
-    for key, row in ((prefix, 2), (CacheKeyByIdAndIndex(1, 1, 2), 4)):
-        decoder.do(call, "pull_cache", key, Use("kv"), row)
-    target = moved(target, source, [(2, 1), (4, 2)])
-    wait_until(lambda: list(prompt.do(bound)) == ["(1, 5, 0)", "(0, 3, 0)"])
-    prompt.do(forget, "kv")
-    decoder.do(call, "pull_cache", prefix, Use("kv"), 0)
-    decoder.do(call, "pull_cache", mine, Use("kv"), 1)
-    target = moved(moved(target, source, [(0, 1)]), registered, [(1, 0)])
-    wait_until(lambda: prompt.do(picture).pins == 0)
-    assert prompt.do(used) == 2 * alone
-    for key in (prefix, mine):
-        prompt.do(call, "remove_cache_key", key)
-        with pytest.raises(CacheNotFound) as caught:
-            decoder.do(call, "pull_cache", key, Use("kv"), 0)
-        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    assert prompt.do(used) == alone
-    decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 3, 3), Use("kv"), 3)
-    same_bytes(decoder.do(show, "kv"), moved(target, registered, [(3, 3)]))
-    same_bytes(prompt.do(show, "registered"), registered)
 
 
 def used(world: World) -> int:
@@ -179,7 +114,6 @@ KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
 PREFIX = CacheKey(1, 2**64 - 1, prefix_id=30)  # of row 7; row 8 has no key
 SOURCE = Spec(rows=9, keys=(*KEYS, PREFIX))
 REGISTERED = Spec(rows=4, keys=(CacheKey(1, 90), CacheKey(1, 91)), memory="inside")
-UNFIT = {"tensors": Spec(6, rows=4, keys=(CacheKey(1, 80),)), "stride": Spec(stride=40, keys=(CacheKey(1, 81),))}
 FIRST: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
 SECOND: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1, 2)}
 SECOND_TO_FIRST: Final = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)}
@@ -246,7 +180,6 @@ PULLS: list[Step] = [
     ("pull_cache", (KEYS[6], KV, 8), {}, {6: 0}),
 ]
 PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
-REFUSED: Final = [{"size": 49}, {"src_layer_range": range(1)}, {"tensor_num_per_layer": 0}, {"batch_index": 99}]
 
 
 def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
@@ -257,15 +190,9 @@ def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_els
     prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
     decoder.do(make, "paged", Spec(blocks=True), 5)
     decoder.do(make, "blocks", Spec(stride=16, blocks=True), 6)
-    for seed, (name, spec) in enumerate(UNFIT.items()):
-        prompt.do(make, name, spec, seed)
     before = left(prompt)
     assert {shown(row): WHOLE for row in range(8)}.items() <= before.items()
-    assert len(before) == 8 + 2 + 1 + 2
-    for key, fault in [*((KEYS[0], fault) for fault in REFUSED), (CacheKey(1, 80), {}), (CacheKey(1, 81), {})]:
-        with pytest.raises(LLMException):
-            decoder.do(_called, "pull_cache", (key, KV), fault)
-        assert left(prompt) == before
+    assert len(before) == 8 + 2 + 1
     leave(pair, PULLS)
     for consumed in KEYS:
         gone(pair, consumed)
@@ -273,10 +200,24 @@ def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_els
     for tensor, half in zip(expected[:2], src[2:], strict=True):
         tensor[7] = half[5]
     same_bytes(decoder.do(show, "kv"), expected)
+    # Of a registered cache the key goes, the cache itself with unregister (interface R25).
+    prompt.do(call, "remove_cache_key", CacheKey(1, 91))
+    gone(pair, CacheKey(1, 91))
+    decoder.do(call, "pull_cache", by_row(1, 3), KV, 5)
+    same_bytes(prompt.do(show, "registered"), registered)
     prompt.do(forget, "registered")
     for lost in (CacheKey(1, 90), by_row(1, 3)):
         gone(pair, lost)
     assert "(0, 90, 0)" not in left(prompt)
+    # What is deallocated is found until its last key is removed.
+    held = prompt.do(used)
+    prompt.do(forget, "kv")
+    decoder.do(call, "pull_cache", PREFIX, KV, 1)
+    same_bytes(decoder.do(show, "kv"), moved(expected, src, [(1, 7)]))
+    assert (prompt.do(used), prompt.do(picture).caches.deferred) == (held, 1)
+    prompt.do(call, "remove_cache_key", PREFIX)
+    gone(pair, PREFIX)
+    wait_until(lambda: prompt.do(used) < held)
 
 
 PUSHES: list[Step] = [
@@ -317,23 +258,3 @@ def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_p
         decoder.do(call, "push_cache", by_row(row), KV)
     wait_until(lambda: prompt.do(used) < held)
     assert left(prompt) == {}
-
-
-def test_r05_of_two_pulls_at_once_the_first_release_consumes_and_the_other_leaves_a_later_binding_alone(
-    local_pair: Pair, tmp_path: Path
-) -> None:
-    local_pair.start()
-    prompt, decoder = local_pair.prompt, local_pair.decoder
-    src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
-    whole = left(prompt)
-    # Every byte is there and the guards held: the pull is a success, its release is not sent yet.
-    with stopped(decoder, "release", tmp_path, "pull_cache", KEYS[0], KV, 1) as pulling:
-        assert prompt.do(picture).pins == 1
-        decoder.do(call, "pull_cache", KEYS[0], KV, 2)
-        gone(local_pair, KEYS[0])
-        later = prompt.do(make, "later", Spec(rows=1, keys=(KEYS[0],)), 9)
-        pulling.finish()
-    assert left(prompt) == whole  # the later binding's bytes
-    decoder.do(call, "pull_cache", KEYS[0], KV, 3)
-    same_bytes(decoder.do(show, "kv"), moved(moved(dst, src, [(1, 0), (2, 0)]), later, [(3, 0)]))
-    gone(local_pair, KEYS[0])

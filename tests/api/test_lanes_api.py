@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
-from tests.support.linking import SUCCESS, begin_there, info, link, result_there
+from tests.support.linking import SUCCESS, begin_there, explain, info, link, result_there, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
-PRIVATE = Spec(blocks=True, blocks_key=BLOCKS, memory="private")
-LARGE = Spec(2, 4, 4 << 20, blocks=True, blocks_key=BLOCKS)
-POOL = '{"memory_size": 67108864, "page_shift": 12}'
-PATIENT = {"llm.PeerTimeout": "600"}
 CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
 
 
@@ -58,36 +56,19 @@ def _shut_out(world: World) -> None:
 
 def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
     prompt, decoder = strangers
-    for role, cluster_id, end in (("PROMPT", 1, prompt), ("DECODER", 2, decoder)):
-        end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
+    start_both(prompt, decoder, "auto", enable_remote_cache_accessible=True)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     for end, peer in ((prompt, 2), (decoder, 1)):
-        there = end.do(_explain, peer)
+        there = end.do(explain, peer)
         assert (there.transport, there.private_transport) == ("shm", "tcp")
         assert "not by cma: the kernel does not let us into pid" in there.reason
-    for spec in (PAGED, PRIVATE):
+    for spec in (PAGED, replace(PAGED, memory="private")):
         src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
         decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
         same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
         decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
         same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
         prompt.do(forget, "kv")
-    for end in strangers:
-        # Where memory is mapped no lane engine is needed; where the link has lanes, it is there.
-        assert end.do(_lane_threads) > 0
-
-
-def _explain(world: World, peer: int) -> Any:
-    return world.dd.explain(peer)
-
-
-def _lane_threads(world: World) -> int:
-    return sum(name.startswith("lldd-data") for name in scene.kernel_threads().values())
-
-
-def test_ends_that_map_each_other_have_no_lanes(shm_pair: Pair) -> None:
-    shm_pair.start()
-    assert [end.do(_lane_threads) for end in (shm_pair.prompt, shm_pair.decoder)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +97,20 @@ def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
             return
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         for end, peer in ((prompt, 2), (decoder, 1)):
-            explained = end.do(_explain, peer)
+            explained = end.do(explain, peer)
             assert (explained.transport, explained.private_transport) == used
+            # Ends that map each other have no lanes.
+            assert (end.do(_lane_threads) > 0) == ("tcp" in used)
         src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
         decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [6])
         same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 1)]))
     finally:
         decoder.stop()
         prompt.stop()
+
+
+def _lane_threads(world: World) -> int:
+    return sum(name.startswith("lldd-data") for name in scene.kernel_threads().values())
 
 
 def _group(world: World, peer: int) -> Any:
@@ -145,46 +132,42 @@ def _break_lanes(world: World, peer: int, keep: int) -> None:
 
 
 def paged(pair: Pair, spec: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(**settings)
+    pair.start(rca=True, extra={"llm.PeerTimeout": "600"}, **settings)
     return pair.prompt.do(make, "kv", spec, 1), pair.decoder.do(make, "kv", spec, 2)
 
 
-@pytest.mark.parametrize("keep", [0, 2])
-@pytest.mark.parametrize("breaker", ["prompt", "decoder"])
-def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair, breaker: str, keep: int) -> None:
-    src, dst = paged(tcp_pair, PAGED, rca=True)
-    ends = {"prompt": (tcp_pair.prompt, 2), "decoder": (tcp_pair.decoder, 1)}
-    for block in range(4):
-        end, peer = ends[breaker]
-        end.do(_break_lanes, peer, keep)
-        tcp_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [block], [7 - block])
-        dst = moved(dst, src, [(7 - block, block)])
-        same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
-    wait_until(lambda: all(end.do(_lanes, peer) == 4 for end, peer in ends.values()))
-
-
-def test_the_end_that_was_linked_waits_for_the_other_to_dial_its_lanes_again(tcp_pair: Pair) -> None:
-    src, dst = paged(tcp_pair, PAGED, rca=True)
-    key = BlocksCacheKey(2, 0)
+def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair) -> None:
+    src, dst = paged(tcp_pair, PAGED)
+    ends = ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1))
+    for (end, peer), keep in itertools.product(ends, (0, 2)):
+        for block in range(4):
+            end.do(_break_lanes, peer, keep)
+            tcp_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [block], [7 - block])
+            dst = moved(dst, src, [(7 - block, block)])
+            same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
+        wait_until(lambda: all(end.do(_lanes, peer) == 4 for end, peer in ends))
+    # The end that was linked waits for the other to dial again.
     tcp_pair.prompt.do(_break_lanes, 2, 0)
-    tcp_pair.prompt.do(call, "pull_blocks", key, Use("kv"), [3], [1])
+    tcp_pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [3], [1])
     same_bytes(tcp_pair.prompt.do(show, "kv"), moved(src, dst, [(1, 3)]))
 
 
-@pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
-def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair, method: str) -> None:
+def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None:
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    assert isinstance(prompt, ChildEnd)
-    src, dst = paged(tcp_pair, LARGE, rca=True, mem_pool_cfg=POOL, sync_kv_timeout=300, extra=PATIENT)
-    decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
-    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
-        decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
-    assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
-    source, target, sent = (decoder, prompt, dst) if method == "push_blocks" else (prompt, decoder, src)
-    wait_until(lambda: decoder.do(_tries, method))
-    same_bytes([tensor[1:2] for tensor in target.do(show, "kv")], [tensor[2:3] for tensor in sent])
-    same_bytes(source.do(show, "kv"), sent)
-    assert prompt.do(picture).pins == 0
+    large = Spec(2, 4, 4 << 20, blocks=True, blocks_key=BLOCKS)
+    pool = '{"memory_size": 67108864, "page_shift": 12}'
+    theirs, ours = paged(tcp_pair, large, mem_pool_cfg=pool, sync_kv_timeout=300)
+    for method in ("pull_blocks", "push_blocks"):
+        decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
+        source, target, sent = (prompt, decoder, theirs) if method == "pull_blocks" else (decoder, prompt, ours)
+        with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+            decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
+        assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
+        wait_until(lambda method=method: decoder.do(_tries, method))  # type: ignore[misc]  # bound at once
+        ours = decoder.do(show, "kv")
+        same_bytes([tensor[1:2] for tensor in target.do(show, "kv")], [tensor[2:3] for tensor in sent])
+        same_bytes(source.do(show, "kv"), sent)
+        assert prompt.do(picture).pins == 0
 
 
 def _tries(world: World, method: str) -> bool:
@@ -199,17 +182,15 @@ def _tries(world: World, method: str) -> bool:
 def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(tcp_pair: Pair) -> None:
     """A write that is given up half way costs its lane: what else is on that lane is tried again."""
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    assert isinstance(prompt, ChildEnd)
-    src, dst = paged(tcp_pair, PAGED, rca=True, extra=PATIENT)
+    src, dst = paged(tcp_pair, PAGED)
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
     with frozen(prompt):
         decoder.do(begin_there, "pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 5])
-        wait_until(lambda: decoder.do(_jobs, 1) == 1)
+        wait_until(lambda: decoder.do(_busy, 1))
         decoder.do(_break_lanes, 1, 0)
     assert decoder.do(result_there, "pull") is None
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
 
 
-def _jobs(world: World, peer: int) -> int:
-    """Bytes on their way, as 0 or 1."""
-    return int(sum(_group(world, peer)._loads.values()) > 0)
+def _busy(world: World, peer: int) -> bool:
+    return any(_group(world, peer)._loads.values())

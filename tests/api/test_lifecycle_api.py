@@ -1,29 +1,31 @@
-"""init, finalize, init again; several instances; managers that are stale (interface §3.1, §3.2)."""
+"""init, finalize, init again; init that fails; several instances; managers that are stale; processes that fork or end
+with live instances (interface §3.1, §3.2)."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import (
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-)
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist._links.messages import CONTROL_PREAMBLE
+from llm_datadist._memory.device import HostDevice
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.errors import NotInitialized, StateError
+from llm_datadist.datadist import _shutdown_handler
+from llm_datadist.errors import LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.views import tensor_views
+from tests.support.background import Call
 from tests.support.linking import SUCCESS, info
 from tests.support.moves import wait_until
+from tests.support.source import ROOT
 from tests.support.strangers import listener
 from tests.support.world import make_config, residue, settled
 
@@ -32,9 +34,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers(
     "CacheManager",
+    "_shutdown_handler",
     "tensor_views",
+    "LLMDataDist",
     "LLMDataDist: cache_manager finalize init listen_port llm_engine_instance",
-    "LLMStatusCode.LLM_ENGINE_FINALIZED",
+    "LLMStatusCode: LLM_ENGINE_FINALIZED LLM_FAILED",
     "errors.NotInitialized",
 )
 
@@ -152,22 +156,16 @@ def test_i14_i11_init_again_on_the_same_port_with_peers_each_time() -> None:
 
 
 def test_threads_that_init_and_finalize_one_object_make_one_engine() -> None:
+    def init(datadist: LLMDataDist) -> CacheManager:
+        datadist.init(make_config())
+        return datadist.cache_manager
+
     for _ in range(5):
         datadist = LLMDataDist(LLMRole.MIX, 1)
-        managers: list[CacheManager] = []
-
-        def init(datadist: LLMDataDist = datadist, managers: list[CacheManager] = managers) -> None:
-            datadist.init(make_config())
-            managers.append(datadist.cache_manager)
-
-        for target in (init, datadist.finalize):
-            threads = [threading.Thread(target=target) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert len(managers) == 4
-        assert len(set(map(id, managers))) == 1
+        managers = [each.result() for each in [Call(init, datadist) for _ in range(4)]]
+        assert len({id(manager) for manager in managers}) == 1
+        for each in [Call(datadist.finalize) for _ in range(4)]:
+            each.result()
 
 
 def test_finalize_during_a_handshake_ends_it_with_a_code() -> None:
@@ -179,34 +177,93 @@ def test_finalize_during_a_handshake_ends_it_with_a_code() -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
     datadist = live(2)
-    told: list[Any] = []
     with listener(wait_and_hang_up) as port:
-        caller = threading.Thread(target=lambda: told.append(datadist.link_clusters([info(1, port)], 20_000)))
-        caller.start()
+        linking = Call(datadist.link_clusters, [info(1, port)], 20_000)
         arrived.wait(20)
         datadist.finalize()
         go.set()
-        caller.join()
-    assert told == [(LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])]
+    assert linking.result() == (LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])
 
 
 def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
+    def storm(port: int, over: threading.Event) -> None:
+        while not over.is_set():
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.1) as sock:
+                sock.sendall(CONTROL_PREAMBLE[:7])
+
     for _ in range(8):
-        datadist = live(1, **LISTENING)
-        address, over = ("127.0.0.1", datadist.listen_port), threading.Event()
-
-        def storm(address: tuple[str, int | None] = address, over: threading.Event = over) -> None:
-            while not over.is_set():
-                with suppress(OSError), socket.create_connection(address, 0.1) as sock:
-                    sock.sendall(CONTROL_PREAMBLE[:7])
-
-        strangers = [threading.Thread(target=storm) for _ in range(3)]
-        for stranger in strangers:
-            stranger.start()
+        datadist, over = live(1, **LISTENING), threading.Event()
+        strangers = [Call(storm, datadist.listen_port, over) for _ in range(3)]
         datadist.finalize()
         over.set()
         for stranger in strangers:
-            stranger.join()
+            stranger.result()
+
+
+# --- init that fails --------------------------------------------------------------------------------------------------
+
+
+class _BrokenDevice(HostDevice):
+    """Host memory that is used up at the second pool."""
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        raise OutOfMemory("this device has nothing left")
+
+
+#: The device, settings, the error with its status, and a part of its text.
+FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str, str]]] = {
+    "pool too large": (
+        None,
+        {"mem_pool_cfg": '{"memory_size": 140737488355328}'},
+        OutOfMemory,
+        "LLM_OUT_OF_MEMORY",
+        "140737488355328",
+    ),
+    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "LLM_PARAM_INVALID", "/no/where"),
+    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "LLM_OUT_OF_MEMORY", "nothing left"),
+    "v1 with two listeners": (
+        None,
+        {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"},
+        ParamError,
+        "LLM_PARAM_INVALID",
+        "2 addresses",
+    ),
+    "a busy address": (None, {}, LLMException, "LLM_FAILED", ""),
+    "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LLMException, "LLM_FAILED", "192.0.2.1:26000"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
+    device, settings, kind, status, part = FAILURES[name]
+    settings = dict(settings)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        listen = {"listen_ip_info": f"127.0.0.1:{probe.getsockname()[1]}"}
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        if name == "a busy address":
+            part = settings["listen_ip_info"] = f"127.0.0.1:{busy.getsockname()[1]}"
+        datadist = LLMDataDist(LLMRole.PROMPT, 1, device=device)
+        before = residue()
+        for _ in range(2):
+            with pytest.raises(kind) as caught:
+                datadist.init(make_config(**(listen | settings)))
+            assert caught.value.status_code is LLMStatusCode[status]
+            assert part in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert LLMDataDist.llm_engine_instance is None
+            assert settled(before) == before
+    datadist._device = None
+    datadist.init(make_config(**listen))
+    assert f"127.0.0.1:{datadist.listen_port}" == listen["listen_ip_info"]
+    datadist.finalize()
+
+
+def test_listening_beyond_loopback_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    datadist = live(1, listen_ip_info="0.0.0.0:0")
+    warnings = [record.getMessage() for record in caplog.records if "without authentication" in record.getMessage()]
+    assert warnings == [warnings[0]]
+    assert f"0.0.0.0:{datadist.listen_port}" in warnings[0]
+    datadist.finalize()
 
 
 # --- what is not initialised, and what is finalized -------------------------------------------------------------------
@@ -252,3 +309,66 @@ def test_r21_a_stale_manager_refuses_every_operation_also_after_init_again() -> 
 
 def public_names(of: type) -> set[str]:
     return {name for name in dir(of) if not name.startswith("_")}
+
+
+# --- the end of the process -------------------------------------------------------------------------------------------
+
+FORKING: Final = """
+import os, sys
+from tests.support.ends import LocalEnd
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link
+first, second = LocalEnd("first"), LocalEnd("second")
+first.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+second.start("DECODER", 2)
+assert second.do(link, [info(1, first.port)]) == SUCCESS
+child = os.fork()
+if child == 0:
+    try:
+        second.world.cm
+    except RuntimeError as error:
+        print("child:", error)
+    sys.exit(0)
+print("exit status", os.waitpid(child, 0)[1])
+bytes_move_both_ways(first, second)
+first.stop()
+first.start("PROMPT", 1, listen_ip_info=f"127.0.0.1:{first.port}")
+assert second.do(link, [info(1, first.port)]) == SUCCESS
+print("over")
+"""
+
+
+def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_is_clean() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", FORKING],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    # Of asyncio's in dev mode only the time that a step took, which is the machine's.
+    usual = re.compile(r"link to cluster|Executing <.* took [0-9.]+ seconds")
+    noise = [line for line in done.stderr.splitlines() if not usual.match(line)]
+    assert (done.returncode, noise) == (0, [])
+    assert done.stdout.splitlines() == [
+        "child: cache_manager: this LLMDataDist is not initialized; call init first",
+        "exit status 0",
+        "over",
+    ]
+
+
+def test_the_exit_handler_finalizes_and_swallows_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = live(1), live(2)
+    finalize = LLMDataDist.finalize
+
+    def failing(self: LLMDataDist) -> None:
+        finalize(self)
+        if self is first:
+            raise StateError("too late")
+
+    monkeypatch.setattr(LLMDataDist, "finalize", failing)
+    _shutdown_handler()
+    for each in (first, second):
+        with pytest.raises(NotInitialized):
+            each.statistics()

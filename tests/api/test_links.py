@@ -1,18 +1,23 @@
-"""link_clusters: its codes, its rules, and links that work both ways (interface §3.4, B2.1)."""
+"""link_clusters and unlink_clusters: codes, rules, links that work both ways, and what is under way meanwhile
+(interface §3.4, B2.1, B2.2). The caps of the original are not enforced (interface R19)."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import ParamError
+from llm_datadist.errors import LLMException, NotLinked, ParamError, PeerLost
+from llm_datadist.testing import scene
+from tests.support.gates import gated_call
 from tests.support.linking import (
     OK,
     SUCCESS,
     alone,
+    begin_there,
     bytes_move_both_ways,
     explain,
     free_port,
@@ -20,38 +25,54 @@ from tests.support.linking import (
     link,
     link_when,
     links,
+    not_linked,
+    result_there,
     start_both,
     unlink,
 )
-from tests.support.moves import BLOCKS, Spec, Use, call, make, picture, refused, same_bytes, show
-from tests.support.strangers import silent_port
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.strangers import Stranger, silent_port
+from tests.support.world import World, fill, make_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from llm_datadist import LLMClusterInfo
     from tests.conftest import Pair
-    from tests.support.ends import LocalEnd
+    from tests.support.ends import End, LocalEnd
+    from tests.support.moves import Bytes
 
 pytestmark = pytest.mark.covers(
+    "CacheKey.cluster_id",
+    "CacheKeyByIdAndIndex.cluster_id",
     "LLMConfig: local_comm_res transfer_backend",
-    "LLMDataDist: cluster_id explain link_clusters",
-    "LLMStatusCode: LLM_ALREADY_LINK LLM_LINK_FAILED",
+    "LLMDataDist: cluster_id explain link_clusters unlink_clusters",
+    "LLMStatusCode: LLM_ALREADY_LINK LLM_LINK_FAILED LLM_SUSPECT_REMOTE_ERROR",
     "llm: LocalCommRes TransferBackend",
 )
 
-Code = LLMStatusCode
 ALREADY, FAILED, TIMEOUT, INVALID = (
-    Code.LLM_ALREADY_LINK,
-    Code.LLM_LINK_FAILED,
-    Code.LLM_TIMEOUT,
-    Code.LLM_PARAM_INVALID,
+    LLMStatusCode.LLM_ALREADY_LINK,
+    LLMStatusCode.LLM_LINK_FAILED,
+    LLMStatusCode.LLM_TIMEOUT,
+    LLMStatusCode.LLM_PARAM_INVALID,
 )
-BOTH_READY = [{2: "ready"}, {1: "ready"}]
+LINKED = [{2: "ready"}, {1: "ready"}]
 REASONS = {
     "inproc": "the peer is in this process",
     "shm": "is on this host, 2 regions mapped",
     "tcp": "data lanes, as llm.Transport asks",
 }
+
+
+def there(peer: End) -> list[LLMClusterInfo]:
+    """Return what names the other end of a pair."""
+    return [info(peer.cluster_id, peer.port)]
+
+
+def both(pair: Pair) -> list[dict[int, str]]:
+    return [pair.prompt.do(links), pair.decoder.do(links)]
 
 
 # --- a link -----------------------------------------------------------------------------------------------------------
@@ -65,58 +86,40 @@ def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_cha
     assert [end.do(picture) for end in ends] == before
     assert pair.decoder.do(link, [info(None, pair.prompt.port)]) == SUCCESS, "an id that is not set is learned"
     bytes_move_both_ways(*ends)
-    for end, peer in zip(ends, (2, 1), strict=True):
-        there = end.do(explain, peer)
-        assert (there.remote_cluster_id, there.state, there.transport) == (peer, "ready", pair.transport)
-        assert REASONS[pair.transport] in there.reason
     before = [end.do(picture) for end in ends]
-    for here, there, peer in ((pair.decoder, pair.prompt, 1), (pair.prompt, pair.decoder, 2)):
-        for wanted in (peer, None):
-            assert here.do(link, [info(wanted, there.port)]) == (ALREADY, [ALREADY])
+    for here, peer in (ends, ends[::-1]):
+        told = here.do(explain, peer.cluster_id)
+        assert (told.remote_cluster_id, told.state, told.transport) == (peer.cluster_id, "ready", pair.transport)
+        assert REASONS[pair.transport] in told.reason
+        for wanted in (peer.cluster_id, None):
+            assert here.do(link, [info(wanted, peer.port)]) == (ALREADY, [ALREADY])
     assert [end.do(picture) for end in ends] == before
     bytes_move_both_ways(*ends)
 
 
-def test_a_differing_rca_flag_is_param_invalid_and_leaves_nothing(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
-    decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0")
-    before = [end.do(picture) for end in (prompt, decoder)]
-    assert decoder.do(link, [info(1, prompt.port)]) == (INVALID, [INVALID])
-    assert prompt.do(link, [info(2, decoder.port)]) == (INVALID, [INVALID])
-    assert [end.do(picture) for end in (prompt, decoder)] == before
-
-
 def test_a_link_to_ourselves_works_and_pulling_over_it_is_refused(end: LocalEnd) -> None:
     end.start("MIX", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
-    assert end.do(link, [info(1, end.port)]) == SUCCESS
+    assert end.do(link, there(end)) == SUCCESS
     assert end.do(links) == {1: "ready"}
     source = end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     refused([end], ["kv"], ParamError, ["cluster"], call, "pull_blocks", BLOCKS, Use("kv"), [0], [1])
     end.do(call, "push_blocks", BLOCKS, Use("kv"), [0], [1])
-    wanted = [tensor.copy() for tensor in source]
-    for tensor in wanted:
-        tensor[1] = tensor[0]
-    same_bytes(end.do(show, "kv"), wanted)
-    assert end.do(unlink, [info(1, end.port)]) == SUCCESS
+    same_bytes(end.do(show, "kv"), moved(source, source, [(1, 0)]))
+    assert end.do(unlink, there(end)) == SUCCESS
     alone(end)
-    assert end.do(link, [info(1, end.port)]) == SUCCESS
+    assert end.do(link, there(end)) == SUCCESS
 
 
 def test_transfer_backend_hixl_both_ends_link_and_unlink_for_themselves(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    start_both(prompt, decoder, "shm", transfer_backend="hixl")
+    ends = shm_pair.prompt, shm_pair.decoder
+    start_both(*ends, "shm", transfer_backend="hixl")
     for codes in (SUCCESS, (ALREADY, [ALREADY])):
-        assert decoder.do(link, [info(1, prompt.port)]) == codes
-        assert prompt.do(link, [info(2, decoder.port)]) == codes
-    bytes_move_both_ways(prompt, decoder)
-    # The id alone is enough, forced or not.
-    assert decoder.do(unlink, [info(1)]) == SUCCESS
-    assert prompt.do(unlink, [info(2)]) == SUCCESS
-    alone(prompt, decoder)
-
-
-# --- several clusters in one call -------------------------------------------------------------------------------------
+        for here, peer in (ends[::-1], ends):
+            assert here.do(link, there(peer)) == codes
+    bytes_move_both_ways(*ends)
+    for here, peer in (ends[::-1], ends):
+        assert here.do(unlink, [info(peer.cluster_id)]) == SUCCESS  # the id alone is enough
+    alone(*ends)
 
 
 def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair: Pair) -> None:
@@ -147,7 +150,64 @@ def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local
     bytes_move_both_ways(prompt, decoder)
 
 
-# --- both ends dial at once -------------------------------------------------------------------------------------------
+# --- more than the original allows ------------------------------------------------------------------------------------
+
+
+def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer_cost_the_others_nothing(
+    end: LocalEnd,
+) -> None:
+    end.start("DECODER", 2)
+    options = make_config(
+        listen_ip_info="127.0.0.1:0",
+        mem_pool_cfg='{"memory_size": 65536, "page_shift": 12}',
+        host_mem_pool_cfg=None,
+    )
+    with ExitStack() as leaving, silent_port() as silent:
+        clusters = []
+        for cluster_id in range(100, 140):
+            world = World(f"prompt {cluster_id}")
+            leaving.callback(world.stop)
+            clusters.append(info(cluster_id, world.start("PROMPT", cluster_id, options)))
+        assert end.do(link, clusters, 30_000) == (OK, [OK] * 40)
+        assert end.do(links) == dict.fromkeys(range(100, 140), "ready")
+        assert end.do(unlink, clusters, 30_000) == (OK, [OK] * 40)
+        assert end.do(links) == {}
+        # Twenty come first: a call that worked through them sixteen at a time would have no time left.
+        mute = [info(cluster_id, silent) for cluster_id in range(10, 30)]
+        assert end.do(link, mute + clusters[:3], 2000) == (TIMEOUT, [TIMEOUT] * 20 + [OK] * 3)
+
+
+def kernel_threads(world: World) -> set[int]:
+    return set(scene.kernel_threads())
+
+
+def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pair) -> None:
+    shm_pair.start(extra={"llm.PeerTimeout": "600"})  # strangers send no beats
+    prompt = shm_pair.prompt
+    threads = prompt.do(kernel_threads)
+    with ExitStack() as leaving:
+        for cluster_id in range(1000, 1520):
+            leaving.enter_context(Stranger(prompt.port, cluster_id)).link()
+        now = prompt.do(links)
+        assert len(now) == 521
+        assert set(now.values()) <= {"ready", "suspect"}  # a busy machine makes silence of their beats
+        assert prompt.do(kernel_threads) <= threads  # one that was leaving may have left
+        bytes_move_both_ways(prompt, shm_pair.decoder)
+    wait_until(lambda: prompt.do(links) == {2: "ready"})
+
+
+@pytest.mark.parametrize(("pair", "memory"), [("shm", "private"), ("tcp", "inside")], indirect=["pair"])
+def test_r19_more_than_240_addresses_are_registered_and_pulled(pair: Pair, memory: str) -> None:
+    pair.start(extra={"llm.Transport": "auto"} if pair.transport == "shm" else {})  # cma for private memory
+    source = pair.prompt.do(make, "kv", Spec(300, 4, 32, blocks=True, blocks_key=BLOCKS, memory=memory), 1)
+    target = pair.decoder.do(make, "kv", Spec(300, 4, 32, blocks=True, memory=memory), 2)
+    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 3], [2, 1])
+    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(2, 0), (1, 3)]))
+    same_bytes(pair.prompt.do(show, "kv"), source)
+    assert pair.prompt.do(picture).caches.registered == 1
+
+
+# --- both ends at once ------------------------------------------------------------------------------------------------
 
 
 def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[list[LLMStatusCode]]:
@@ -186,15 +246,147 @@ def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[list[
 def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
     pair: Pair, tmp_path: Path, backend: str | None, wanted: bool, threads: int
 ) -> None:
+    """And with none after an unlink by either of them, or by both at once."""
     start_both(pair.prompt, pair.decoder, pair.transport, **({"transfer_backend": backend} if backend else {}))
-    for number in range(10 if threads == 1 else 4):
+    for number in range(12 if threads == 1 else 4):
         told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
         # One call may be over before the other begins: then the link is there already, unless both ends are to link.
         assert set(told[0] + told[1]) <= ({OK} if backend else {OK, ALREADY})
         assert OK in told[0] + told[1]
-        assert [end.do(links) for end in (pair.prompt, pair.decoder)] == BOTH_READY
+        assert both(pair) == LINKED
         if number % 5 == 0 or threads > 1:
             bytes_move_both_ways(pair.prompt, pair.decoder)
+        if at_once := number % 3 != 1:
+            pair.prompt.do(begin_there, "unlink", unlink, there(pair.decoder))
         unlinker, peer = (pair.prompt, pair.decoder) if number % 2 else (pair.decoder, pair.prompt)
-        assert unlinker.do(unlink, [info(peer.cluster_id, peer.port)]) == SUCCESS
+        assert unlinker.do(unlink, there(peer)) == SUCCESS
+        assert not at_once or pair.prompt.do(result_there, "unlink") == SUCCESS
         alone(pair.prompt, pair.decoder)
+
+
+# --- unlink -----------------------------------------------------------------------------------------------------------
+
+
+def caches(pair: Pair) -> tuple[Bytes, Bytes]:
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
+def refilled(world: World, seed: int) -> Bytes:
+    """Fill the cache with other bytes, and return them."""
+    return fill(world.caches["kv"], seed)
+
+
+def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and_so_is_a_link_at_once(
+    pair: Pair,
+) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    source, target = caches(pair)
+    before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
+    for unlinker, peer in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        for force in (False, True):
+            pair.link()
+            for _ in range(3):
+                assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
+                # The peer may still hold its end of a link that was given up by force.
+                assert unlinker.do(link, there(peer)) == SUCCESS
+                wait_until(lambda: both(pair) == LINKED)
+            assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
+            not_linked(unlinker, peer.cluster_id)
+            if not force:
+                not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
+            clusters = [info(77, peer.port, local=None), *there(peer) * 2]
+            assert unlinker.do(unlink, clusters, 5000, force) == (OK, [OK] * 3)
+            alone(pair.prompt, pair.decoder)
+    assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
+    same_bytes(pair.prompt.do(show, "kv"), source)
+    same_bytes(pair.decoder.do(show, "kv"), target)
+
+
+def gated_pull(world: World, folder: Path) -> None:
+    gated_call(world, 1, "before copy", folder, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+
+
+@contextmanager
+def pull_under_way(pair: Pair, folder: Path) -> Iterator[None]:
+    """The decoder pulls and stands still before its first byte; the end of the block lets it go on."""
+    folder.mkdir()
+    pair.decoder.do(begin_there, "pull", gated_pull, folder)
+    try:
+        wait_until((folder / "reached").exists)
+        yield
+    finally:
+        (folder / "go").touch()
+
+
+def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair: Pair, tmp_path: Path) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    source, _ = caches(pair)
+    rows = [(pair.decoder, pair.prompt, False), (pair.decoder, pair.prompt, True), (pair.prompt, pair.decoder, False)]
+    for number, (unlinker, peer, force) in enumerate(rows):
+        pair.link()
+        target = pair.decoder.do(refilled, number)
+        with pull_under_way(pair, tmp_path / str(number)):
+            if not force:
+                assert unlinker.do(unlink, there(peer), 100) == (TIMEOUT, [TIMEOUT])
+                wait_until(lambda: both(pair) == LINKED)
+                bytes_move_both_ways(pair.prompt, pair.decoder)
+            unlinker.do(begin_there, "unlink", unlink, there(peer), 30_000, force)
+            wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
+            assert unlinker.do(links) == {peer.cluster_id: "draining"}
+            not_linked(pair.decoder, 1)  # nothing new begins
+        assert pair.decoder.do(result_there, "pull") is None
+        assert unlinker.do(result_there, "unlink") == SUCCESS
+        same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
+        same_bytes(pair.prompt.do(show, "kv"), source)
+        alone(pair.prompt, pair.decoder)
+
+
+def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error_when_its_time_is_over_or_at_once_from_the_other_end(
+    pair: Pair, tmp_path: Path
+) -> None:
+    pair.start()
+    source, _ = caches(pair)
+    rows: list[tuple[End, int, int, type[LLMException], LLMStatusCode, str]] = [
+        (pair.decoder, 1, 100, NotLinked, LLMStatusCode.LLM_NOT_YET_LINK, "given up"),
+        (pair.prompt, 2, 5000, PeerLost, LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, ""),
+    ]
+    for unlinker, peer, timeout, kind, status, part in rows:
+        with pull_under_way(pair, tmp_path / str(peer)):
+            assert unlinker.do(unlink, [info(peer)], timeout, True) == SUCCESS
+            assert unlinker.do(links) == {}
+            alone(pair.prompt, pair.decoder)
+        error = pair.decoder.do(result_there, "pull")
+        assert isinstance(error, kind), error
+        assert (error.status_code, error.peer, error.phase) == (status, 1, "copy")
+        assert part in str(error)
+        same_bytes(pair.prompt.do(show, "kv"), source)
+        pair.link()
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def pull_until_refused(world: World) -> int:
+    """Pull until there is no link any more; return how many pulls succeeded."""
+    count = 0
+    while True:
+        try:
+            call(world, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+        except NotLinked:
+            return count
+        count += 1
+
+
+def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    source, _ = caches(pair)
+    for number, (unlinker, peer) in enumerate([(pair.prompt, pair.decoder), (pair.decoder, pair.prompt)] * 3):
+        pair.link()
+        target = pair.decoder.do(refilled, number)
+        for name in "abc":
+            pair.decoder.do(begin_there, name, pull_until_refused)
+        wait_until(lambda: sum(each.read_bytes for each in pair.decoder.do(picture).links) > 0)
+        assert unlinker.do(unlink, there(peer)) == SUCCESS
+        assert sum(pair.decoder.do(result_there, name) for name in "abc") > 0
+        alone(pair.prompt, pair.decoder)
+        same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
+    same_bytes(pair.prompt.do(show, "kv"), source)

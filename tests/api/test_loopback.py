@@ -22,10 +22,10 @@ OK = RegisterMemStatus.OK
 EMPTY = '{"version": "1.0", "status": "completed", "server_count": "0", "server_list": []}'
 
 
-def registered(datadist: LLMDataDist, fill: int, model_id: int = 0) -> tuple[Cache, np.ndarray]:
+def registered(datadist: LLMDataDist, fill: int) -> tuple[Cache, np.ndarray]:
     """Register two tensors of four blocks of 64 bytes."""
     memory = np.full((2, 4, 64), fill, np.uint8)
-    key = BlocksCacheKey(datadist.cluster_id, model_id)
+    key = BlocksCacheKey(datadist.cluster_id, 0)
     desc = CacheDesc(2, [4, 64], DataType.DT_UINT8)
     return datadist.cache_manager.register_blocks_cache(desc, [tensor.ctypes.data for tensor in memory], key), memory
 
@@ -53,10 +53,17 @@ def test_link_is_ok_when_it_returns_and_bytes_are_real(end: LocalEnd, rca: bool)
 
 def test_the_members_are_gone_afterwards_and_link_reads_its_table_again(end: LocalEnd) -> None:
     end.start("DECODER", 1)
-    with loopback_links() as peers:
+    with loopback_links({"llm.MemPoolConfig": '{"memory_size": 1048576}'}) as peers:
+        for wrong in ({1: 0}, {2: 0, 3: 1}, {2: 1, 1: 0}):
+            with pytest.raises(ParamError):
+                end.world.dd.link("link", wrong, EMPTY)
+        with pytest.raises(TypeError):
+            end.world.dd.link("link", {1: 0, 2: 1}, None)  # type: ignore[arg-type]
+        assert peers.members == {}
         end.world.dd.link("link", {1: 0, 2: 1, 3: 2, 4: 3}, EMPTY)
         assert sorted(peers.members) == [2, 3, 4]
         assert sorted(each.remote_cluster_id for each in peers[3].statistics().links) == [1, 2, 4]
+        assert peers[2].cache_manager.allocate_blocks_cache(CacheDesc(1, [2, 8], DataType.DT_UINT8)).tensor_addrs
         assert LLMDataDist.llm_engine_instance is end.world.dd
         with pytest.raises(KeyError):
             peers[5]
@@ -69,20 +76,6 @@ def test_the_members_are_gone_afterwards_and_link_reads_its_table_again(end: Loc
     end.do(make, "kv", Spec(blocks=True), 1)
     with pytest.raises(NotLinked):
         end.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [0], [0])
-
-
-def test_arguments_are_still_checked_and_options_reach_the_members(end: LocalEnd) -> None:
-    end.start("DECODER", 1)
-    with loopback_links({"llm.MemPoolConfig": '{"memory_size": 1048576}'}) as peers:
-        for wrong in ({1: 0}, {2: 0, 3: 1}, {2: 1, 1: 0}):
-            with pytest.raises(ParamError):
-                end.world.dd.link("link", wrong, EMPTY)
-        assert peers.members == {}
-        with pytest.raises(TypeError):
-            end.world.dd.link("link", {1: 0, 2: 1}, None)  # type: ignore[arg-type]
-        end.world.dd.link("link", {1: 0, 2: 1}, EMPTY)
-        desc = CacheDesc(1, [2, 8], DataType.DT_UINT8)
-        assert peers[2].cache_manager.allocate_blocks_cache(desc).tensor_addrs
 
 
 def test_r20_ends_that_the_test_made_itself_meet_each_other(end: LocalEnd) -> None:

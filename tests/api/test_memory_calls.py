@@ -3,6 +3,7 @@ Wrong arguments by themselves: test_bad_input_*.py."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ from llm_datadist._cache.registry import Effects
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._memory.guards import Guard, GuardTable
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.config import Options
 from llm_datadist.errors import NotLinked, OutOfMemory, ParamError
 from llm_datadist.types import LLMRole
-from tests.support.memory import cpu_cache, desc, equal, pool, refused, state, user_memory
+from tests.support.memory import cpu_cache, desc, pool, refused, state, user_memory
+from tests.support.moves import same_bytes
 from tests.support.world import World, fill, make_config, read
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ pytestmark = pytest.mark.covers(
 )
 
 PAGE = 4096
-FAKE = [1, 4096]
 
 
 @pytest.fixture
@@ -66,39 +67,26 @@ def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_t
         cache = world.cm.allocate_cache(desc(3, (2, 1025), placement=placement))
         assert pool(world, name).used_bytes == 3 * 3 * PAGE  # 8200 bytes each, separately rounded up
         addrs = sorted(cache.tensor_addrs)
-        assert len(set(addrs)) == 3
         assert min(np.diff(addrs)) >= 8200
         assert all((addr - addrs[0]) % PAGE == 0 for addr in addrs)
-        equal(fill(cache, 1), read(cache))
+        same_bytes(fill(cache, 1), read(cache))
 
 
-def test_ids_count_from_one_and_one_descriptor_serves_both_kinds_of_cache(world: World) -> None:
-    shared = desc()
+def test_deallocate_gives_the_memory_back_empties_the_handle_and_is_a_noop_again(world: World) -> None:
+    shared = desc()  # one descriptor serves both kinds
     rows, blocks = world.cm.allocate_cache(shared), world.cm.allocate_blocks_cache(shared)
+    other = world.caches["other"] = world.cm.allocate_cache(shared)
     assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [(1, False), (2, True)]
-    with refused(world, ParamError, "cache", "blocks"):
-        world.cm.deallocate_cache(blocks)
-    with refused(world, ParamError, "cache", "not a blocks cache"):
-        world.cm.deallocate_blocks_cache(rows)
-    world.cm.deallocate_cache(rows)
-    world.cm.deallocate_blocks_cache(blocks)
-    assert world.cm.allocate_cache(desc()).cache_id == 3
-
-
-@pytest.mark.parametrize("kind", ["cache", "blocks_cache"])
-def test_deallocate_gives_the_memory_back_empties_the_handle_and_is_a_noop_again(world: World, kind: str) -> None:
-    nothing = totals(world)
-    cache = getattr(world.cm, f"allocate_{kind}")(desc())
-    other = world.caches["other"] = getattr(world.cm, f"allocate_{kind}")(desc())
     fill(other, 3)
-    getattr(world.cm, f"deallocate_{kind}")(cache)
-    assert cache.tensor_addrs == []
-    once = state(world)
-    getattr(world.cm, f"deallocate_{kind}")(cache)
-    getattr(world.cm, f"deallocate_{kind}")(Cache(999, desc(), [], kind == "blocks_cache"))
-    assert state(world) == once
-    getattr(world.cm, f"deallocate_{kind}")(other)
-    assert totals(world) == nothing
+    for deallocate, cache in ((world.cm.deallocate_cache, rows), (world.cm.deallocate_blocks_cache, blocks)):
+        deallocate(cache)
+        assert cache.tensor_addrs == []
+        once = state(world)
+        deallocate(cache)
+        assert state(world) == once
+    world.cm.deallocate_cache(other)
+    assert totals(world) == (0, 0)
+    assert world.cm.allocate_cache(shared).cache_id == 4
 
 
 def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once_and_takes_a_cpu_cache(world: World) -> None:
@@ -106,115 +94,78 @@ def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once_and_takes_a_cpu
     cache = world.cm.allocate_blocks_cache(desc(), key)
     assert [each.cache_id for each in world.dd.statistics().keys] == [1]
     world.cm.deallocate_blocks_cache(cache)
-    assert totals(world) == (0, 0)
-    assert world.dd.statistics().keys == ()
-    world.cm.deallocate_blocks_cache(cache)
+    assert (totals(world), world.dd.statistics().keys) == ((0, 0), ())
     assert world.cm.allocate_blocks_cache(desc(), key).cache_id == 2
     cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
     world.cm.deallocate_blocks_cache(cpu)
     assert cpu.tensor_addrs == []
 
 
-def test_a_registered_cache_is_emptied_by_deallocate_and_stays_registered(world: World) -> None:
-    cache = world.cm.register_cache(desc(), [4096, 8192])
-    blocks = world.cm.register_blocks_cache(desc(), [4096, 8192], BlocksCacheKey(1))
-    world.cm.deallocate_cache(cache)
-    world.cm.deallocate_blocks_cache(blocks)
-    assert cache.tensor_addrs == blocks.tensor_addrs == []
-    assert world.dd.statistics().caches.registered == 2
-    assert len(world.dd.statistics().keys) == 1
-
-
 # --- registering ------------------------------------------------------------------------------------------------------
 
 
-def test_a_fake_address_is_registered_untouched_and_unregistered(world: World) -> None:
+def test_a_registered_address_is_not_touched_and_only_unregister_ends_it(world: World) -> None:
+    numbers: list[Any] = [np.uint64(2**40), np.int64(4096)]
     nothing = state(world)
-    for number, placement in enumerate(Placement):
-        for register in (world.cm.register_cache, world.cm.register_blocks_cache):
-            cache = register(desc(placement=placement), FAKE)
-            assert cache.tensor_addrs == FAKE
-            assert cache.is_blocks_cache is (register == world.cm.register_blocks_cache)
-            assert world.dd.statistics().caches.registered == 1
-            world.cm.unregister_cache(cache.cache_id)
-            assert state(world) == nothing
-        assert cache.cache_id == 2 * number + 2
+    for number, (placement, addrs) in enumerate(itertools.product(Placement, ([4096, 4096], numbers))):
+        rows = world.cm.register_cache(desc(placement=placement), addrs, [CacheKey(1, 1), CacheKey(1, 2)])
+        blocks = world.cm.register_blocks_cache(desc(placement=placement), addrs, BlocksCacheKey(1))
+        assert (rows.tensor_addrs, blocks.tensor_addrs) == (addrs, addrs)
+        assert all(type(address) is int for address in rows.tensor_addrs)
+        assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [
+            (2 * number + 1, False),
+            (2 * number + 2, True),
+        ]
+        world.cm.deallocate_cache(rows)
+        world.cm.deallocate_blocks_cache(blocks)
+        assert rows.tensor_addrs == blocks.tensor_addrs == []
+        assert world.dd.statistics().caches.registered == 2
+        assert len(world.dd.statistics().keys) == 3
+        world.cm.unregister_cache(rows.cache_id)
+        assert [each.cache_id for each in world.dd.statistics().keys] == [blocks.cache_id]
+        world.cm.unregister_cache(blocks.cache_id)
+        assert state(world) == nothing
 
 
-@pytest.mark.parametrize("call", ["register_cache", "register_blocks_cache"])
-def test_registering_and_unregistering_change_no_byte_of_the_memory(world: World, call: str) -> None:
-    addrs = user_memory(world, "mine", desc())
-    for array in world.memory["mine"]:
-        array[:] = np.arange(array.size) % 251
-    before = [array.copy() for array in world.memory["mine"]]
-    cache = getattr(world.cm, call)(desc(), addrs)
-    equal([tensor.reshape(-1) for tensor in read(cache)], before)
-    world.cm.unregister_cache(cache.cache_id)
-    equal(world.memory["mine"], before)
-
-
-def test_addresses_may_repeat_and_be_of_numpy_and_ids_come_from_the_same_counter_as_allocations(world: World) -> None:
-    first = world.cm.register_blocks_cache(desc(), FAKE)
-    allocated = world.cm.allocate_cache(desc())
-    second = world.cm.register_cache(desc(), FAKE)
-    assert [first.cache_id, allocated.cache_id, second.cache_id] == [1, 2, 3]
-    world.cm.unregister_cache(3)
-    cache = world.cm.register_cache(desc(), [np.uint64(2**40), np.int64(4096)])  # type: ignore[list-item]
-    assert (cache.cache_id, cache.tensor_addrs) == (4, [2**40, 4096])
-    assert all(type(address) is int for address in cache.tensor_addrs)
-
-
-def test_registered_keys_do_not_disturb_allocated_ones(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1), CacheKey(1, 2**64 - 1)])
-    assert [(each.key, each.cache_id) for each in world.dd.statistics().keys] == [("(0, 1, 0)", 1)]
-
-
-# --- unregistering ----------------------------------------------------------------------------------------------------
-
-
-def test_unregister_drops_keys_and_is_a_noop_for_ids_that_are_not_registered(world: World) -> None:
-    world.cm.register_cache(desc(), FAKE, [CacheKey(1, 1), CacheKey(1, 2)])
-    allocated = world.caches["allocated"] = world.cm.allocate_cache(desc(), [CacheKey(1, 3)])
-    world.cm.unregister_cache(1)
-    assert [each.cache_id for each in world.dd.statistics().keys] == [allocated.cache_id]
-    once = state(world)
-    for cache_id in (1, 999, 0, -1, -(2**63), 2**63 - 1, allocated.cache_id):
-        world.cm.unregister_cache(cache_id)
-    assert state(world) == once
-
-
-def test_memory_of_a_pool_registered_again_survives_unregister(world: World) -> None:
+def test_registering_and_unregistering_change_no_byte_of_memory_of_a_pool_or_of_the_user(world: World) -> None:
     memory = world.cm.allocate_blocks_cache(desc())
-    alias = world.cm.register_blocks_cache(desc(), list(memory.tensor_addrs))
-    before = fill(memory, 1)
-    equal(read(alias), before)
-    world.cm.unregister_cache(alias.cache_id)
-    equal(read(memory), before)
+    for addrs in (list(memory.tensor_addrs), user_memory(world, "mine", desc())):
+        for register in (world.cm.register_cache, world.cm.register_blocks_cache):
+            before = fill(Cache.create_cpu_cache(desc(placement=Placement.HOST), addrs), 1)
+            cache = register(desc(), addrs)
+            same_bytes(read(cache), before)
+            world.cm.unregister_cache(cache.cache_id)
+            same_bytes(read(Cache.create_cpu_cache(desc(placement=Placement.HOST), addrs)), before)
     world.cm.deallocate_blocks_cache(memory)
     assert pool(world).used_bytes == 0
 
 
-# --- remap ------------------------------------------------------------------------------------------------------------
+def test_registered_keys_do_not_disturb_allocated_ones(world: World) -> None:
+    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
+    world.cm.register_cache(desc(), [1, 4096], [CacheKey(1, 1), CacheKey(1, 2**64 - 1)])
+    assert [(each.key, each.cache_id) for each in world.dd.statistics().keys] == [("(0, 1, 0)", 1)]
+
+
+def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:
+    local_pair.start(linked=False)
+    local_pair.prompt.do(_remap_is_refused)
+    local_pair.link()
+    local_pair.prompt.do(_remap)
+
 
 GOOD = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)
 
 
-def remap(world: World, infos: Any) -> None:
-    before = state(world)
-    world.cm.remap_registered_memory(infos)
-    assert state(world) == before
-
-
-def test_remap_checks_and_does_nothing_when_linked(local_pair: Pair) -> None:
-    local_pair.start()
-    for infos in (GOOD, [GOOD], [GOOD, GOOD]):
-        local_pair.prompt.do(remap, infos)
-
-
-def test_remap_without_a_link_is_not_yet_link(world: World) -> None:
+def _remap_is_refused(world: World) -> None:
     with refused(world, NotLinked, "remap_registered_memory", status=LLMStatusCode.LLM_NOT_YET_LINK):
         world.cm.remap_registered_memory(GOOD)
+
+
+def _remap(world: World) -> None:
+    before = state(world)
+    for infos in (GOOD, [GOOD], [GOOD, GOOD]):
+        world.cm.remap_registered_memory(infos)
+        assert state(world) == before
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------
@@ -253,25 +204,19 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
     store.close()
 
 
-class Probe:
-    """Stands where an allocation stands, and looks at the guards when it is freed."""
-
-    def __init__(self, guards: GuardTable, watched: list[Guard]) -> None:
-        self.guards, self.watched = guards, watched
-        self.seen: list[bool] = []
-
-    def free(self) -> None:
-        self.seen = [self.guards.load(guard.slot) != guard.generation for guard in self.watched]
-
-
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     store = world.cm._engine.store
     guards = store._guards
     advanced, retired = guards.allocate(), guards.allocate()
-    probe = Probe(guards, [advanced, retired])
-    freed: Any = SimpleNamespace(storage=SimpleNamespace(tag=1, allocation=probe, private=False), guard=retired)
+    told: list[bool] = []
+
+    def free() -> None:
+        told.extend(guards.load(guard.slot) != guard.generation for guard in (advanced, retired))
+
+    storage = SimpleNamespace(tag=1, allocation=SimpleNamespace(free=free), private=False)
+    freed: Any = SimpleNamespace(storage=storage, guard=retired)
     store.apply(Effects(advance=[advanced], retire=[retired], free=[freed]))
-    assert probe.seen == [True, True]
+    assert told == [True, True]
     assert guards.live == 1
     guards.release(advanced.slot)
 
@@ -299,28 +244,29 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 
 
 @pytest.mark.parametrize(
-    ("placement", "option"), [(Placement.DEVICE, "mem_pool_cfg"), (Placement.HOST, "host_mem_pool_cfg")]
+    ("missing", "option", "other"),
+    [
+        (Placement.DEVICE, "mem_pool_cfg", Placement.HOST),
+        (Placement.HOST, "host_mem_pool_cfg", Placement.DEVICE),
+        (Placement.HOST, "host_mem_pool_cfg", None),
+    ],
 )
-def test_r12_without_a_pool_allocation_names_the_missing_option(
-    end: LocalEnd, placement: Placement, option: str
+def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_is_a_noop(
+    end: LocalEnd, missing: Placement, option: str, other: Placement | None
 ) -> None:
-    end.start("PROMPT", 1, **{option: None})
-    words = (f"cache_desc.placement={placement.name}", option, "llm.")
+    end.start("PROMPT", 1, **({option: None} | ({} if other else {"mem_pool_cfg": None})))
+    cm, words = end.world.cm, (f"cache_desc.placement={missing.name}", option, "llm.")
     with refused(end.world, ParamError, *words):
-        end.world.cm.allocate_cache(desc(placement=placement), [CacheKey(1, 1)])
+        cm.allocate_cache(desc(placement=missing), [CacheKey(1, 1)])
     with refused(end.world, ParamError, *words):
-        end.world.cm.allocate_blocks_cache(desc(placement=placement), BlocksCacheKey(1))
-    other = Placement.HOST if placement is Placement.DEVICE else Placement.DEVICE
-    end.world.cm.allocate_cache(desc(placement=other))
-
-
-def test_r12_without_any_pool_giving_back_is_a_noop(end: LocalEnd) -> None:
-    end.start("PROMPT", 1, mem_pool_cfg=None, host_mem_pool_cfg=None)
+        cm.allocate_blocks_cache(desc(placement=missing), BlocksCacheKey(1))
     before = state(end.world)
-    end.world.cm.deallocate_cache(Cache(1, desc(), [], is_blocks_cache=False))
-    end.world.cm.deallocate_blocks_cache(Cache(1, desc(), [], is_blocks_cache=True))
-    end.world.cm.remove_cache_key(CacheKey(1, 1))
+    cm.deallocate_cache(Cache(1, desc(), [], is_blocks_cache=False))
+    cm.deallocate_blocks_cache(Cache(1, desc(), [], is_blocks_cache=True))
+    cm.remove_cache_key(CacheKey(1, 1))
     assert state(end.world) == before
+    if other:
+        cm.allocate_cache(desc(placement=other))
 
 
 # --- pools at init ----------------------------------------------------------------------------------------------------

@@ -1,20 +1,22 @@
-"""Many threads at once on one link and on two, both directions at the same time, every byte compared."""
+"""Many threads at once on one link, both directions at the same time, every byte compared.
+
+Over several links: tests/faults/test_campaign.py."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from tests.support.ends import LocalEnd
-from tests.support.gates import begin
-from tests.support.linking import SUCCESS, info, link
+from tests.support.background import Call
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conftest import Pair
     from tests.support.moves import Bytes
     from tests.support.world import World
@@ -22,14 +24,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("LLMDataDist.init")
 
 THREADS, ROUNDS, ROWS, STRIDE = 12, 12, 16, 1000
-KEYS = {cluster: BlocksCacheKey(cluster, 0) for cluster in (1, 2, 3)}
 
 
 def prepare(world: World, cluster_id: int) -> dict[str, Bytes]:
     """A source with a blocks key, a row cache with one key per thread and round, and destinations of each thread."""
     keys = tuple(CacheKey(cluster_id, number) for number in range(THREADS * ROUNDS))
     specs = {
-        "source": Spec(2, ROWS, STRIDE, blocks=True, blocks_key=KEYS[cluster_id]),
+        "source": Spec(2, ROWS, STRIDE, blocks=True, blocks_key=BlocksCacheKey(cluster_id, 0)),
         "rows": Spec(2, len(keys), STRIDE, keys=keys),
     }
     for thread in range(THREADS):
@@ -48,43 +49,31 @@ def pairs_of(thread: int) -> list[tuple[int, int]]:
     return [(int(d), int(s)) for d, s in random.integers(0, ROWS, (40, 2))]
 
 
-def run_threads(work: Any) -> None:
-    start, errors = threading.Barrier(THREADS), []
+def run_threads(work: Callable[[int], None]) -> None:
+    start = threading.Barrier(THREADS)
 
     def run(thread: int) -> None:
-        try:
-            start.wait(30)
-            work(thread)
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            errors.append(error)
+        start.wait(30)
+        work(thread)
 
-    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(THREADS)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert not any(each.is_alive() for each in threads)
-    if errors:
-        raise errors[0]
+    for each in [Call(run, thread) for thread in range(THREADS)]:
+        each.result()
 
 
-def pull_in_threads(world: World, peers: list[int]) -> None:
-    """Every thread pulls blocks into its own cache, and rows by keys of its own, from one peer after the other."""
+def pull_in_threads(world: World, peer: int) -> None:
+    """Every thread pulls blocks into its own cache, and rows by keys of its own."""
 
     def work(thread: int) -> None:
         blocks = [s for _, s in pairs_of(thread)], [d for d, _ in pairs_of(thread)]
         for turn in range(ROUNDS):
-            peer = peers[(thread + turn) % len(peers)]
-            call(world, "pull_blocks", KEYS[peer], Use(f"blocks {thread}"), *blocks)
+            call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use(f"blocks {thread}"), *blocks)
             call(world, "pull_cache", CacheKey(peer, thread * ROUNDS + turn), Use(f"row {thread}"), turn)
 
     run_threads(work)
 
 
-def push_in_threads(world: World, peers: list[int]) -> None:
+def push_in_threads(world: World, peer: int) -> None:
     """Every thread pushes into caches of its own there, from caches that threads share."""
-
-    (peer,) = peers
 
     def work(thread: int) -> None:
         for turn in range(ROUNDS):
@@ -98,13 +87,12 @@ def push_in_threads(world: World, peers: list[int]) -> None:
     run_threads(work)
 
 
-def check(before: dict[str, Bytes], after: dict[str, Bytes], sources: list[dict[str, Bytes]], *, push: bool) -> None:
+def check(before: dict[str, Bytes], after: dict[str, Bytes], source: dict[str, Bytes], *, push: bool) -> None:
     """Compare every byte of every cache of an end that got these, but the big ones of pushes, which both ends write."""
     wanted = {name: content for name, content in before.items() if not (push and name.startswith("big"))}
     for thread in range(THREADS):
         blocks, row = f"blocks {thread}", f"row {thread}"
         for turn in range(ROUNDS):
-            source = sources[(thread + turn) % len(sources)]
             pairs = [(thread, turn % ROWS), (turn % ROWS, thread)] if push else pairs_of(thread)
             wanted[blocks] = moved(wanted[blocks], source["source"], pairs)
             wanted[row] = moved(wanted[row], source["rows"], [(turn, thread * ROUNDS + turn)])
@@ -117,30 +105,11 @@ def test_both_ends_move_with_twelve_threads_at_the_same_time(pair: Pair, push: b
     pair.start(rca=push)
     prompt, decoder = pair.prompt.do(prepare, 1), pair.decoder.do(prepare, 2)
     move = push_in_threads if push else pull_in_threads
-    finish = begin(pair.decoder, move, [1])
-    try:
-        begin(pair.prompt, move, [2])()
-    finally:
-        finish()
-    check(decoder, pair.decoder.do(shown), [prompt], push=push)
-    check(prompt, pair.prompt.do(shown), [decoder], push=push)
+    calls = [Call(end.do, move, peer) for end, peer in ((pair.decoder, 1), (pair.prompt, 2))]
+    assert [each.outcome() for each in calls] == [None, None]
+    check(decoder, pair.decoder.do(shown), prompt, push=push)
+    check(prompt, pair.prompt.do(shown), decoder, push=push)
     for end in (pair.prompt, pair.decoder):
         wait_until(lambda end=end: end.do(picture).pins == 0)  # type: ignore[misc]  # bound at once
         # Every key of a row was pulled once, by one of the threads.
         assert len(end.do(picture).keys) == (1 + THREADS * ROUNDS if push else 1)
-
-
-def test_twelve_threads_pull_over_two_links(local_pair: Pair) -> None:
-    local_pair.start(linked=False)
-    sources = [local_pair.prompt.do(prepare, 1), local_pair.decoder.do(prepare, 2)]
-    third = LocalEnd("third")
-    third.start("MIX", 3, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": "inproc"})
-    try:
-        assert third.port is not None
-        for end in (local_pair.prompt, local_pair.decoder):
-            assert end.do(link, [info(3, third.port)]) == SUCCESS
-        before = third.do(prepare, 3)
-        third.do(pull_in_threads, [1, 2])
-        check(before, third.do(shown), sources, push=False)
-    finally:
-        third.stop()

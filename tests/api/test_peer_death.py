@@ -1,5 +1,5 @@
-"""Peers that are killed, frozen, restarted or finalized, and what their survivors see (interface R22, I3): how a
-death is noticed, also where the sockets do not tell, and what must not pass for one."""
+"""Peers that are killed, frozen, restarted or finalized, links that are lost, and what comes back by itself (interface
+R22, I3): how a death is noticed, also where the sockets do not tell, and what must not pass for one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import ctypes
 import os
 import re
 import signal
+import socket
+import threading
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
+from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, PeerLost
 from tests.support.family import Family, one_family
-from tests.support.frozen import freeze
-from tests.support.gates import stopped
+from tests.support.frozen import freeze, frozen
 from tests.support.linking import (
     SUCCESS,
     alone,
@@ -27,13 +29,15 @@ from tests.support.linking import (
     link,
     link_number,
     links,
+    not_linked,
     redials,
     result_there,
-    runs_there,
+    start_both,
     unlink,
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import World, fill, make_config, residue_of, settled_of
+from tests.support.strangers import silent_port
+from tests.support.world import World, make_config, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,20 +47,55 @@ if TYPE_CHECKING:
     from tests.support.ends import ChildEnd, End
     from tests.support.moves import Bytes
 
-pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout")
+pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout", "errors.NotLinked")
 
 KEY = CacheKey(1, 10)
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
 LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own time
 PATIENT = {"llm.PeerTimeout": "600"}  # ... nor by missed beats
-TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+ALREADY, TIMEOUT = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_TIMEOUT
 KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
+BOTH_UP = ({2: "ready"}, {1: "ready"})
+BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
 
 
 @pytest.fixture
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     with one_family(getattr(request, "param", "shm")) as family:
         yield family
+
+
+def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
+    return pair.prompt.do(links), pair.decoder.do(links)
+
+
+def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
+    """Make a published and an addressed cache of either kind; return their bytes, rows first."""
+    source = [prompt.do(make, "rows", ROWS, 1), prompt.do(make, "kv", PAGED, 2)]
+    return source, [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "kv", Spec(blocks=True), 4)]
+
+
+def unchanged(end: End, was: list[Bytes]) -> None:
+    for name, old in zip(("rows", "kv"), was, strict=True):
+        same_bytes(end.do(show, name), old)
+
+
+def unlinked(end: End, peer: int = 1) -> None:
+    """Every further call says at once that there is no link."""
+    not_linked(end, peer)
+    with pytest.raises(NotLinked, match=f"cluster {peer}"):
+        end.do(call, "pull_cache", CacheKey(peer, 10), Use("rows"), 5)
+
+
+def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[Bytes]) -> None:
+    """Both pulls move the right bytes, and the key is consumed."""
+    decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
+    unchanged(prompt, source)
+    wait_until(lambda: prompt.do(picture).pins == 0 and len(prompt.do(picture).keys) == 1)
+    with pytest.raises(CacheNotFound):
+        decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
 
 
 def waiting(world: World, peer: int) -> int:
@@ -69,7 +108,7 @@ def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:
     """Freeze the prompt, and begin two pulls that wait for its answer."""
     freeze(prompt)
     decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)
-    decoder.do(begin_there, "paged pull", call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
+    decoder.do(begin_there, "paged pull", call, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
     wait_until(lambda: decoder.do(waiting, 1) == 2)
 
 
@@ -84,157 +123,43 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
             assert re.search(part, str(error)), error
 
 
-def not_linked(end: End, peer: int = 1) -> None:
-    """Every further call says at once that there is no link."""
-    rows, paged = (CacheKey(peer, 10), Use("rows"), 5), (BlocksCacheKey(peer, 0), Use("paged"), [1], [0])
-    for method, args in (("pull_cache", rows), ("pull_blocks", paged)):
-        with pytest.raises(NotLinked) as caught:
-            end.do(call, method, *args)
-        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-        assert f"cluster {peer}" in str(caught.value)
-
-
-def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
-    """Make a published and an addressed cache of either kind; return their bytes, rows first."""
-    source = [prompt.do(make, "rows", ROWS, 1), prompt.do(make, "paged", PAGED, 2)]
-    return source, [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]
-
-
-def warmed_up(prompt: End, decoder: End) -> None:
-    """Link and part once: what a process makes at its first link and keeps is there from now on."""
-    ends = (prompt, decoder)
-    sockets = [end.do(residue_of)["fds"]["socket"] for end in ends]
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-    alone(*ends)
-    wait_until(lambda: [end.do(residue_of)["fds"]["socket"] for end in ends] == sockets)  # data lanes close a bit later
-
-
-def unchanged(end: End, was: list[Bytes]) -> None:
-    for name, old in zip(("rows", "paged"), was, strict=True):
-        same_bytes(end.do(show, name), old)
-
-
-def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[Bytes]) -> None:
-    """Both pulls move the right bytes, and the key is consumed."""
-    decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
-    unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
-    unchanged(prompt, source)
-    wait_until(lambda: prompt.do(picture).pins == 0 and len(prompt.do(picture).keys) == 1)
-    with pytest.raises(CacheNotFound):
-        decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-
-
-BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
-
-
-def keep_pulling(world: World, peer: int, stop: Path, rows: Bytes, paged: Bytes) -> int:
-    """Pull a row and two blocks again and again, and compare every byte each time; return how often."""
-    count = 0
-    while not stop.exists():
-        before = [fill(world.caches[name], 2 * count + i) for i, name in enumerate(("other rows", "other paged"))]
-        to, from_ = count % 8, 3 * count % 8
-        call(world, "pull_cache", CacheKeyByIdAndIndex(peer, 1, from_), Use("other rows"), to)  # consumes no key
-        call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use("other paged"), [from_, 7 - from_], [to, 7 - to])
-        same_bytes(show(world, "other rows"), moved(before[0], rows, [(to, from_)]))
-        same_bytes(show(world, "other paged"), moved(before[1], paged, [(to, from_), (7 - to, 7 - from_)]))
-        world.memory["pulls"] = count = count + 1
-    return count
-
-
-def pulls(world: World) -> int:
-    """Return how often so far; raise what ended it."""
-    if not runs_there(world, "puller"):
-        world.memory["puller"].result()
-    return int(world.memory.get("pulls", 0))
-
-
-def many_more_pulls(end: End) -> None:
-    count = end.do(pulls)
-    wait_until(lambda: end.do(pulls) > count + 20)
-
-
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
 @BOTH_TRANSPORTS
 def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold_up_no_other_link(
-    family: Family, tmp_path: Path
+    family: Family,
 ) -> None:
     prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
-    rows = third.do(make, "rows", Spec(), 5)
-    paged = third.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(3, 0)), 6)
-    decoder.do(make, "other rows", Spec(), 7)
-    decoder.do(make, "other paged", Spec(blocks=True), 8)
-    warmed_up(prompt, decoder)
+    # What a process makes at its first link and keeps is there from now on; data lanes close a bit later.
+    sockets = decoder.do(residue_of)["fds"]["socket"]
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    wait_until(lambda: decoder.do(residue_of)["fds"]["socket"] == sockets)
     assert decoder.do(link, [info(3, third.port)]) == SUCCESS
-    decoder.do(begin_there, "puller", keep_pulling, 3, tmp_path / "stop", rows, paged)
-    many_more_pulls(decoder)
-    tables, held = decoder.do(picture), decoder.do(residue_of)
+    bytes_move_both_ways(third, decoder)
+    tables, held, number = decoder.do(picture), decoder.do(residue_of), decoder.do(link_number, 3)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
-    many_more_pulls(decoder)
+    bytes_move_both_ways(third, decoder)
     family.kill(prompt)
+    bytes_move_both_ways(third, decoder)
     both_pulls_lost(decoder, prompt, KILLED)
-    not_linked(decoder)
-    many_more_pulls(decoder)
-    if family.transport == "tcp":
-        # No descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
-        assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-        wait_until(lambda: "llm-datadist-redial" not in decoder.do(residue_of)["threads"])
+    unlinked(decoder)
+    # Over tcp no descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
+    for force in (False, True):
+        assert decoder.do(unlink, [info(1, prompt.port)], 1000, force) == SUCCESS
+        assert (decoder.do(links), decoder.do(redials)) == ({3: "ready"}, ())
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
     wait_until(
         lambda: [held[kind] for kind in kept] == [now[kind] for now in [decoder.do(residue_of)] for kind in kept]
     )
-    (tmp_path / "stop").touch()
-    total = decoder.do(result_there, "puller")
-    assert isinstance(total, int), total
-    after = decoder.do(picture)
-    assert replace(after, links=()) == replace(tables, links=())
-    (left,) = after.links
-    assert (left.remote_cluster_id, left.peer_pid, left.state) == (3, third.pid, "ready")
-    assert left.read_bytes == total * 4 * 3 * 48  # tensors, a row and two blocks: the same link all along
-    unchanged(third, [rows, paged])
-    assert decoder.do(redials) == ()
-
-
-@BOTH_TRANSPORTS
-def test_r22_a_decoder_killed_anywhere_in_a_pull_gives_its_pin_back_and_consumes_nothing(
-    family: Family, tmp_path: Path
-) -> None:
-    prompt = family.born("PROMPT", 1, extra=PATIENT)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
-    source, target = caches(prompt, decoder)
-    warmed_up(prompt, decoder)
-    tables, held = prompt.do(picture), prompt.do(residue_of)
-    for step in ("resolved", "release"):
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        (folder := tmp_path / step).mkdir()
-        with stopped(decoder, step, folder, "pull_cache", KEY, Use("rows"), 5):
-            assert prompt.do(picture).pins == 1
-            family.kill(decoder)
-            wait_until(lambda: prompt.do(picture) == tables)
-            wait_until(lambda: prompt.do(settled_of, held) == held)
-        unchanged(prompt, source)
-        decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS)
-        target = [decoder.do(make, "rows", Spec(), 3), decoder.do(make, "paged", Spec(blocks=True), 4)]
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    pulls_arrive(prompt, decoder, source, target)
-
-
-@BOTH_TRANSPORTS
-def test_a_killed_peer_is_unlinked_with_and_without_force(family: Family) -> None:
-    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    family.kill(prompt)
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-    assert decoder.do(unlink, [info(1)], 1000, True) == SUCCESS
-    assert (decoder.do(links), decoder.do(redials)) == ({}, ())
+    assert replace(decoder.do(picture), links=()) == replace(tables, links=())
+    assert decoder.do(link_number, 3) == number, "the same link all along"
 
 
 def forked(world: World, properly: bool) -> int:
@@ -265,7 +190,7 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
         alone(decoder)
         if family.transport == "tcp":
             # The listener's port still takes connections; it is dialled again, and hears nothing.
-            wait_until(lambda: [each.attempts > 0 for each in decoder.do(redials)] == [True])
+            wait_until(lambda: redialling(decoder))
             assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
             assert decoder.do(redials) == ()
     finally:
@@ -281,41 +206,65 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
 def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     socket_folder: Path, family: Family, same_address: bool
 ) -> None:
-    extra = {"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {}
+    extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
     prompt = family.born("PROMPT", 1, extra=extra)
     decoder = family.born("DECODER", 2, extra=extra)
     _, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [0, 7], [2, 3])  # its answer is kept
-    target[1] = decoder.do(show, "paged")
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 7], [2, 3])  # its answer is kept
+    target[1] = decoder.do(show, "kv")
     family.kill(prompt)
     prompt = family.born("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
     alone(decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("paged"), [0], [1])):
+    for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("kv"), [0], [1])):
         with pytest.raises(CacheNotFound):  # nothing the dead one said counts any more
             decoder.do(call, method, *args)
     unchanged(decoder, target)
-    source = [prompt.do(make, "rows", ROWS, 11), prompt.do(make, "paged", PAGED, 12)]
+    source = [prompt.do(make, "rows", ROWS, 11), prompt.do(make, "kv", PAGED, 12)]
     pulls_arrive(prompt, decoder, source, target)
-    bytes_move_both_ways(prompt, decoder)
     assert len(list(socket_folder.iterdir())) == (2 if family.transport == "shm" else 0)  # the killed one leaves one
+    family.kill(decoder)
+    alone(prompt)
 
 
-@pytest.mark.parametrize("family", ["tcp"], indirect=True)
-def test_i3_a_restarted_decoder_takes_the_place_of_one_that_is_frozen(family: Family) -> None:
+@BOTH_TRANSPORTS
+def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_seen(family: Family) -> None:
+    """The old process is only stopped: no end of stream, no pidfd tells anything."""
     prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
     caches(prompt, old)
     assert old.do(link, [info(1, prompt.port)]) == SUCCESS
-    freeze(old)
-    decoder = family.born("DECODER", 2)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    bytes_move_both_ways(prompt, decoder)
-    old.signal(signal.SIGCONT)
+    with frozen(old):
+        decoder = family.born("DECODER", 2, extra=PATIENT)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        bytes_move_both_ways(prompt, decoder)
     alone(old)
-    not_linked(old)
+    unlinked(old)
     assert [each.peer_pid for each in prompt.do(picture).links] == [decoder.pid]
-    bytes_move_both_ways(prompt, decoder)
+    for wanted in (1, None):  # the one that listens is restarted
+        with frozen(prompt):
+            second = family.born("PROMPT", 1, extra=PATIENT)
+            assert decoder.do(link, [info(wanted, second.port)]) == SUCCESS
+            bytes_move_both_ways(second, decoder)
+        alone(prompt)
+        prompt = second
+
+
+def kill_and_link_again(world: World, pid: int, port: int) -> Any:
+    """The news of the end may not have been read when the other process is dialled."""
+    os.kill(pid, signal.SIGKILL)
+    return link(world, [info(1, port)])
+
+
+def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family) -> None:
+    decoder, first = family.born("DECODER", 2, extra=PATIENT), family.born("PROMPT", 1)
+    assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+    for _ in range(4):
+        second = family.born("PROMPT", 1)
+        assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
+        family.kill(first)
+        bytes_move_both_ways(second, decoder)
+        first = second
 
 
 # --- finalized --------------------------------------------------------------------------------------------------------
@@ -332,16 +281,35 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
     pair.start(extra=PATIENT)
     extra = PATIENT | {"llm.Transport": pair.transport}
     for gone, stays in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
-        kept = [stays.do(make, "rows", Spec(), 1), stays.do(make, "paged", Spec(blocks=True), 2)]
+        kept = [stays.do(make, "rows", Spec(), 1), stays.do(make, "kv", Spec(blocks=True), 2)]
         gone.do(finalize)
         alone(stays)
-        not_linked(stays, gone.cluster_id)
+        unlinked(stays, gone.cluster_id)
         listen = "127.0.0.1:0" if gone is pair.prompt else None
         gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
-        not_linked(stays, gone.cluster_id)
+        unlinked(stays, gone.cluster_id)
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
         unchanged(stays, kept)
+
+
+@pytest.mark.parametrize("cluster_id", [1, 9])
+def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
+    family: Family, cluster_id: int
+) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
+    decoder.do(make, "kv", Spec(blocks=True), 1)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt.do(finalize)  # the process goes on: nothing but its silence tells
+    wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
+    assert "refused" in decoder.do(redials)[0].reason
+    not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
+    other = family.born("PROMPT", cluster_id, port=prompt.port)
+    wait_until(lambda: decoder.do(redials) == (), 20)
+    # Nothing has asked for a link to the new one.
+    assert (decoder.do(links), other.do(links)) == ({}, {})
+    not_linked(decoder, 1, "link_clusters makes the link")
+    assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
 
 
 # --- frozen -----------------------------------------------------------------------------------------------------------
@@ -352,21 +320,20 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
     source, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1], [0])
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     freeze(prompt)
     wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
     # The answer is known, so no question is sent; the other pull waits for the peer to come back.
-    decoder.do(call, "pull_blocks", BLOCKS, Use("paged"), [1, 6], [0, 3])
+    decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
     unchanged(decoder, [target[0], moved(target[1], source[1], [(0, 1), (3, 6)])])
     decoder.do(begin_there, "row pull", call, "pull_cache", KEY, Use("rows"), 5)
     wait_until(lambda: decoder.do(waiting, 1) == 1)
     assert decoder.do(links) == {1: "suspect"}
     prompt.signal(signal.SIGCONT)
     assert decoder.do(result_there, "row pull") is None
-    wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    wait_until(lambda: (prompt.do(links), decoder.do(links)) == BOTH_UP)
     unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
     unchanged(prompt, source)
-    bytes_move_both_ways(prompt, decoder)
 
 
 @BOTH_TRANSPORTS
@@ -377,7 +344,7 @@ def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
     both_pulls_lost(decoder, prompt, "silent for")
-    not_linked(decoder)
+    unlinked(decoder)
     unchanged(decoder, target)
     assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
     assert decoder.do(links) == {}
@@ -385,22 +352,199 @@ def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_
     # At once: the prompt may not yet know that its end of the old link is dead.
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pulls_arrive(prompt, decoder, source, target)
-    assert (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"})
-
-
-def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
-    prompt, decoder = (
-        family.born("PROMPT", 1, extra=PATIENT),
-        family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"}),
-    )
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    number, begun = decoder.do(link_number, 1), decoder.do(beats)
-    wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
-    assert decoder.do(links) == {1: "ready"}
-    assert decoder.do(link_number, 1) == number, "the same link all along"
-    bytes_move_both_ways(prompt, decoder)
+    assert (prompt.do(links), decoder.do(links)) == BOTH_UP
 
 
 def beats(world: World) -> int:
     assert world.dd._engine is not None
     return world.dd._engine.links._heartbeat._count
+
+
+def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
+    prompt = family.born("PROMPT", 1, extra=PATIENT)
+    decoder = family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    number, begun = decoder.do(link_number, 1), decoder.do(beats)
+    wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
+    assert decoder.do(links) == {1: "ready"}
+    assert decoder.do(link_number, 1) == number, "the same link all along"
+
+
+# --- lost, and dialled again ------------------------------------------------------------------------------------------
+
+
+def lose(world: World, peer: int) -> None:
+    """Cut the control connection, as a network would: neither end meant it."""
+    assert world.dd._engine is not None
+    channel = world.dd._engine.links.get(peer).channel
+    assert channel is not None
+    with suppress(OSError):  # it may just have been lost
+        channel._socket.shutdown(socket.SHUT_RDWR)
+
+
+def redial_threads(world: World) -> int:
+    names: list[str] = residue_of(world)["threads"]
+    return names.count("llm-datadist-redial")
+
+
+def comes_back(pair: Pair, was: int) -> None:
+    """Wait for another link than ``was`` at the decoder, and for the end of the redial."""
+    wait_until(lambda: pair.decoder.do(link_number, 1) > was)
+    wait_until(lambda: both(pair) == BOTH_UP)
+    assert pair.decoder.do(redials) == ()
+    wait_until(lambda: pair.decoder.do(redial_threads) == 0)
+
+
+def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
+    start_both(pair.prompt, pair.decoder, pair.transport)
+    prompt, decoder = pair.prompt, pair.decoder
+    pair.link()  # the decoder dials
+    for loser, peer in ((prompt, 2), (decoder, 1), (prompt, 2)):
+        was = decoder.do(link_number, 1)
+        loser.do(lose, peer)
+        comes_back(pair, was)
+        bytes_move_both_ways(prompt, decoder)
+    for here, there in ((decoder, prompt), (prompt, decoder)):
+        mended = here.do(link_number, there.cluster_id)
+        assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS
+        assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
+        assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
+    bytes_move_both_ways(prompt, decoder)
+
+
+def redialling(end: End) -> bool:
+    return [(each.remote_cluster_id, each.attempts > 0) for each in end.do(redials)] == [(1, True)]
+
+
+@contextmanager
+def redial_without_answer(pair: Pair) -> Iterator[None]:
+    """The decoder has lost its link and dials the prompt, which is stopped meanwhile."""
+    with frozen(pair.prompt):
+        pair.decoder.do(lose, 1)
+        wait_until(lambda: redialling(pair.decoder))
+        yield
+
+
+def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_finalize_ends_it(shm_pair: Pair) -> None:
+    shm_pair.start(extra=PATIENT)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    decoder.do(make, "kv", Spec(blocks=True), 1)
+    with frozen(prompt), silent_port() as silent:
+        for port in (prompt.port, silent):  # silent, but linked
+            assert decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
+    with redial_without_answer(shm_pair):
+        not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
+        assert decoder.do(links) == {}
+        assert [each.address for each in decoder.do(redials)] == [f"127.0.0.1:{prompt.port}"]
+        assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
+        wait_until(lambda: redialling(decoder))  # it goes on: the user wants the link, too
+    wait_until(lambda: both(shm_pair) == BOTH_UP)
+    wait_until(lambda: decoder.do(redials) == ())
+    bytes_move_both_ways(prompt, decoder)
+    for force in (False, True):
+        with redial_without_answer(shm_pair):
+            for _ in range(2):
+                assert decoder.do(unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
+                assert decoder.do(redials) == ()
+            wait_until(lambda: decoder.do(redial_threads) == 0)
+        # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
+        alone(prompt)
+        assert decoder.do(links) == {}
+        shm_pair.link()
+        bytes_move_both_ways(prompt, decoder)
+    with redial_without_answer(shm_pair):
+        pass
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(redials) == ()
+    with redial_without_answer(shm_pair):
+        decoder.stop()
+        assert decoder.do(redial_threads) == 0
+
+
+def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
+    """Unlink, and lose the link after the unlink has looked for redials and before it looks for the link."""
+    assert world.dd._engine is not None
+    table, me = world.dd._engine.links._table, threading.get_ident()
+    original = table.get
+
+    def get(cluster_id: int) -> Any:
+        if threading.get_ident() == me and "get" in table.__dict__:
+            del table.__dict__["get"]
+            lose(world, peer)
+            wait_until(lambda: original(peer) is None)
+        return original(cluster_id)
+
+    table.get = get  # type: ignore[method-assign]
+    return unlink(world, [info(peer, port)])
+
+
+def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) -> None:
+    shm_pair.start()
+    with frozen(shm_pair.prompt):
+        assert shm_pair.decoder.do(unlink_in_the_moment_of_a_loss, 1, shm_pair.prompt.port) == SUCCESS
+        assert shm_pair.decoder.do(redials) == ()
+    alone(shm_pair.prompt, shm_pair.decoder)
+    shm_pair.link()
+
+
+def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pair) -> None:
+    """By force, or when it had lost the link already: the redial is refused."""
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    shm_pair.start()
+    assert prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
+    wait_until(lambda: both(shm_pair) == ({}, {}) and decoder.do(redials) == ())
+    shm_pair.link()
+    was = decoder.do(link_number, 1)
+    decoder.do(lose, 1)  # linked explicitly since: forgiven
+    comes_back(shm_pair, was)
+    with frozen(decoder):
+        prompt.do(lose, 2)
+        wait_until(lambda: prompt.do(links) == {})
+        assert prompt.do(unlink, [info(2, 1)]) == SUCCESS
+    wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())
+    assert both(shm_pair) == ({}, {})
+    shm_pair.link()
+
+
+def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pair: Pair) -> None:
+    pair = tcp_pair
+    pair.start()
+    for number in range(15):
+        loser, peer = (pair.decoder, 1) if number % 2 else (pair.prompt, 2)
+        with suppress(NotLinked):
+            loser.do(lose, peer)
+        if number % 3 == 1:
+            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) in (SUCCESS, (ALREADY, [ALREADY]))
+            wait_until(lambda: both(pair) == BOTH_UP)
+        elif number % 3 == 2:
+            assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+            assert (pair.decoder.do(links), pair.decoder.do(redials)) == ({}, ())
+            alone(pair.prompt)
+            pair.link()
+    wait_until(lambda: both(pair) == BOTH_UP)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def fork_and_look(world: World) -> int:
+    """Return the exit status of a forked child: 0 if nothing is initialised there."""
+    child = os.fork()
+    if child == 0:
+        try:
+            world.dd.statistics()
+        except NotInitialized:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
+    prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
+    assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
+    with frozen(prompt):
+        forker.do(lose, 1)
+        wait_until(lambda: redialling(forker))
+        assert forker.do(fork_and_look) == 0
+    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+    bytes_move_both_ways(prompt, forker)
+    family.kill(forker)  # a fork ends threads of other libraries, too

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
+from llm_datadist import CacheKey
 from llm_datadist.prometheus import register
 from tests.support.linking import finalize
-from tests.support.moves import wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.world import World
-
-DESC = CacheDesc(2, [4, 256], DataType.DT_FLOAT)
-
-
-def _publish(world: World) -> None:
-    world.caches["blocks"] = world.cm.allocate_blocks_cache(DESC, BlocksCacheKey(1, 0))
-    world.caches["rows"] = world.cm.allocate_cache(DESC, [CacheKey(1, 7)])
-
-
-def _pull(world: World) -> None:
-    cache = world.cm.allocate_blocks_cache(DESC)
-    world.cm.pull_blocks(BlocksCacheKey(1, 0), cache, [0, 1, 2], [1, 2, 3])
 
 
 def _scrape(world: World) -> dict[str, float]:
@@ -46,8 +35,11 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     shm_pair: Pair,
 ) -> None:
     shm_pair.start()
-    shm_pair.prompt.do(_publish)
-    shm_pair.decoder.do(_pull)
+    spec = Spec(tensors=2, rows=4, stride=1024)
+    shm_pair.prompt.do(make, "blocks", replace(spec, blocks=True, blocks_key=BLOCKS), 1)
+    shm_pair.prompt.do(make, "rows", replace(spec, keys=(CacheKey(1, 7),)), 2)
+    shm_pair.decoder.do(make, "kv", replace(spec, blocks=True), 3)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
     decoder, prompt = shm_pair.decoder.do(_scrape), shm_pair.prompt.do(_scrape)
     moved = 3 * 1024 * 2
     assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1

@@ -12,7 +12,6 @@ from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support.background import ended, in_background
-from tests.support.ends import LocalEnd
 from tests.support.gates import stopped
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.pushers import (
@@ -21,12 +20,9 @@ from tests.support.pushers import (
     Pushed,
     both,
     freeze,
-    freeze_in_a_write,
-    push_for_ever,
     pushed_over,
     quarantined,
     small_pool,
-    writing,
 )
 from tests.support.world import World, cluster_info
 
@@ -45,13 +41,19 @@ SMALL = Spec(1, 64, STRIDE, blocks=True)
 SHORT = 200  # a sync_kv_timeout that a test waits for
 
 
-@pytest.fixture(params=["shm", "cma"])
+@pytest.fixture
 def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
-    """The owner here, the pusher in a child, over memory that is mapped and by the kernel's hand."""
+    """The owner here, the pusher in a child."""
     with pushed_over(request.param) as pushed:
         yield pushed
 
 
+#: Memory that is mapped and by the kernel's hand; of "private" memory, outside every pool, both go by the latter.
+POOLED = pytest.mark.parametrize("pushed", ["shm", "cma"], indirect=True)
+PRIVATE = pytest.mark.parametrize("pushed", ["auto", "cma"], indirect=True)
+
+
+@POOLED
 @pytest.mark.parametrize(
     ("step", "how"),
     [("before write", "goes on"), ("after write", "goes on"), ("before write", "killed"), ("before write", "unlinked")],
@@ -98,6 +100,7 @@ def _unlink_by_force(world: World) -> None:
     assert code is LLMStatusCode.LLM_SUCCESS
 
 
+@POOLED
 def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pushed: Pushed, tmp_path: Path) -> None:
     both(pushed, ROWS, STRIDE, **small_pool())
     owner, pusher = pushed.owner, pushed.pusher
@@ -112,16 +115,13 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
     same_bytes(show(owner.world, "kv"), before)
 
 
-def test_an_allocation_waits_only_for_writers_of_what_was_given_back_and_only_if_that_can_be_enough(
+@POOLED
+def test_an_allocation_waits_for_writers_of_what_was_given_back_if_that_can_be_enough(
     pushed: Pushed, tmp_path: Path
 ) -> None:
     both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
     owner = pushed.owner
-    make(owner.world, "idle", SMALL, 3)
     with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-        assert owner.do(writing, "kv") == 1
-        forget(owner.world, "idle")
-        assert quarantined(owner.world) == 0
         forget(owner.world, "kv")
         with pytest.raises(OutOfMemory) as caught:
             make(owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
@@ -138,44 +138,17 @@ def _allocate_beside_a_guard(world: World) -> None:
     make(world, "second", SECOND, 4)
 
 
-def test_a_writer_stopped_inside_the_copy(pushed: Pushed) -> None:
-    """Not at a gate: SIGSTOP finds it in the middle of the bytes."""
-    rows, stride = 24, 1 << 20
-    both(pushed, rows, stride, sync_kv_timeout=SHORT, **small_pool(32))
-    owner, pusher = pushed.owner, pushed.pusher
-    pusher.begin(push_for_ever, rows)
-    wait_until(lambda: owner.do(writing, "kv") > 0)
-    freeze_in_a_write(pushed, "kv")
-    forget(owner.world, "kv")
-    assert quarantined(owner.world) == rows * stride
-    other = make(owner.world, "other", Spec(1, 7, stride, blocks=True), 3)
-    with pytest.raises(OutOfMemory):
-        make(owner.world, "second", Spec(1, 20, stride, blocks=True), 4)
-    pusher.signal(signal.SIGCONT)
-    assert pusher.finish() == "TransferFailed"
-    wait_until(lambda: quarantined(owner.world) == 0)
-    same_bytes(show(owner.world, "other"), other)
-    second = make(owner.world, "second", Spec(1, 20, stride, blocks=True), 4)
-    same_bytes(show(owner.world, "second"), second)
-
-
 # --- registered memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["auto", "cma"])
-def private(request: pytest.FixtureRequest) -> Iterator[Pushed]:
-    """As ``pushed``, over transports that reach memory outside every pool."""
-    with pushed_over(request.param) as pushed:
-        yield pushed
 
 
 def _unregister(world: World) -> None:
     world.cm.unregister_cache(world.caches["kv"].cache_id)
 
 
-def test_unregister_names_the_writer_it_waited_for_in_vain(private: Pushed, tmp_path: Path) -> None:
-    source = both(private, 8, STRIDE, "private", sync_kv_timeout=SHORT)
-    owner, pusher = private.owner, private.pusher
+@PRIVATE
+def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_path: Path) -> None:
+    source = both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
+    owner, pusher = pushed.owner, pushed.pusher
     before = show(owner.world, "kv")
     with stopped(pusher, "before write", tmp_path, *PUSH) as push:
         freeze(pusher)
@@ -199,10 +172,11 @@ def test_unregister_names_the_writer_it_waited_for_in_vain(private: Pushed, tmp_
         pusher.do(call, *PUSH)
 
 
+@PRIVATE
 @pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
-def test_unregister_waits_for_a_writer_that_ends_in_time(private: Pushed, tmp_path: Path, killed: bool) -> None:
-    both(private, 8, STRIDE, "private")
-    owner, pusher = private.owner, private.pusher
+def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path, killed: bool) -> None:
+    both(pushed, 8, STRIDE, "private")
+    owner, pusher = pushed.owner, pushed.pusher
     with stopped(pusher, "before write" if killed else "after write", tmp_path, *PUSH) as push:
         freeze(pusher)
         with in_background(owner, _unregister):
@@ -233,41 +207,36 @@ def test_finalize_names_the_writer_of_registered_memory(tmp_path: Path, caplog: 
     assert "\n" not in text
 
 
-def test_unregister_waits_for_a_call_of_this_process(shm_pair: Pair, tmp_path: Path) -> None:
-    shm_pair.start(sync_kv_timeout=2000)
-    shm_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    shm_pair.decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
-    assert shm_pair.decoder.do(_unregister_under_a_pull, tmp_path) == (
-        "unregister_cache: after 100 ms the memory of cache 1 is still in use by 1 calls of this process; the cache "
-        "stays registered: try again later (unlinking stops no writer, the end of its process does)"
-    )
-
-
-def _unregister_under_a_pull(world: World, folder: Path) -> str:
-    """Stop a pull of this end before its copy; return what unregister_cache says of its destination meanwhile."""
-    here = LocalEnd("here")
-    here.world = world
-    with stopped(here, "before copy", folder, "pull_blocks", KEY, Use("kv"), [1], [2]) as pull:
-        with pytest.raises(DeadlineExceeded) as caught:
-            _unregister_within(world, 100)
-        pull.finish()
-    _unregister(world)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("push", [False, True])
-def test_in_one_process_readers_of_registered_memory_are_waited_for_too(
+def test_in_one_process_registered_memory_waits_for_readers_too_and_pool_memory_for_writers_alone(
     local_pair: Pair, tmp_path: Path, push: bool
 ) -> None:
     local_pair.start(rca=True)
-    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY, memory="private"), 1)
-    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
     step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
-    with stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move:
-        with pytest.raises(DeadlineExceeded, match="in use by a thread of this process"):
-            local_pair.prompt.do(_unregister_within, 100)
-        with in_background(local_pair.prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
-            move.finish()
+    for memory in ("private", "pool"):
+        (folder := tmp_path / memory).mkdir()
+        prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY, memory=memory), 1)
+        with stopped(decoder, step, folder, method, KEY, Use("kv"), [1], [2]) as move:
+            if memory == "pool":
+                prompt.do(forget, "kv")
+                assert prompt.do(quarantined) == (4 * 4096 if push else 0)
+                with pytest.raises(TransferFailed):
+                    move.finish()
+                continue
+            with pytest.raises(DeadlineExceeded, match="in use by a thread of this process"):
+                prompt.do(_unregister_within, 100)
+            with pytest.raises(DeadlineExceeded) as caught:  # its own call uses this end's
+                decoder.do(_unregister_within, 100)
+            assert str(caught.value) == (
+                "unregister_cache: after 100 ms the memory of cache 1 is still in use by 1 calls of this process; the "
+                "cache stays registered: try again later (unlinking stops no writer, the end of its process does)"
+            )
+            with in_background(prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
+                move.finish()
+    assert prompt.do(quarantined) == 0
+    decoder.do(_unregister)
 
 
 def _unregister_within(world: World, milliseconds: int) -> None:
@@ -281,22 +250,6 @@ def _unregister_and_wipe(world: World) -> None:
     for array in world.memory["kv"]:
         array[:] = 0xEE
     np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_in_one_process_writers_quarantine_pool_memory_and_readers_hold_nothing_up(
-    local_pair: Pair, tmp_path: Path, push: bool
-) -> None:
-    local_pair.start(rca=True)
-    local_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    local_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
-    with stopped(local_pair.decoder, step, tmp_path, method, KEY, Use("kv"), [1], [2]) as move:
-        local_pair.prompt.do(forget, "kv")
-        assert local_pair.prompt.do(quarantined) == (4 * 4096 if push else 0)
-        with pytest.raises(TransferFailed):
-            move.finish()
-    assert local_pair.prompt.do(quarantined) == 0
 
 
 def test_over_tcp_no_writer_is_waited_for(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""What swap_blocks refuses, both ways, on a device that needs staging and hears nothing of it (interface R1, R16,
-§6.9).
-
-Without a device that counts, and each argument by itself: test_bad_input_calls.py.
-"""
+"""What swap_blocks refuses, both ways, on a device that needs staging and hears nothing of it (interface R1, R16)."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+from llm_datadist import Cache, CacheDesc, DataType, Placement
 from llm_datadist.testing import StagedDevice
 from tests.support.memory import cpu_cache
 from tests.support.moves import Use
@@ -24,22 +20,22 @@ from tests.support.refusals import (
     Table,
     attempt,
     bad,
+    no_op,
     raises,
     refuse,
     state,
 )
-from tests.support.world import fill, make_config
+from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.ends import LocalEnd
 
-pytestmark = pytest.mark.covers("CacheManager.swap_blocks", "LLMStatusCode.LLM_ENGINE_FINALIZED")
+pytestmark = pytest.mark.covers("CacheManager.swap_blocks")
 
-BLOCKS, HOST_BLOCKS = 8, 12
+BLOCKS, HOST_BLOCKS = 6, 8
 GOOD = {0: 0}
-CACHE = Spec(("no cache", 1, []))
 
 
 def desc(blocks: int, *, tensors: int = 2, block: int = 64, placement: Placement = Placement.DEVICE) -> CacheDesc:
@@ -69,12 +65,10 @@ def full(end: LocalEnd) -> Iterator[LocalEnd]:
         fill(cache, seed)
     for name in ("gone device", "gone pooled host", "gone host"):
         world.cm.deallocate_blocks_cache(world.caches[name])
-    taken = staged.allocated_bytes
-    copies = [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
+    before = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
     yield end
-    if world.caches:  # not finalized
-        assert staged.allocated_bytes == taken
-    assert [staged.count(way).copies for way in ("to_device", "from_device", "on_device")] == copies
+    after = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
+    assert after == before
 
 
 def swap(kind: Kind, src: Any, dst: Any, *texts: str, pairs: dict[int, int] = GOOD) -> Row:
@@ -93,43 +87,27 @@ def refuse_swaps(end: LocalEnd, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), [("device", "host"), ("host", "device")])
-def test_r01_swap_refuses_what_is_no_blocks_cache_and_no_dict(full: LocalEnd, src: str, dst: str) -> None:
+def test_r01_swap_refuses_what_is_no_cache_and_no_dict(full: LocalEnd, src: str, dst: str) -> None:
     good = {"src_cache": Use(src), "dst_cache": Use(dst), "src_to_dst": GOOD}
-    specs = {"src_cache": CACHE, "dst_cache": CACHE, "src_to_dst": SWAP_PAIRS}
-    continuous = both_ways(RULE, "continuous", dst, "{}", "not a blocks cache")
-    refuse([full], Table("cm.swap_blocks", good, specs, *continuous))
+    cache = Spec(("no cache", 1, []))
+    specs = {"src_cache": cache, "dst_cache": cache, "src_to_dst": SWAP_PAIRS}
+    refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
 
 
-def test_r01_swap_refuses_indices_outside_their_own_side(full: LocalEnd) -> None:
-    rows = []
-    for host in ("host", "pooled host"):
-        for src, dst, end, other in (("device", host, BLOCKS, HOST_BLOCKS), (host, "device", HOST_BLOCKS, BLOCKS)):
-            for good in ({}, {0: 0, 1: 1}):
-                rows.append(swap(RULE, src, dst, "sources of src_to_dst", str(end), pairs=good | {end: 2}))
-                rows.append(swap(RULE, src, dst, "destinations of src_to_dst", str(other), pairs=good | {2: other}))
-    refuse_swaps(full, rows)
-
-
-def test_r17_swap_refuses_caches_of_unequal_geometry(full: LocalEnd) -> None:
-    wider = both_ways(MISMATCH, "wider", "host", "block sizes differ", "128", "64")
-    more = both_ways(MISMATCH, "more tensors", "host", "num_tensors differ", "3", "2")
-    refuse_swaps(full, [*wider, *more])
-
-
-def test_r16_swap_refuses_two_caches_of_one_placement(full: LocalEnd) -> None:
-    hosts = [("host", "host"), ("host", "pooled host"), ("pooled host", "host")]
-    devices = [("device", "other device"), ("device", "device")]
-    rows = []
-    for pairs in (GOOD, {}, {1: 5, 2: 5}):
-        rows += [swap(RULE, *two, "src_cache", "dst_cache", "both on HOST", pairs=pairs) for two in hosts]
-        rows += [swap(RULE, *two, "src_cache", "dst_cache", "both on DEVICE", pairs=pairs) for two in devices]
-    refuse_swaps(full, rows)
-
-
-def test_swap_refuses_a_cache_without_memory(full: LocalEnd) -> None:
-    rows = []
-    for gone, other in (("gone device", "host"), ("gone host", "device"), ("gone pooled host", "device")):
-        for pairs in (GOOD, {}):
+def test_r01_r16_r17_swap_refuses_what_breaks_a_rule(full: LocalEnd) -> None:
+    rows = [
+        *both_ways(RULE, "continuous", "host", "{}", "not a blocks cache"),
+        *both_ways(MISMATCH, "wider", "host", "block sizes differ", "128", "64"),
+        *both_ways(MISMATCH, "more tensors", "host", "num_tensors differ", "3", "2"),
+    ]
+    for pairs in (GOOD, {}):
+        # two caches of one placement
+        for two in (("host", "host"), ("host", "pooled host")):
+            rows += both_ways(RULE, *two, "src_cache", "dst_cache", "both on HOST", pairs=pairs)
+        for two in (("device", "other device"), ("device", "device")):
+            rows += both_ways(RULE, *two, "src_cache", "dst_cache", "both on DEVICE", pairs=pairs)
+        # no memory
+        for gone, other in (("gone device", "host"), ("gone host", "device"), ("gone pooled host", "device")):
             rows += both_ways(RULE, gone, other, "{}", "deallocated", pairs=pairs)
     host = full.world.caches["host"]
     for at in (0, 1):
@@ -146,31 +124,18 @@ def test_r26_operands_that_overlap_without_being_the_same_are_refused(full: Loca
     refuse_swaps(full, both_ways(RULE, host, "device", "src_cache", "dst_cache", "overlap", pairs={0: 0, 1: 1}))
 
 
-@pytest.mark.parametrize(("dim", "value"), [(0, 100), (1, 8)])
-def test_swap_goes_by_the_memory_that_was_allocated_not_by_a_shape_that_changed_since(
-    full: LocalEnd, dim: int, value: int
-) -> None:
-    shape = full.world.caches["device"].cache_desc
-    was = shape.shape[dim]
-    sources = swap(RULE, "device", "host", "sources of src_to_dst", str(BLOCKS), pairs={BLOCKS: 0})
-    destinations = swap(RULE, "host", "device", "destinations of src_to_dst", str(BLOCKS), pairs={0: BLOCKS})
-    before = full.do(state)
-    shape.update_dim(dim, value)
-    errors = full.do(attempt, Table("cm.swap_blocks", {}, {}), [sources.changes, destinations.changes])
-    shape.update_dim(dim, was)
-    for error, row in zip(errors, (sources, destinations), strict=True):
-        raises(error, RULE, row.texts)
+def test_swap_refuses_what_is_outside_the_memory_that_was_allocated_whatever_the_shape_became(full: LocalEnd) -> None:
+    rows = []
+    for host in ("host", "pooled host"):
+        for src, dst, end, other in (("device", host, BLOCKS, HOST_BLOCKS), (host, "device", HOST_BLOCKS, BLOCKS)):
+            rows.append(swap(RULE, src, dst, "sources of src_to_dst", str(end), pairs={0: 0, end: 2}))
+            rows.append(swap(RULE, src, dst, "destinations of src_to_dst", str(other), pairs={2: other}))
+    refuse_swaps(full, rows)
+    shape, before = full.world.caches["device"].cache_desc, full.do(state)
+    for dim, was, value in ((0, BLOCKS, 100), (1, 64, 8)):
+        shape.update_dim(dim, value)
+        errors = full.do(attempt, Table("cm.swap_blocks", {}, {}), [row.changes for row in rows])
+        shape.update_dim(dim, was)
+        for error, row in zip(errors, rows, strict=True):
+            raises(error, RULE, row.texts)
     assert full.do(state) == before
-
-
-@pytest.mark.parametrize("end_of_life", ["finalize", "init again"])
-def test_r21_swap_of_a_stale_manager_is_refused(full: LocalEnd, end_of_life: str) -> None:
-    world = full.world
-    stale, caches = world.cm, dict(world.caches)
-    world.caches.clear()
-    world.dd.finalize()
-    if end_of_life == "init again":
-        world.dd.init(make_config())
-    with pytest.raises(LLMException) as caught:
-        stale.swap_blocks(caches["device"], caches["host"], GOOD)
-    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED

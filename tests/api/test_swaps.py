@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,15 +19,15 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist.errors import OutOfMemory
 from llm_datadist.testing import StagedDevice
-from tests.support.devices import BrokenDevice, GatedDevice, MeetingDevice
-from tests.support.memory import desc, equal, pool, state, user_memory
+from tests.support.background import Call
+from tests.support.devices import BrokenDevice
+from tests.support.memory import desc, pool, state, user_memory
 from tests.support.moves import Spec, make, moved, same_bytes, show, wait_until
 from tests.support.world import fill, read
 
 if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from tests.support.ends import LocalEnd
-    from tests.support.moves import Bytes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
@@ -46,33 +45,23 @@ EVERY_OTHER = {n: n for n in range(0, BLOCKS, 2)}  # nothing to merge
 COPIES = TENSORS * len(EVERY_OTHER)
 
 
-@dataclass
 class Scene:
     """A device cache between two neighbours that touch it, a CPU cache inside arrays with a row more at each end."""
 
-    world: World
-    name: str
-    host: Cache
-    around: Bytes
-
-    @classmethod
-    def add(
-        cls, world: World, name: str = "kv", blocks: int = BLOCKS, host_blocks: int = HOST_BLOCKS, block: int = BLOCK
-    ) -> Scene:
+    def __init__(
+        self, world: World, name: str = "kv", blocks: int = BLOCKS, host_blocks: int = HOST_BLOCKS, block: int = BLOCK
+    ) -> None:
+        self.world, self.name = world, name
         for seed, each in enumerate((f"left of {name}", name, f"right of {name}")):
             make(world, each, Spec(TENSORS, blocks, block, blocks=True), seed)
         random = np.random.default_rng(9)
-        around = [random.integers(0, 256, (host_blocks + 2, block), np.uint8) for _ in range(TENSORS)]
-        desc = CacheDesc(TENSORS, [host_blocks, block], DataType.DT_UINT8, Placement.HOST)
-        host = Cache.create_cpu_cache(desc, [array.ctypes.data + block for array in around])
-        return cls(world, name, host, around)
-
-    @property
-    def device(self) -> Cache:
-        return self.world.caches[self.name]
+        self.around = [random.integers(0, 256, (host_blocks + 2, block), np.uint8) for _ in range(TENSORS)]
+        host = CacheDesc(TENSORS, [host_blocks, block], DataType.DT_UINT8, Placement.HOST)
+        self.host = Cache.create_cpu_cache(host, [array.ctypes.data + block for array in self.around])
 
     def move(self, pairs: dict[int, int], *, out: bool) -> None:
-        source, target = (self.device, self.host) if out else (self.host, self.device)
+        device = self.world.caches[self.name]
+        source, target = (device, self.host) if out else (self.host, device)
         self.world.cm.swap_blocks(source, target, pairs)
 
     def swap(self, pairs: dict[int, int], *, out: bool) -> None:
@@ -99,17 +88,15 @@ def world(request: pytest.FixtureRequest, end: LocalEnd) -> World:
 
 def start(end: LocalEnd, device: Device) -> Scene:
     end.start("DECODER", 1, device=device)
-    return Scene.add(end.world)
+    return Scene(end.world)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 PAIRS: Final[list[dict[int, int]]] = [
     {0: 0, 1: 1},  # the example of the samples
-    {0: 0, 3: 4, 7: 7},
-    {5: 0, 4: 1, 3: 2},
-    {1: 5, 2: 5},  # a duplicate: the last one wins
-    {2: 5, 1: 5, 3: 6, 4: 7, 0: 6},
+    {5: 0, 4: 1, 3: 2, 7: 7},
+    {2: 5, 1: 5, 3: 6, 4: 7, 0: 6},  # duplicates: the last one wins
     {1: 2, 2: 3},  # no chain: the two caches are different memory
     {n: n for n in range(BLOCKS)},
     {True: 2, np.int64(3): np.uint8(4)},  # type: ignore[dict-item]  # integers of NumPy
@@ -117,7 +104,7 @@ PAIRS: Final[list[dict[int, int]]] = [
 
 
 def test_seed_swap_blocks_moves_pairs_in_the_order_given_and_nothing_next_to_them(world: World) -> None:
-    scene = Scene.add(world)  # of different block counts
+    scene = Scene(world)  # of different block counts
     for pairs in (*PAIRS, {7: 11}):
         scene.swap(pairs, out=True)
     for pairs in (*PAIRS, {11: 7}):
@@ -132,7 +119,7 @@ def test_seed_swap_blocks_moves_pairs_in_the_order_given_and_nothing_next_to_the
 
 
 def test_r26_swap_moves_many_large_blocks_scattered_in_one_run_and_over_one_another(world: World) -> None:
-    scene = Scene.add(world, blocks=48, host_blocks=64, block=16384)
+    scene = Scene(world, blocks=48, host_blocks=64, block=16384)
     random = np.random.default_rng(5)
     for out, rows, targets in ((True, 48, 64), (False, 64, 48)):
         sources, destinations = random.permutation(rows)[:40].tolist(), random.permutation(targets)[:40].tolist()
@@ -152,7 +139,7 @@ def test_r26_chains_take_effect_in_order_when_both_caches_are_the_same_memory(wo
                 for block, to in pairs.items():
                     tensor[to] = tensor[block]
             world.cm.swap_blocks(source, target, pairs)
-            equal(read(device), expected)
+            same_bytes(read(device), expected)
 
 
 def test_either_side_may_be_of_a_pool_registered_or_unregistered_and_of_another_element_type(world: World) -> None:
@@ -175,48 +162,24 @@ def test_either_side_may_be_of_a_pool_registered_or_unregistered_and_of_another_
 
 
 def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> None:
-    scenes = [Scene.add(world, f"kv {block}", block=block) for block in (512, 2048, 1024)]  # staging grows on the way
+    scenes = [Scene(world, f"kv {block}", block=block) for block in (512, 2048, 1024)]  # staging grows on the way
     before = [(show(world, scene.name), [array.copy() for array in scene.around]) for scene in scenes]
-    failures: list[BaseException] = []
 
     def swap(scene: Scene, blocks: int) -> None:
         """Two threads have each scene, one the even and one the odd blocks."""
-        try:
-            for _ in range(20):
-                scene.move({blocks: 7 - blocks, 2 + blocks: 8 + blocks}, out=True)
-                scene.move({8 + blocks: blocks, 7 - blocks: 2 + blocks}, out=False)
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            failures.append(error)
+        for _ in range(20):
+            scene.move({blocks: 7 - blocks, 2 + blocks: 8 + blocks}, out=True)
+            scene.move({8 + blocks: blocks, 7 - blocks: 2 + blocks}, out=False)
 
-    threads = [threading.Thread(target=swap, args=(scene, blocks)) for scene in scenes for blocks in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert failures == []
+    for call in [Call(swap, scene, blocks) for scene in scenes for blocks in (0, 1)]:
+        call.result()
     for scene, was in zip(scenes, before, strict=True):
         near, far = was
-        for _ in range(20):
-            for blocks in (0, 1):
-                far = moved(far, near, [(8 - blocks, blocks), (9 + blocks, 2 + blocks)])
-                near = moved(near, far, [(blocks, 9 + blocks), (2 + blocks, 8 - blocks)])
+        for blocks in (0, 1) * 20:
+            far = moved(far, near, [(8 - blocks, blocks), (9 + blocks, 2 + blocks)])
+            near = moved(near, far, [(blocks, 9 + blocks), (2 + blocks, 8 - blocks)])
         same_bytes(show(world, scene.name), near)
         same_bytes(scene.around, far)
-
-
-def test_r06_swap_blocks_has_no_deadline(end: LocalEnd) -> None:
-    class Slow(StagedDevice):
-        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-            beyond = time.monotonic() + 0.12
-            wait_until(lambda: time.monotonic() > beyond)
-            super().copy_from_device(dst, src, nbytes)
-
-    end.start("PROMPT", 1, device=Slow(), sync_kv_timeout=100)
-    Scene.add(end.world).swap({0: 1}, out=True)
-
-
-# --- workers ----------------------------------------------------------------------------------------------------------
 
 
 def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
@@ -227,19 +190,27 @@ def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert end.world.dd.statistics().swap.staging_bytes == 0  # a host device needs none
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_r10_swap_out_copies_in_as_many_threads_at_once(end: LocalEnd, workers: int) -> None:
-    device = MeetingDevice(workers)
-    scene = start(end, device)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_r06_r10_swap_out_copies_in_as_many_threads_at_once_without_a_deadline(end: LocalEnd, workers: int) -> None:
+    meeting = threading.Barrier(workers)
+
+    class Slow(StagedDevice):
+        """Copies from the device only when so many threads are at it, later than any deadline."""
+
+        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+            meeting.wait(30)
+            time.sleep(0.03)
+            super().copy_from_device(dst, src, nbytes)
+
+    device = Slow()
+    end.start("DECODER", 1, device=device, sync_kv_timeout=100)
+    scene = Scene(end.world)
     end.world.cm._engine._swap.workers = workers  # this machine may have fewer CPUs than the test needs
     scene.swap(EVERY_OTHER, out=True)
     count = device.count("from_device")
     assert (count.copies, count.nbytes, len(count.threads)) == (COPIES, COPIES * BLOCK, workers)
     assert all(name.startswith("llm-datadist-swap") for name in count.threads)
     assert device.count("on_device").copies == 0
-
-
-# --- staging ----------------------------------------------------------------------------------------------------------
 
 
 class Watched(StagedDevice):
@@ -258,31 +229,23 @@ class Watched(StagedDevice):
         super().copy_on_device(dst, src, nbytes)
 
 
-def test_r10_all_four_buffers_are_full_at_once_and_one_thread_that_fills_none_empties_them(end: LocalEnd) -> None:
-    device = Watched()
-    scene = start(end, device)
-    pools = end.world.dd.statistics().pools
-    scene.swap({0: 0, 1: 1, 2: 2, 9: 4, 7: 6}, out=False)  # 0, 1, 2 are merged, and cut again for the buffers
-    filled, emptied = device.count("to_device"), device.count("on_device")
-    assert (filled.copies, filled.nbytes) == (emptied.copies, emptied.nbytes) == (20, 20 * BLOCK)
-    assert len(device.filled) == BUFFERS
-    assert len(emptied.threads) == 1
-    assert not filled.threads & emptied.threads
-    assert len(filled.threads) <= end.world.dd.statistics().swap.workers
-    assert device.count("from_device").copies == 0
-    assert end.world.dd.statistics().pools == pools
-
-
-def test_r10_staging_is_taken_at_first_use_outside_the_pool_grows_with_blocks_and_ends_at_finalize(
+def test_r10_four_staging_buffers_outside_the_pool_from_first_use_to_finalize_that_one_thread_empties(
     end: LocalEnd,
 ) -> None:
-    device = StagedDevice()
+    device = Watched()
     small = start(end, device)
-    large = Scene.add(end.world, "large", block=2048)
-    used = pool(end.world).used_bytes
+    large = Scene(end.world, "large", block=2048)
+    used, workers = pool(end.world).used_bytes, end.world.dd.statistics().swap.workers
+    small.swap({0: 1, 5: 7}, out=True)
+    assert (end.world.dd.statistics().swap.staging_bytes, device.allocated_bytes) == (0, POOL_BYTES)
+    small.swap({0: 0, 1: 1, 2: 2, 9: 4, 7: 6}, out=False)  # 0, 1, 2 are merged, and cut again for the buffers
+    filled, emptied = device.count("to_device"), device.count("on_device")
+    assert (filled.copies, filled.nbytes) == (emptied.copies, emptied.nbytes) == (20, 20 * BLOCK)
+    assert (len(device.filled), len(emptied.threads)) == (BUFFERS, 1)
+    assert not filled.threads & emptied.threads
+    assert len(filled.threads) <= workers
+    assert device.count("from_device").copies == 2 * TENSORS
     for scene, out, staging in (
-        (small, True, 0),
-        (small, False, BUFFERS * BLOCK),
         (small, False, BUFFERS * BLOCK),
         (large, False, BUFFERS * 2048),
         (small, False, BUFFERS * 2048),
@@ -302,7 +265,7 @@ def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smalle
     end: LocalEnd, room: int
 ) -> None:
     device = StagedDevice()
-    large, small = start(end, device), Scene.add(end.world, "small", block=64)
+    large, small = start(end, device), Scene(end.world, "small", block=64)
     device.refuse_after(POOL_BYTES + room)
     figures = ("swap_blocks: ", f"4 staging buffers of {BLOCK} bytes ({BUFFERS * BLOCK} in all)")
     far = [array.copy() for array in large.around]
@@ -331,30 +294,37 @@ def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: 
     device = BrokenDevice()
     scene = start(end, device)
     out = method == "copy_from_device"
-    for pairs in (EVERY_OTHER, {0: 3, 1: 3}):
-        device.broken = method
+    device.broken = method
+    with pytest.raises(OSError, match="device is lost"):
+        scene.move(EVERY_OTHER, out=out)
+    if method == "allocate":
+        assert device.allocated_bytes == POOL_BYTES
+    else:
         with pytest.raises(OSError, match="device is lost"):
-            scene.move(pairs, out=out)
-        if method == "allocate":
-            assert device.allocated_bytes == POOL_BYTES
-            break
+            scene.move({0: 3, 1: 3}, out=out)
     device.broken = ""
     scene.swap(EVERY_OTHER, out=out)
     assert end.world.dd.statistics().swap.staging_bytes == (0 if out else BUFFERS * BLOCK)
 
 
 def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_ended(end: LocalEnd) -> None:
-    device = GatedDevice()
-    scene = start(end, device)
+    arrived, gate = threading.Event(), threading.Event()
+
+    class Gated(StagedDevice):
+        def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+            arrived.set()
+            assert gate.wait(30)
+            super().copy_on_device(dst, src, nbytes)
+
+    scene = start(end, Gated())
     world, cache = end.world, end.world.caches.pop("kv")
-    thread = threading.Thread(target=world.cm.swap_blocks, args=(scene.host, cache, EVERY_OTHER))
-    thread.start()
-    assert device.arrived.wait(30)
+    swap = Call(world.cm.swap_blocks, scene.host, cache, EVERY_OTHER)
+    assert arrived.wait(30)
     used = pool(world).used_bytes
     world.cm.deallocate_blocks_cache(cache)
     assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 1)
     content = make(world, "other", Spec(TENSORS, BLOCKS, BLOCK, blocks=True), 3)
-    device.gate.set()
-    thread.join()
+    gate.set()
+    swap.result()
     assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 0)
     same_bytes(show(world, "other"), content)

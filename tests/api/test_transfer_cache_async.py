@@ -37,6 +37,7 @@ from tests.support.layers import (
 from tests.support.linking import alone
 from tests.support.memory import pool
 from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, show, wait_until
+from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ KEY = BlocksCacheKey(1, 0)
 CACHE = Spec(2 * LAYERS, ROWS, STRIDE)
 BLOCKS = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True, blocks_key=KEY)
 PAGED = Spec(2 * LAYERS, ROWS, STRIDE, blocks=True)
-LARGE, MIB = Spec(2 * LAYERS, 2, 1 << 20), 1 << 20
+MIB = 1 << 20
+LARGE = Spec(2 * LAYERS, 2, MIB)
 
 
 def in_pieces(source: Spec, unit: int, targets: list[int]) -> Shape:
@@ -114,22 +116,26 @@ def to(pair: Pair, rca: bool, row: int, dst_row: int | None, stride: int, layers
 
 @pytest.fixture(params=ROUTES, ids=["-".join([t, "key" if rca else "address"]) for _, t, rca in ROUTES])
 def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, bool]]:
-    """A started pair, and whether it has remote cache access."""
+    """A started pair, and whether it has remote cache access; without, what arrived is compared."""
     ends, transport, rca = request.param
     for pair in _pair(request, ends):
         pair.transport = transport
-        pair.start(rca=rca)
+        pair.start(rca=rca, extra={} if rca else {"llm.Checksum": "1"})
         yield pair, rca
 
 
 def test_r26_every_shape_arrives_and_each_layer_before_the_next_is_asked_for(route: tuple[Pair, bool]) -> None:
     pair, rca = route
+    verified = 0
     for dst, src, row, dst_row, blocks, spans in SHAPES:
         before, source = make_both(pair.prompt, pair.decoder, dst, src)
         result = pair.decoder.do(send, "kv", [to(pair, rca, row, dst_row, dst.stride)], *blocks)
         assert (result.results, result.first) == ([OK], OK), (dst, src, blocks, result.errors)
         same_bytes(received(pair.prompt), spanned(before, source, spans))
         same_bytes(pair.decoder.do(show, "kv"), source)
+        if not rca:  # bytes that were written over are compared no more
+            verified += 2 * LAYERS * sum(length for _, length in {(at, length) for at, _, length in spans})
+        assert pair.decoder.do(picture).links[0].verified_bytes == verified
         for end in (pair.prompt, pair.decoder):
             end.do(forget, "kv")
     layers_arrive_in_order(pair, rca)
@@ -157,16 +163,14 @@ def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_n
     shm_pair: Pair,
 ) -> None:
     shm_pair.start(rca=True)
-    before, source = make_both(
-        shm_pair.prompt, shm_pair.decoder, Spec(8, 2, STRIDE, keys=(CacheKey(1, 5),)), Spec(8, 2, STRIDE)
-    )
-    config = keyed(shm_pair.prompt, "kv", range(2, 4), range(2), row=1, dst_row=0)
-    assert shm_pair.decoder.do(send, "kv", [config]).results == [OK]
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    before, source = make_both(prompt, decoder, Spec(8, 2, STRIDE, keys=(CacheKey(1, 5),)), Spec(8, 2, STRIDE))
+    assert decoder.do(send, "kv", [keyed(prompt, "kv", range(2, 4), range(2), row=1, dst_row=0)]).results == [OK]
     tensors = [(0, 4), (1, 5), (2, 6), (3, 7)]
-    same_bytes(received(shm_pair.prompt), spanned(before, source, [(0, STRIDE, STRIDE)], tensors))
-    assert shm_pair.decoder.do(send, "kv", [keyed(shm_pair.prompt, "kv", range(4), dst_row=0)]).first is OK
-    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
-    assert len(shm_pair.prompt.do(picture).keys) == 1
+    same_bytes(received(prompt), spanned(before, source, [(0, STRIDE, STRIDE)], tensors))
+    assert decoder.do(send, "kv", [keyed(prompt, "kv", range(4), dst_row=0)]).first is OK
+    wait_until(lambda: prompt.do(picture).pins == 0)
+    assert len(prompt.do(picture).keys) == 1
 
 
 # --- raw addresses ---------------------------------------------------------------------------------------------------
@@ -261,18 +265,6 @@ def test_shm_alone_cannot_write_sealed_pools_and_says_what_to_set(shm_pair: Pair
     same_bytes(received(shm_pair.prompt), before)
 
 
-def test_by_address_checksums_compare_what_arrived(by_address: Pair) -> None:
-    for end in (by_address.decoder, by_address.prompt):
-        end.stop()
-    by_address.start(extra={"llm.Checksum": "1"})
-    before, source = make_both(by_address.prompt, by_address.decoder, BLOCKS, PAGED)
-    result = by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv")], [1, 2], [3, 0])
-    assert result.results == [OK], result.errors
-    spans = [(3 * STRIDE, STRIDE, STRIDE), (0, 2 * STRIDE, STRIDE)]
-    same_bytes(received(by_address.prompt), spanned(before, source, spans))
-    assert by_address.decoder.do(picture).links[0].verified_bytes == 2 * STRIDE * 4
-
-
 # --- layers of one destination go to one place ------------------------------------------------------------------------
 
 SIX = Spec(6, 4, STRIDE)
@@ -280,38 +272,43 @@ SIX_BLOCKS = Spec(6, 4, STRIDE, blocks=True, blocks_key=KEY)
 SIX_PAGED = Spec(6, 4, STRIDE, blocks=True)
 
 
-def refused_midway(pair: Pair, config: Any, change: Callable[[Pair], Bytes], text: str) -> None:
-    """Send layer 0 of "kv" of the decoder; after the change no other layer arrives."""
-    pair.decoder.do(begin, "kv", [config])
-    pair.decoder.do(ready, 0)
-    pair.decoder.do(wait_asked, 1)
-    before = change(pair)
-    pair.decoder.do(ready, 1, 2)
-    result = pair.decoder.do(finish)
-    assert (result.results, result.first) == ([FAILED], FAILED), result
-    assert text in result.errors[0]
-    assert "send all of it again" in result.errors[0]
-    same_bytes(received(pair.prompt), before)
-
-
-def initialised_anew(pair: Pair) -> Bytes:
+def initialised_anew(pair: Pair, by: str) -> Bytes:
     """Finalize the prompt, initialise it again with a cache like the one before, and link."""
-    pair.prompt.stop()
+    prompt, rca = pair.prompt, by != "private"
+    prompt.do(stop_but_keep)
     alone(pair.decoder)
     extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, enable_remote_cache_accessible=True)
-    before = pair.prompt.do(make, "kv", SIX_BLOCKS, 7)
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, enable_remote_cache_accessible=rca)
+    before = prompt.do(make, "kv", SIX_BLOCKS, 7) if rca else prompt.do(register_kept)
     pair.link()
-    assert pair.prompt.do(cache_id, "kv") == 1, "the same name means the new one"
-    return before
+    assert prompt.do(cache_id, "kv") == 1, "the same name means the new one"
+    if rca:
+        return before
+    # Another transfer has been told where its addresses lie: the leave to write is there.
+    assert pair.decoder.do(send, "kv", [raw(prompt, "kv", range(1))]).first is OK
+    return spanned(before, pair.decoder.do(show, "kv"), [(0, 0, STRIDE)], [(0, 0), (1, 1)])
 
 
-def bound_anew(pair: Pair) -> Bytes:
+def stop_but_keep(world: World) -> None:
+    """Finalize; the user's memory lives on."""
+    kept = dict(world.memory)
+    world.stop()
+    world.memory |= kept
+
+
+def register_kept(world: World) -> Bytes:
+    """Register the user's memory, in which nothing is of before."""
+    where = [array.ctypes.data for array in world.memory["kv"]]
+    world.caches["kv"] = world.cm.register_cache(SIX.desc, where)
+    return fill(world.caches["kv"], 7)
+
+
+def bound_anew(pair: Pair, by: str) -> Bytes:
     pair.prompt.do(forget, "kv")
     return pair.prompt.do(make, "kv", SIX_BLOCKS, 7)
 
 
-def allocated_anew(pair: Pair) -> Bytes:
+def allocated_anew(pair: Pair, by: str) -> Bytes:
     """The addresses are those of another cache now, of another request."""
     where = pair.prompt.do(addresses, "kv")
     pair.prompt.do(give_back)
@@ -336,59 +333,29 @@ def give_back(world: World) -> None:
         (ROUTES[1], "id", initialised_anew),
         *[(ROUTES[n], "key", bound_anew) for n in range(3)],
         *[(ROUTES[n], memory, allocated_anew) for n in (4, 6) for memory in ("pool", "inside")],
+        *[(ROUTES[n], "private", initialised_anew) for n in (4, 6)],
     ],
     indirect=["route"],
 )
 def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
-    route: tuple[Pair, bool], by: str, change: Callable[[Pair], Bytes]
+    route: tuple[Pair, bool], by: str, change: Callable[[Pair, str], Bytes]
 ) -> None:
     pair, rca = route
-    pair.prompt.do(make, "kv", SIX_BLOCKS if rca else Spec(6, 4, STRIDE, memory=by), 1)
-    pair.decoder.do(make, "kv", SIX_PAGED, 2)
-    if rca:
-        config: Any = keyed(pair.prompt, "kv", range(3), dst_row=0 if by == "id" else None)
-    else:
-        config = raw(pair.prompt, "kv")
-    refused_midway(pair, config, change, change.__name__.replace("_", " "))
-    assert pair.decoder.do(send, "kv", [config]).first is OK, "a transfer that begins now may go there"
-
-
-@pytest.mark.parametrize("by_address", ["auto", "tcp"], indirect=True)
-def test_by_address_a_peer_that_is_initialised_anew_does_not_get_the_rest(by_address: Pair) -> None:
-    """Its memory lies where it lay: it is memory of the user."""
-    prompt, decoder = by_address.prompt, by_address.decoder
-    prompt.do(make, "kv", Spec(6, 4, STRIDE, memory="private"), 1)
+    prompt, decoder = pair.prompt, pair.decoder
+    prompt.do(make, "kv", SIX_BLOCKS if rca else Spec(6, 4, STRIDE, memory=by), 1)
     decoder.do(make, "kv", SIX_PAGED, 2)
-    config = raw(prompt, "kv")
-
-    def change(pair: Pair) -> Bytes:
-        prompt.do(stop_but_keep)
-        alone(decoder)
-        prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": pair.transport})
-        prompt.do(register_kept)
-        pair.link()
-        before = received(prompt)
-        # Another transfer has been told where its addresses lie: the leave to write is there.
-        assert decoder.do(send, "kv", [TransferConfig(1, config.dst_addrs[:2], range(1))]).first is OK
-        source = decoder.do(show, "kv")
-        return spanned(before, source, [(0, 0, STRIDE)], [(0, 0), (1, 1)])
-
-    refused_midway(by_address, config, change, "initialised anew")
-
-
-def stop_but_keep(world: World) -> None:
-    """Finalize; the user's memory lives on."""
-    kept = world.memory["kv"]
-    world.stop()
-    world.memory["kv"] = kept
-
-
-def register_kept(world: World) -> None:
-    """Register the user's memory, in which nothing is of before."""
-    for seed, array in enumerate(world.memory["kv"]):
-        array[:] = seed
-    where = [array.ctypes.data for array in world.memory["kv"]]
-    world.caches["kv"] = world.cm.register_cache(SIX.desc, where)
+    config: Any = keyed(prompt, "kv", range(3), dst_row=0 if by == "id" else None) if rca else raw(prompt, "kv")
+    decoder.do(begin, "kv", [config])
+    decoder.do(ready, 0)
+    decoder.do(wait_asked, 1)
+    before = change(pair, by)
+    decoder.do(ready, 1, 2)
+    result = decoder.do(finish)
+    assert (result.results, result.first) == ([FAILED], FAILED), result
+    assert change.__name__.replace("_", " ") in result.errors[0]
+    assert "send all of it again" in result.errors[0]
+    same_bytes(received(prompt), before)
+    assert decoder.do(send, "kv", [config]).first is OK, "a transfer that begins now may go there"
 
 
 @pytest.mark.parametrize("by_address", ["auto"], indirect=True)
@@ -422,33 +389,27 @@ def test_r07_by_address_what_the_sender_may_still_write_is_given_to_no_other_cac
 
 def test_r16_without_rca_only_what_was_located_may_be_pushed_to(by_address: Pair) -> None:
     """A peer that skips the question, or that asks about one cache and writes another, is refused by the owner."""
-    by_address.prompt.do(make, "kv", BLOCKS, 1)
-    by_address.prompt.do(make, "other", PAGED, 2)
-    by_address.decoder.do(make, "kv", PAGED, 3)
-    before = {name: received(by_address.prompt, name) for name in ("kv", "other")}
-    ids = {name: by_address.prompt.do(cache_id, name) for name in before}
-    for name in ("kv", "other"):
-        with pytest.raises(ParamError, match="remote cache access"):
-            by_address.decoder.do(_push, "kv", ids[name])
-    assert by_address.decoder.do(send, "kv", [raw(by_address.prompt, "kv", range(1))]).first is OK
-    by_address.decoder.do(_push, "kv", ids["kv"])
-    with pytest.raises(ParamError, match="remote cache access"):
-        by_address.decoder.do(_push, "kv", ids["other"])
-    same_bytes(received(by_address.prompt, "other"), before["other"])
+    prompt, decoder = by_address.prompt, by_address.decoder
+    for end, name, spec in ((prompt, "kv", BLOCKS), (prompt, "other", PAGED), (decoder, "kv", PAGED)):
+        end.do(make, name, spec, 1 + end.cluster_id)
+    before = received(prompt, "other")
+    mine, other = (prompt.do(cache_id, name) for name in ("kv", "other"))
 
+    def refused(*numbers: int) -> None:
+        for number in numbers:
+            with pytest.raises(ParamError, match="remote cache access"):
+                decoder.do(_push, "kv", number)
 
-def test_r16_over_lanes_the_leave_is_asked_for_at_each_write(tcp_pair: Pair) -> None:
-    tcp_pair.start()
-    tcp_pair.prompt.do(make, "kv", BLOCKS, 1)
-    tcp_pair.decoder.do(make, "kv", PAGED, 3)
-    assert tcp_pair.decoder.do(send, "kv", [raw(tcp_pair.prompt, "kv")]).first is OK
-    after = received(tcp_pair.prompt)
-    number = tcp_pair.prompt.do(cache_id, "kv")
-    tcp_pair.decoder.do(_push, "kv", number)  # the answer was kept: nothing is resolved any more
-    tcp_pair.prompt.do(_take_back)
-    with pytest.raises(ParamError, match="remote cache access"):
-        tcp_pair.decoder.do(_push, "kv", number)
-    same_bytes(received(tcp_pair.prompt), after)
+    refused(mine, other)
+    assert decoder.do(send, "kv", [raw(prompt, "kv", range(1))]).first is OK
+    decoder.do(_push, "kv", mine)
+    refused(other)
+    same_bytes(received(prompt, "other"), before)
+    if by_address.transport == "tcp":  # the answer was kept: over lanes the leave is asked for at each write
+        after = received(prompt)
+        prompt.do(_take_back)
+        refused(mine)
+        same_bytes(received(prompt), after)
 
 
 def _push(world: World, name: str, number: int) -> None:

@@ -25,54 +25,49 @@ SIZE = ROWS * STRIDE
 
 BLOCKS = Spec(
     (1, {0}),
-    ([0.5], TYPE, "{}"),
-    ([None], NONE, "{}"),
-    ([-1], RULE, "{}"),
-    ([2**64], RULE, "{}"),
-    ([], RULE, "{} is empty"),
+    (TYPE, "{}", [0.5]),
+    (NONE, "{}", [None]),
+    (RULE, "{}", [-1], [2**64]),
+    (RULE, "{} is empty", []),
     none_ok=True,
 )
 SPECS = {
-    "src_cache": Spec((1,), (Use("host"), RULE, "HOST"), (Use("odd"), RULE, "even")),
+    "src_cache": Spec((1,), (RULE, "HOST", Use("host")), (RULE, "even", Use("odd"))),
     "layer_synchronizer": Spec((print,)),
-    "transfer_configs": Spec(("x",), ([None], NONE, "{}[0]"), ([1], TYPE, "{}[0]")),
+    "transfer_configs": Spec(("x",), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", [1])),
     "dst_block_indices": BLOCKS,
 }
+TO_BLOCKS = {
+    "src_block_indices": BLOCKS,
+    "dst_block_memory_size": integer(0, 2**64 - 1, 0, SIZE, none_ok=True),
+}
 ONE = {"dst_block_indices": [0]}
+FROM_BLOCKS = ONE | {"src_block_indices": [0]}
 BLOCK_ROWS: list[Row] = [
-    *(
-        Row(ONE | row.changes, row.kind, row.texts)
-        for name, spec in (
-            ("src_block_indices", BLOCKS),
-            ("dst_block_memory_size", integer(0, 2**64 - 1, 0, SIZE, none_ok=True)),
-        )
-        for row in spec.rows(name)
-    ),
+    *(Row(ONE | row.changes, row.kind, row.texts) for name, spec in TO_BLOCKS.items() for row in spec.rows(name)),
     bad(RULE, "src_block_indices[0]", **ONE, src_block_indices=[ROWS]),
     bad(RULE, "equal lengths", **ONE, src_block_indices=[0, 1]),
     bad(RULE, "blocks to cache", src_block_indices=[0]),
     bad(RULE, "dst_block_memory_size", **ONE),
     bad(RULE, "2 pieces", dst_block_indices=[0, 1, 2], dst_block_memory_size=SIZE // 2),
     bad(RULE, dst_block_memory_size=48),
-    bad(RULE, "block size 48", **ONE, src_block_indices=[0], dst_block_memory_size=47),
+    bad(RULE, "block size 48", **FROM_BLOCKS, dst_block_memory_size=47),
 ]
-FROM_BLOCKS = {"src_block_indices": [0], "dst_block_indices": [0]}
 
 
 def rows_by_key(good: TransferWithCacheKeyConfig) -> list[Row]:
-    def config(**fields: Any) -> list[TransferWithCacheKeyConfig]:
-        changed = TransferWithCacheKeyConfig(good.cache_key, good.src_layer_range, good.dst_layer_range)
-        for name, value in fields.items():
-            setattr(changed, name, value)
-        return [changed]
+    def config(layers: range = range(2), row: int = 0) -> list[TransferWithCacheKeyConfig]:
+        return [TransferWithCacheKeyConfig(good.cache_key, layers, layers, row)]
 
+    unequal = config()
+    unequal[0].src_layer_range = range(1)
     return [
         bad(TYPE, "TransferWithCacheKeyConfig", transfer_configs=[BY_ADDRESS]),
         bad(TYPE, "transfer_configs[1]", transfer_configs=[BY_KEY, BY_ADDRESS]),
-        bad(RULE, "2 layers", transfer_configs=config(src_layer_range=range(3), dst_layer_range=range(3))),
-        bad(RULE, "length", transfer_configs=config(src_layer_range=range(1))),
-        bad(RULE, "src_batch_index", transfer_configs=config(src_batch_index=ROWS)),
-        bad(RULE, "src_batch_index", transfer_configs=config(src_batch_index=1), **FROM_BLOCKS),
+        bad(RULE, "2 layers", transfer_configs=config(range(3))),
+        bad(RULE, "length", transfer_configs=unequal),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=ROWS)),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=1), **FROM_BLOCKS),
     ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +14,6 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, CacheTask, LayerSynchronizer, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, ParamError, StateError
 from tests.faults.gates import Gate, shut
-from tests.support.ends import ChildEnd
 from tests.support.layers import (
     BOUND_MS,
     FAILED,
@@ -22,6 +21,7 @@ from tests.support.layers import (
     OK,
     Always,
     Gated,
+    answer,
     asked,
     begin,
     finish,
@@ -33,9 +33,10 @@ from tests.support.layers import (
     received,
     send,
     spanned,
+    transfer,
     wait_asked,
 )
-from tests.support.linking import bytes_move_both_ways, info, link, start_both, unlink
+from tests.support.linking import bytes_move_both_ways, info, unlink
 from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, wait_until
 from tests.support.source import ROOT
 
@@ -66,6 +67,12 @@ def by_key(pair: Pair, layers: range, **more: Any) -> Any:
     return keyed(pair.prompt, "kv", layers, dst_row=1, **more)
 
 
+def here(pair: Pair) -> World:
+    """Return the sender's world, which is in this process."""
+    world: World = pair.decoder.world  # type: ignore[attr-defined]
+    return world
+
+
 def started(pair: Pair, *configs: range, **settings: Any) -> Any:
     """Begin a transfer with a config for each range, return (bytes before, source)."""
     pair.start(rca=True, **settings)
@@ -74,48 +81,33 @@ def started(pair: Pair, *configs: range, **settings: Any) -> Any:
     return both
 
 
-def local(pair: Pair) -> World:
-    """Return the sender's world, which is in this process."""
-    world: World = pair.decoder.world  # type: ignore[attr-defined]
-    return world
-
-
 def sent(pair: Pair, synchronizer: LayerSynchronizer, *configs: range) -> CacheTask:
-    """Begin a transfer from an end in this process."""
-    world = local(pair)
+    world = here(pair)
     return world.cm.transfer_cache_async(world.caches["kv"], synchronizer, [by_key(pair, each) for each in configs])
 
 
 # --- what fails, and what must be reported ---------------------------------------------------------------------------
-
-#: What the synchronizer answers for layer 1, the results of configs for layers 0, 0 to 1, 1 to 2, 2, the first failure.
-ANSWERS: list[tuple[object, list[LLMStatusCode], str]] = [
-    (False, [OK, INVALID, INVALID, FAILED], "returned False"),
-    (RuntimeError("the model broke"), [OK, FAILED, FAILED, FAILED], "RuntimeError"),
-    (SystemExit(3), [OK, FAILED, FAILED, FAILED], "SystemExit"),
-    (KeyboardInterrupt(), [OK, FAILED, FAILED, FAILED], "KeyboardInterrupt"),
-]
 
 
 def test_r18_a_synchronizer_that_says_no_or_dies_fails_every_unfinished_config(shm_pair: Pair) -> None:
     shm_pair.start(rca=True)
     decoder = shm_pair.decoder
     before, source = make_both(shm_pair.prompt, decoder, KV, KV)
-    for answer, results, text in ANSWERS:
+    answers: list[tuple[object, LLMStatusCode, str]] = [
+        (False, INVALID, "returned False"),
+        (SystemExit(3), FAILED, "SystemExit"),  # what else it may raise: tests/unit/test_tasks.py
+    ]
+    for value, code, text in answers:
         decoder.do(begin, "kv", [by_key(shm_pair, each) for each in (range(1), range(2), range(1, 3), range(2, 3))])
         decoder.do(ready, 0)
-        decoder.do(_answer, 1, answer)
+        decoder.do(answer, 1, value)
         result = decoder.do(finish)
-        assert (result.results, result.first) == (results, results[1])
+        assert (result.results, result.first) == ([OK, code, code, FAILED], code)
         assert [text in error for error in result.errors] == [False, True, True, True]
         assert decoder.do(asked) == [0, 1]
         before = spanned(before, source, ROW, [(0, 0), (1, 1)])
         same_bytes(received(shm_pair.prompt), before)
     bytes_move_both_ways(decoder, shm_pair.prompt)
-
-
-def _answer(world: World, layer: int, answer: object) -> None:
-    ready(world, layer, answer=answer)
 
 
 def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_config_is(shm_pair: Pair) -> None:
@@ -142,49 +134,39 @@ def to_cache(config: Any, cluster_id: int, cache_id: int) -> Any:
     return type(config)(CacheKeyByIdAndIndex(cluster_id, cache_id, 1), config.src_layer_range, config.dst_layer_range)
 
 
-PAGED = Spec(6, 4, STRIDE, blocks=True)
-MISFITS: list[tuple[Spec, tuple[Any, ...], str]] = [
-    (Spec(6, 4, STRIDE - 1), (), "do not fit"),
-    (Spec(6, 4, 2 * STRIDE, blocks=True, blocks_key=KEY), ([0], [0]), "block sizes differ"),
-    (Spec(6, 2, STRIDE, blocks=True, blocks_key=KEY), ([0], [2]), "2 blocks"),
-    (Spec(6, 4, STRIDE), ([0], [0]), "no blocks"),
-    (Spec(6, 4, STRIDE, blocks=True, blocks_key=KEY), (None, [0], 96), "block sizes differ"),
-]
-
-
 def test_r17_what_does_not_fit_the_destination_is_invalid_and_nothing_moves(shm_pair: Pair) -> None:
     shm_pair.start(rca=True)
-    shm_pair.decoder.do(make, "kv", PAGED, 2)
-    for dst, blocks, text in MISFITS:
-        shm_pair.prompt.do(make, "kv", dst, 1)
-        config = keyed(shm_pair.prompt, "kv", range(2), dst_row=None if dst.blocks else 0)
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    decoder.do(make, "kv", Spec(6, 4, STRIDE, blocks=True), 2)
 
-        def attempt(config: Any = config, blocks: tuple[Any, ...] = blocks, text: str = text) -> None:
-            result = shm_pair.decoder.do(send, "kv", [config], *blocks)
-            assert (result.results, result.first) == ([INVALID], INVALID), result.errors
-            assert text in result.errors[0]
+    def attempt(config: Any, blocks: tuple[Any, ...], text: str) -> None:
+        result = decoder.do(send, "kv", [config], *blocks)
+        assert (result.results, result.first) == ([INVALID], INVALID), result.errors
+        assert text in result.errors[0]
 
-        nothing_happens((shm_pair.prompt, shm_pair.decoder), ["kv"], attempt)
-        shm_pair.prompt.do(forget, "kv")
+    misfits: list[tuple[Spec, tuple[Any, ...], str]] = [
+        (Spec(6, 4, STRIDE - 1), (), "do not fit"),
+        (Spec(6, 4, STRIDE), ([0], [0]), "no blocks"),
+        (Spec(6, 4, 2 * STRIDE, blocks=True, blocks_key=KEY), ([0], [0]), "block sizes differ"),
+        (Spec(6, 2, STRIDE, blocks=True, blocks_key=KEY), ([0], [2]), "2 blocks"),
+        (Spec(6, 4, STRIDE, blocks=True, blocks_key=KEY), (None, [0], 96), "block sizes differ"),
+    ]
+    for dst, blocks, text in misfits:
+        prompt.do(make, "kv", dst, 1)
+        config = keyed(prompt, "kv", range(2), dst_row=None if dst.blocks else 0)
+        nothing_happens((prompt, decoder), ["kv"], partial(attempt, config, blocks, text))
+        prompt.do(forget, "kv")
 
 
 # --- asking for results ----------------------------------------------------------------------------------------------
-
-WRONG_TIMEOUTS: list[tuple[Any, type[Exception]]] = [
-    ("1", TypeError),
-    (1.0, TypeError),
-    ([], TypeError),
-    (-1, ParamError),
-    (2**32, ParamError),
-]
 
 
 def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_may_be_asked_again(
     local_pair: Pair,
 ) -> None:
     before, source = started(local_pair, range(3), range(2))
-    task = local(local_pair).memory["transfer"].task
-    for wrong, kind in WRONG_TIMEOUTS:
+    task = transfer(here(local_pair)).task
+    for wrong, kind in (("1", TypeError), (1.0, TypeError), (-1, ParamError), (2**32, ParamError)):
         for question in (task.synchronize, task.get_results):
             with pytest.raises(kind, match="timeout_in_millis"):
                 question(wrong)
@@ -223,11 +205,10 @@ class Acting(Always):
 def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) -> None:
     started(local_pair)
     there = threading.Event()
-    tasks: list[CacheTask] = []
-    waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and tasks[0].synchronize())
-    tasks.append(sent(local_pair, waiting, range(1)))
+    waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and task.synchronize())
+    task = sent(local_pair, waiting, range(1))
     there.set()
-    assert tasks[0].synchronize(BOUND_MS) is OK
+    assert task.synchronize(BOUND_MS) is OK
     assert [type(error) for error in waiting.errors] == [StateError]
 
 
@@ -236,119 +217,84 @@ def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) ->
 
 def test_a_source_that_is_deallocated_meanwhile_is_sent_whole_and_then_given_back(shm_pair: Pair) -> None:
     before, source = started(shm_pair, range(3))
-    shm_pair.decoder.do(forget, "kv")
-    assert shm_pair.decoder.do(picture).caches.draining == 1
-    shm_pair.decoder.do(ready, 0, 1, 2)
-    assert shm_pair.decoder.do(finish).first is OK
-    same_bytes(received(shm_pair.prompt), spanned(before, source, ROW))
-    assert shm_pair.decoder.do(picture).caches.draining == 0
-    assert shm_pair.decoder.do(picture).pools[0].used_bytes == 0
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    decoder.do(forget, "kv")
+    assert decoder.do(picture).caches.draining == 1
+    decoder.do(ready, 0, 1, 2)
+    assert decoder.do(finish).first is OK
+    same_bytes(received(prompt), spanned(before, source, ROW))
+    assert (decoder.do(picture).caches.draining, decoder.do(picture).pools[0].used_bytes) == (0, 0)
 
     def attempt() -> None:
         with pytest.raises(CacheNotFound, match="src_cache"):
-            shm_pair.decoder.do(send, "kv", [by_key(shm_pair, range(3))])
+            decoder.do(send, "kv", [by_key(shm_pair, range(3))])
 
-    nothing_happens((shm_pair.decoder, shm_pair.prompt), [], attempt)
+    nothing_happens((decoder, prompt), [], attempt)
 
 
-def test_unregister_cache_waits_for_the_transfer_in_bounds(local_pair: Pair) -> None:
-    local_pair.start(rca=True, sync_kv_timeout=300)
-    local_pair.prompt.do(make, "kv", KV, 1)
-    local_pair.decoder.do(make, "kv", Spec(6, 4, STRIDE, memory="private"), 2)
-    world = local(local_pair)
-    local_pair.decoder.do(begin, "kv", [by_key(local_pair, range(3))])
+def test_unregister_cache_waits_for_the_transfer_in_bounds(shm_pair: Pair) -> None:
+    shm_pair.start(rca=True, sync_kv_timeout=300)
+    decoder = shm_pair.decoder
+    make_both(shm_pair.prompt, decoder, KV, Spec(6, 4, STRIDE, memory="private"))
+    decoder.do(begin, "kv", [by_key(shm_pair, range(3))])
     with pytest.raises(DeadlineExceeded, match="unregister_cache"):
-        world.cm.unregister_cache(world.caches["kv"].cache_id)
-    local_pair.decoder.do(ready, 0, 1, 2)
-    assert local_pair.decoder.do(finish).first is OK
-    world.cm.unregister_cache(world.caches["kv"].cache_id)
-    assert local_pair.decoder.do(picture).caches.registered == 0
+        decoder.do(forget, "kv")
+    decoder.do(ready, 0, 1, 2)
+    assert decoder.do(finish).first is OK
+    decoder.do(forget, "kv")
+    assert decoder.do(picture).caches.registered == 0
 
 
 # --- links and peers that end ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])  # by address: tests/faults/test_stopped_while_locating.py
-def test_r22_a_peer_that_is_killed_midway_fails_what_is_unfinished(transport: str) -> None:
-    prompt, decoder = ChildEnd("prompt"), ChildEnd("decoder")
-    try:
-        start_both(prompt, decoder, transport, enable_remote_cache_accessible=True)
-        decoder.do(link, [info(1, prompt.port)])
-        make_both(prompt, decoder, KV, KV)
-        decoder.do(begin, "kv", [keyed(prompt, "kv", each, dst_row=1) for each in (range(1), range(3))])
-        decoder.do(ready, 0)
-        decoder.do(wait_asked, 1)
-        prompt.kill()
-        decoder.do(ready, 1, 2)
-        result = decoder.do(finish)
-        assert result.results[0] is OK
-        assert result.results[1] in {LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, NOT_LINKED}
-        assert result.first is result.results[1]
-        decoder.stop()
-    finally:
-        for end in (prompt, decoder):
-            end.signal(signal.SIGKILL)
-            end.kill()
-
-
+@pytest.mark.parametrize("rca", [True, False], ids=["key", "address"])
 def test_a_link_that_is_given_up_midway_fails_what_is_unfinished_but_by_address_one_made_again_serves(
-    shm_pair: Pair,
+    shm_pair: Pair, rca: bool
 ) -> None:
+    shm_pair.start(rca=rca, extra={"llm.Transport": "shm" if rca else "auto"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    for by in ("key", "address"):
-        shm_pair.start(rca=by == "key", extra={"llm.Transport": "shm" if by == "key" else "auto"})
-        before, source = make_both(prompt, decoder, KV, KV)
-        layers = (range(1), range(3))
-        decoder.do(begin, "kv", [by_key(shm_pair, each) if by == "key" else raw(prompt, "kv", each) for each in layers])
-        decoder.do(ready, 0)
-        decoder.do(wait_asked, 1)
-        decoder.do(unlink, [info(1)], 5000, True)
-        if by == "key":
-            decoder.do(ready, 1, 2)
-            assert decoder.do(finish).results == [OK, NOT_LINKED]
-        prompt.do(unlink, [info(2)], 5000, True)
-        shm_pair.link()
-        if by == "key":
-            decoder.do(begin, "kv", [by_key(shm_pair, range(3))])
-        decoder.do(ready, 0, 1, 2)
-        assert decoder.do(finish).first is OK
-        spans = ROW if by == "key" else [(0, 0, STRIDE)]
-        same_bytes(received(prompt), spanned(before, source, spans))
-        for end in (decoder, prompt):
-            end.stop()
-
-
-def test_r07_a_layer_that_runs_out_of_time_fails_its_config_and_the_link_stays(
-    local_pair: Pair, tmp_path: Path
-) -> None:
-    started(local_pair, sync_kv_timeout=200)
-    with shut(local(local_pair).dd, "write deadline", tmp_path, peer=1):
-        Gate(tmp_path).open()
-        task = sent(local_pair, Always(), range(3))
-        assert task.synchronize(BOUND_MS) is TIMEOUT
-    assert isinstance(task.errors[0], DeadlineExceeded)
-    assert local_pair.decoder.do(send, "kv", [by_key(local_pair, range(3))]).first is OK
+    before, source = make_both(prompt, decoder, KV, KV)
+    layers = (range(1), range(3))
+    decoder.do(begin, "kv", [by_key(shm_pair, each) if rca else raw(prompt, "kv", each) for each in layers])
+    decoder.do(ready, 0)
+    decoder.do(wait_asked, 1)
+    decoder.do(unlink, [info(1)], 5000, True)
+    if rca:
+        decoder.do(ready, 1, 2)
+        assert decoder.do(finish).results == [OK, NOT_LINKED]
+    prompt.do(unlink, [info(2)], 5000, True)
+    shm_pair.link()
+    if rca:
+        decoder.do(begin, "kv", [by_key(shm_pair, range(3))])
+    decoder.do(ready, 0, 1, 2)
+    assert decoder.do(finish).first is OK
+    same_bytes(received(prompt), spanned(before, source, ROW if rca else [(0, 0, STRIDE)]))
 
 
 # --- finalize --------------------------------------------------------------------------------------------------------
+
+
+def task_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
 
 
 def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer_and_later_ones_are_refused(local_pair: Pair) -> None:
     started(local_pair, range(1), range(3), sync_kv_timeout=100)
     local_pair.decoder.do(ready, 0)
     local_pair.decoder.do(wait_asked, 1)
-    world = local(local_pair)
-    running, manager, cache = world.memory["transfer"], world.cm, world.caches["kv"]
+    world = here(local_pair)
+    running, manager, cache = transfer(world), world.cm, world.caches["kv"]
     before = received(local_pair.prompt)
     world.dd.finalize()  # its synchronizer blocks: the thread is left behind
     result = outcome(running.task, 0)
     assert (result.results, result.first) == ([OK, FINALIZED], FINALIZED)
     assert "finalize" in result.errors[1]
-    left = [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
-    assert [each.daemon for each in left] == [True]
-    running.gates.open(1, 2)  # it returns after all: the thread ends without a further step
-    left[0].join(BOUND_MS / 1e3)
-    assert not left[0].is_alive()
+    (left,) = task_threads()
+    assert left.daemon
+    running.open(1, 2)  # it returns after all: the thread ends without a further step
+    left.join(BOUND_MS / 1e3)
+    assert not left.is_alive()
     assert outcome(running.task, 0) == result
     same_bytes(received(local_pair.prompt), before)
     with pytest.raises(StateError) as caught:
@@ -359,22 +305,21 @@ def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer_and_later_ones
 def test_a_synchronizer_may_finalize(local_pair: Pair) -> None:
     """The one thing finalize cannot wait for is the thread that called it."""
     started(local_pair)
-    dd = local(local_pair).dd
+    dd = here(local_pair).dd
     finalizing = Acting(dd.finalize)
     task = sent(local_pair, finalizing, range(3))
     result = outcome(task)
     assert (result.results, result.first) == ([FINALIZED], FINALIZED)
-    thread = task._job._thread
-    assert thread is not None
-    thread.join(BOUND_MS / 1e3)
-    assert (thread.is_alive(), finalizing.errors) == (False, [])
-    assert not dd._live.count(dd)
+    assert task._job._thread is not None
+    task._job._thread.join(BOUND_MS / 1e3)
+    assert (task_threads(), finalizing.errors) == ([], [])
+    assert dd not in dd._live
 
 
 @pytest.mark.parametrize("step", ["ask", "before write", "after write"])
 def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp_path: Path, step: str) -> None:
     started(local_pair, sync_kv_timeout=2000)
-    dd, gate = local(local_pair).dd, Gate(tmp_path)
+    dd, gate = here(local_pair).dd, Gate(tmp_path)
     with shut(dd, step, tmp_path, peer=1):
         task = sent(local_pair, Always(), range(3))
         gate.wait()
@@ -385,7 +330,7 @@ def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp
         ending.join(BOUND_MS / 1e3)
     assert not ending.is_alive()
     assert task.get_results(0) == [FINALIZED]
-    assert not [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
+    assert task_threads() == []
 
 
 def test_an_interpreter_that_ends_lets_a_moving_transfer_come_to_its_end() -> None:
@@ -401,18 +346,15 @@ _SENDS_LAST = """
 import atexit, threading
 task = None
 atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
-from llm_datadist import *
-from tests.support.world import cluster_info, make_config
+from llm_datadist import LayerSynchronizer
+from tests.conftest import Pair
+from tests.support.ends import LocalEnd
+from tests.support.layers import keyed, make_both
+from tests.support.moves import Spec
 
-def start(role, cluster_id, **more):
-    dd = LLMDataDist(role, cluster_id)
-    dd.init(make_config(enable_remote_cache_accessible=True, **more))
-    return dd
-
-p, d = start(LLMRole.PROMPT, 1, listen_ip_info="127.0.0.1:0"), start(LLMRole.DECODER, 2)
-assert d.link_clusters([cluster_info(1, p.listen_port)])[0] is LLMStatusCode.LLM_SUCCESS
-desc = CacheDesc(64, [2, 64], DataType.DT_UINT8)
-there, here = p.cache_manager.allocate_cache(desc), d.cache_manager.allocate_cache(desc)
+pair = Pair(LocalEnd("prompt"), LocalEnd("decoder"), "auto")
+pair.start(rca=True)
+make_both(pair.prompt, pair.decoder, Spec(64, 2, 64), Spec(64, 2, 64))
 gone = threading.Event()
 
 class Late(LayerSynchronizer):
@@ -420,8 +362,8 @@ class Late(LayerSynchronizer):
         gone.wait()  # nothing is sent before the script is at its end
         return True
 
-config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, there.cache_id, 1), range(32), range(32))
-task = d.cache_manager.transfer_cache_async(here, Late(), [config])
+world = pair.decoder.world
+task = world.cm.transfer_cache_async(world.caches["kv"], Late(), [keyed(pair.prompt, "kv", range(32), dst_row=1)])
 atexit.register(gone.set)  # runs first of all
 """
 

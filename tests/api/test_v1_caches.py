@@ -1,6 +1,5 @@
-"""v1: caches, keys, dropped handles, swaps and tensors of one process (interface §4, §8, R3, R4, R6, R10, R12, R21).
-
-What it does like the C++-shaped calls: test_dialects.py."""
+"""v1: caches, keys, dropped handles, swaps, tensors, memory that is given back (interface §4, §8, R3, R4, R6, R7, R10,
+R12, R21). What it does like the C++-shaped calls: test_dialects.py."""
 
 from __future__ import annotations
 
@@ -8,35 +7,52 @@ import copy
 import gc
 import logging
 import pickle
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache, LLMStatusCode, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    KvCache,
+    LLMStatusCode,
+    Placement,
+    TransferConfig,
+)
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory import pool
 from llm_datadist.errors import (
+    CacheNotFound,
     DeadlineExceeded,
     KeyInUse,
-    LLMException,
     NotInitialized,
     OutOfMemory,
     StateError,
+    TransferFailed,
 )
 from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
-from tests.faults.gates import shut
+from tests.faults.gates import Gate, shut
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.frozen import freeze
 from tests.support.gates import begin
-from tests.support.moves import picture, same_bytes
-from tests.support.v1 import DIRECT, POOL, desc, start_end
-from tests.support.world import fill, make_config, read
+from tests.support.layers import Always
+from tests.support.linking import SUCCESS, begin_there, info, link, result_there
+from tests.support.moves import Use, picture, same_bytes, show, wait_until
+from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.world import fill, make_config, read, residue, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from llm_datadist import KvCacheManager
-    from tests.support.ends import LocalEnd
+    from tests.conftest import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
@@ -44,9 +60,13 @@ pytestmark = pytest.mark.covers(
     "KvCache: *",
     "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache",
     "KvCacheManager: get_cache_tensors remove_cache_key swap_blocks",
+    "LLMConfig.mem_pool_cfg",
+    "llm.MemPoolConfig",
 )
 
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
+BLOCKS, ROW = BlocksCacheKey(1, 3), CacheKey(1, 10)
+NBYTES = 4 * 4096  # of one cache of desc(): a page per tensor
 
 
 @pytest.fixture(params=["pool", "direct"])
@@ -57,37 +77,40 @@ def prompt(end: LocalEnd, request: pytest.FixtureRequest) -> KvCacheManager:
 
 
 def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) -> None:
+    end.start("MIX", 1)
+    with pytest.raises(StateError, match="cache_manager") as v2_mode:
+        _ = end.world.dd.kv_cache_manager
+    end.stop()
     start_end(end, "PROMPT")
     datadist = end.world.dd
     manager = datadist.kv_cache_manager
     assert datadist.kv_cache_manager is manager
     assert manager.is_initialized()
-    with pytest.raises(StateError, match="kv_cache_manager") as wrong_mode:
+    with pytest.raises(StateError, match="kv_cache_manager") as v1_mode:
         _ = datadist.cache_manager
-    assert wrong_mode.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert {v1_mode.value.status_code, v2_mode.value.status_code} == {LLMStatusCode.LLM_PARAM_INVALID}
     cache = manager.allocate_cache(desc())
     datadist.finalize()
     assert not manager.is_initialized()
-    with pytest.raises(NotInitialized):
-        _ = datadist.kv_cache_manager
-    with pytest.raises(NotInitialized):
-        _ = datadist.cache_manager
+    for name in ("kv_cache_manager", "cache_manager"):
+        with pytest.raises(NotInitialized):
+            getattr(datadist, name)
     datadist.init(make_config(listen_ip_info="127.0.0.1:0", **POOL))
     assert datadist.kv_cache_manager is not manager
-    calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("allocate_cache", (desc(),)),
-        ("allocate_blocks_cache", (desc(),)),
-        ("deallocate_cache", (cache,)),
-        ("remove_cache_key", (PLACEHOLDER,)),
-        ("pull_cache", (PLACEHOLDER, cache)),
-        ("pull_blocks", (BlocksCacheKey(1), cache, [0], [0])),
-        ("copy_cache", (cache, cache)),
-        ("copy_blocks", (cache, {0: [1]})),
-        ("swap_blocks", (cache, cache, {0: 1})),
-        ("get_cache_tensors", (cache,)),
-        ("transfer_cache_async", (cache, None, [])),
-    ]
-    for name, args in calls:
+    calls: dict[str, tuple[Any, ...]] = {
+        "allocate_cache": (desc(),),
+        "allocate_blocks_cache": (desc(),),
+        "deallocate_cache": (cache,),
+        "remove_cache_key": (PLACEHOLDER,),
+        "pull_cache": (PLACEHOLDER, cache),
+        "pull_blocks": (BLOCKS, cache, [0], [0]),
+        "copy_cache": (cache, cache),
+        "copy_blocks": (cache, {0: [1]}),
+        "swap_blocks": (cache, cache, {0: 1}),
+        "get_cache_tensors": (cache,),
+        "transfer_cache_async": (cache, None, []),
+    }
+    for name, args in calls.items():
         with pytest.raises(StateError, match="finalized") as dead:  # interface R21
             getattr(manager, name)(*args)
         assert dead.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
@@ -96,14 +119,6 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
     survivor = datadist.kv_cache_manager.allocate_cache(desc())
     assert survivor.cache_id == 1
     assert datadist.statistics().caches.live == 1
-
-
-def test_v2_mode_has_no_kv_cache_manager(end: LocalEnd) -> None:
-    end.start("MIX", 1)
-    with pytest.raises(LLMException, match="cache_manager") as wrong_mode:
-        _ = end.world.dd.kv_cache_manager
-    assert wrong_mode.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-    assert not isinstance(wrong_mode.value, NotInitialized)
 
 
 def test_r03_r04_r06_caches_and_keys_come_and_go_and_what_is_refused_changes_nothing(
@@ -151,54 +166,40 @@ def test_r03_r04_r06_caches_and_keys_come_and_go_and_what_is_refused_changes_not
 # --- handles that are dropped ----------------------------------------------------------------------------------------
 
 
-def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, prompt: KvCacheManager) -> None:
-    kept = prompt.allocate_cache(desc())
-    dropped = [prompt.allocate_cache(desc()) for _ in range(3)] + [prompt.allocate_blocks_cache(desc())]
-    published = prompt.allocate_cache(desc(), [CacheKey(1, 7)])
-    assert (end.do(picture).caches.live, len(dropped)) == (6, 4)
-    del dropped, published
-    gc.collect()
-    assert end.do(picture).caches.live == 6, "__del__ frees nothing by itself: it may run under any lock"
-    prompt.get_cache_tensors(kept)
-    caches = end.do(picture).caches
-    assert (caches.live, caches.deferred) == (1, 1)  # the published one waits for its key
-
-
-def test_a_handle_may_be_dropped_under_a_lock_of_the_library_and_one_that_was_deallocated_queues_nothing(
-    end: LocalEnd,
+def test_a_dropped_handle_gives_its_cache_back_at_the_next_call_and_may_be_dropped_under_a_lock_of_the_library(
+    end: LocalEnd, prompt: KvCacheManager
 ) -> None:
-    start_end(end, "PROMPT", **DIRECT)
-    manager = end.world.dd.kv_cache_manager
-    first, cache = manager.allocate_cache(desc()), manager.allocate_cache(desc())
-    manager.deallocate_cache(first)
+    kept, deallocated = prompt.allocate_cache(desc()), prompt.allocate_cache(desc())
+    prompt.deallocate_cache(deallocated)
     host = KvCache.create_cpu_cache(CacheDesc(1, [1, 1], DataType.DT_UINT8, Placement.HOST), [1])
-    del first, host
+    del deallocated, host
     gc.collect()
-    assert list(manager._forgotten) == []
+    assert list(prompt._forgotten) == []
+    held = [prompt.allocate_cache(desc()), prompt.allocate_blocks_cache(desc())]
+    held.append(prompt.allocate_cache(desc(), [CacheKey(1, 7)]))
     engine = end.world.dd._engine
     assert engine is not None
 
     def drop() -> None:
-        nonlocal cache
         with engine.store.registry._lock:
-            del cache
+            held.clear()
+            gc.collect()
 
     thread = threading.Thread(target=drop)
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
-    manager.remove_cache_key(PLACEHOLDER)
-    assert end.do(picture).caches.live == 0
+    assert end.do(picture).caches.live == 4, "__del__ frees nothing by itself: it may run under any lock"
+    prompt.get_cache_tensors(kept)
+    caches = end.do(picture).caches
+    assert (caches.live, caches.deferred) == (1, 1)  # the published one waits for its key
 
 
 def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
     cache = manager.allocate_cache(desc())
-    for duplicate in (copy.copy, copy.deepcopy):
-        twin = duplicate(cache)
-        assert twin is cache
-        del twin
+    assert copy.copy(cache) is copy.deepcopy(cache) is cache
     with pytest.raises(TypeError, match=r"KvCache 1: .* cannot be pickled"):
         pickle.dumps(cache)
     gc.collect()
@@ -209,86 +210,34 @@ def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_r12_v1_takes_mem_pool_cfg_else_the_graph_memory_else_the_device(end: LocalEnd) -> None:
-    seen = []
-    for extra, settings in (
-        ({"ge.flowGraphMemMaxSize": str(1 << 24)}, {"mem_pool_cfg": '{"memory_size": 1048576}'}),
-        ({"ge.flowGraphMemMaxSize": str(1 << 24)}, {"mem_pool_cfg": None, "mem_utilization": 0.5}),
-        ({}, {"mem_pool_cfg": None}),
-    ):
-        start_end(end, "DECODER", extra=extra, **settings)
-        cache = end.world.dd.kv_cache_manager.allocate_cache(desc(4, 8, 512))
-        (pool,) = end.do(picture).pools
-        seen.append((pool.name, pool.capacity_bytes, pool.used_bytes))
-        del cache
-        end.stop()
-    assert seen == [
-        ("device", 1 << 20, 4 << 16),
-        ("device", 1 << 23, 4 << 16),
-        ("device, no pool", 4 << 12, 4 << 12),
-    ]
-
-
-def test_r12_without_a_pool_a_device_that_refuses_is_out_of_memory_and_room_is_found_again(end: LocalEnd) -> None:
-    device = StagedDevice(refuse_after_bytes=1 << 20)
-    start_end(end, "DECODER", device=device, **DIRECT)
-    manager = end.world.dd.kv_cache_manager
-    half = desc(1, 1, 1 << 19)
-    caches = [manager.allocate_cache(half), manager.allocate_cache(half)]
-    before = end.do(picture)
-    with pytest.raises(OutOfMemory, match="refuses") as caught:
-        manager.allocate_cache(half)
-    assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    assert end.do(picture) == before
-    manager.deallocate_cache(caches.pop())
-    assert device.allocated_bytes == 1 << 19
-    caches.append(manager.allocate_cache(half))
-    assert device.allocated_bytes == 1 << 20
-    end.stop()
-    assert device.allocated_bytes == 0
-
-
 def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
-    for data_type in DataType:
-        if data_type in (DataType.DT_STRING, DataType.DT_BF16):
-            continue
+    for data_type in set(DataType) - {DataType.DT_STRING, DataType.DT_BF16}:
         cache = manager.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], data_type))
+        views = []
         for index in range(3):
             (tensor,) = manager.get_cache_tensors(cache, index)
-            array = tensor.numpy()
-            assert (array.shape, array.itemsize) == ((4, 2, 3), data_type.itemsize)
+            views.append(tensor.numpy())
+            assert (views[index].shape, views[index].itemsize) == ((4, 2, 3), data_type.itemsize)
             assert (tensor.tensor_desc.dtype, tensor.tensor_desc.shape) == (data_type, [4, 2, 3])
-            assert array.ctypes.data == cache.per_device_tensor_addrs[0][index]
-            array[:] = index
+            assert views[index].ctypes.data == cache.per_device_tensor_addrs[0][index]
+            views[index][:] = index
             before = tensor.numpy(copy=True)
-            array[0] = 1
-            assert (before == np.array(index, array.dtype)).all()
-        views = [manager.get_cache_tensors(cache, index)[0].numpy() for index in range(3)]
+            views[index][0] = 1
+            assert (before == np.array(index, before.dtype)).all()
         manager.deallocate_cache(cache)
         for index, view in enumerate(views):  # memory without a pool stays mapped for its reader
             assert (view[1:] == np.array(index, view.dtype)).all(), data_type
     cache = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_BF16))
-    for row in tensor_views(cache._cache)[0]:  # bf16 is read as float32
-        row[:] = np.array([0x3F80, 0xC000, 0x0000, 0x7F80], np.uint16)
-    (tensor,) = manager.get_cache_tensors(cache)
-    np.testing.assert_array_equal(tensor.numpy(), np.array([[1.0, -2.0, 0.0, np.inf]] * 2, np.float32))
-    assert tensor.numpy().dtype == np.float32
+    tensor_views(cache._cache)[0][:] = np.array([0x3F80, 0xC000, 0x0000, 0x7F80], np.uint16)
+    (array,) = (tensor.numpy() for tensor in manager.get_cache_tensors(cache))  # bf16 is read as float32
+    np.testing.assert_array_equal(array, np.array([[1.0, -2.0, 0.0, np.inf]] * 2, np.float32), strict=True)
     end.stop()
     assert (view[1:] == np.array(2, view.dtype)).all()
 
 
 # --- copies and swaps ------------------------------------------------------------------------------------------------
-
-
-def test_r09_copy_cache_names_its_request(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
-    start_end(end, "DECODER", **DIRECT)
-    manager = end.world.dd.kv_cache_manager
-    cache = manager.allocate_cache(desc())
-    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
-        manager.copy_cache(cache, cache, 2, 5, 7, 11, 4711)
-    assert "req_id=4711" in caplog.text
 
 
 def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:
@@ -297,12 +246,12 @@ def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:
     manager = end.world.dd.kv_cache_manager
     cache = manager.allocate_blocks_cache(desc())
     memory = np.zeros(8 * 48, np.uint8)
-    host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
     addrs = [memory.ctypes.data] * 4
+    host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
     host = KvCache.create_cpu_cache(host_desc, addrs)  # one list for the one device will do
     assert (host.cache_id, host.per_device_tensor_addrs) == (-1, [addrs])
-    before = fill(cache._cache, 1)
     device.refuse_after(device.allocated_bytes)
+    before = fill(cache._cache, 1)
     with pytest.raises(OutOfMemory, match="staging") as caught:
         manager.swap_blocks(host, cache, {0: 0})
     assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
@@ -310,15 +259,17 @@ def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:
 
 
 @pytest.mark.parametrize("method", ["copy_cache", "copy_blocks"])
-def test_r06_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method: str, tmp_path: Path) -> None:
+def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
+    end: LocalEnd, method: str, tmp_path: Path
+) -> None:
     start_end(end, "DECODER", sync_kv_timeout=50)
     manager = end.world.dd.kv_cache_manager
     rows = method == "copy_cache"
     cache = manager.allocate_cache(desc()) if rows else manager.allocate_blocks_cache(desc())
-    args: tuple[Any, ...] = (cache, cache, 1, 0) if rows else (cache, {0: [1]})
+    args: tuple[Any, ...] = (cache, cache, 1, 0, 0, -1, 4711) if rows else (cache, {0: [1]})
     before = fill(cache._cache, 1)
     with shut(end.world.dd, "hold", tmp_path) as gate:
-        collect = begin(end, _call, method, args)
+        collect = begin(end, lambda world: getattr(world.dd.kv_cache_manager, method)(*args))
         gate.wait()
         passed = Deadline(50)  # made after the call's own
         assert passed.poll(passed.expired)
@@ -326,8 +277,125 @@ def test_r06_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method: str
         with pytest.raises(DeadlineExceeded) as caught:
             collect()
     assert caught.value.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    assert ("req_id=4711" in str(caught.value)) == rows
     same_bytes([tensor[2:] for tensor in read(cache._cache)], [tensor[2:] for tensor in before])
 
 
-def _call(world: World, method: str, args: tuple[Any, ...]) -> None:
-    getattr(world.dd.kv_cache_manager, method)(*args)
+# --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------
+
+
+def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    start_v1(local_pair, **DIRECT)
+    prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
+    decoder.do(kv_make, "kv", desc(), 2, (), True)
+    args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
+    decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, *args)
+    gate = Gate(tmp_path)
+    gate.wait()
+    prompt.do(kv_call, "deallocate_cache", Use("kv"))
+    assert (prompt.do(picture).caches.live, prompt.do(picture).quarantined_bytes) == (0, NBYTES)
+    gate.open()
+    assert isinstance(decoder.do(result_there, "pull"), TransferFailed)
+    wait_until(lambda: prompt.do(picture).quarantined_bytes == 0)
+    assert prompt.do(picture).pools[0].used_bytes == 0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
+    """A PROMPT in a child (cluster 1) that a test may kill, and the DECODER here (cluster 2), both without a pool."""
+    before = residue()
+    prompt, decoder = ChildEnd("prompt"), LocalEnd("decoder")
+    try:
+        extra = {"llm.PeerTimeout": "600"}
+        start_end(prompt, "PROMPT", 1, extra=extra, **DIRECT)
+        start_end(decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        yield prompt, decoder
+    finally:
+        prompt.kill()
+        decoder.stop()
+        pool._kept_mapped.clear()
+        assert settled(before) == before
+
+
+def begin_to_send(ends: tuple[ChildEnd, LocalEnd], folder: Path, *, blocks: bool) -> None:
+    """Let the PROMPT send into the DECODER's "kv", and stop the whole process right before it writes."""
+    prompt, decoder = ends
+    prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
+    decoder.do(kv_make, "kv", desc(), 2, (), blocks)
+    prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], folder)
+    Gate(folder).wait()
+    freeze(prompt)
+
+
+def _send(world: World, addrs: list[int], folder: Path) -> Any:
+    with shut(world.dd, "before write", folder, peer=2):
+        return kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs)]).get_results()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
+    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, blocks: bool
+) -> None:
+    prompt, decoder = ends
+    other = decoder.do(kv_make, "other", desc(), 3)
+    begin_to_send(ends, tmp_path, blocks=blocks)
+    decoder.do(kv_call, "deallocate_cache", Use("kv"))
+    # The place of a row is pinned for its writer, that of blocks is not.
+    assert decoder.do(picture).quarantined_bytes == (NBYTES if blocks else 0)
+    decoder.do(kv_make, "next", desc(), 4)  # in memory of its own
+    assert decoder.do(picture).pools[0].used_bytes == 3 * NBYTES
+    prompt.signal(signal.SIGKILL)
+    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == 2 * NBYTES)
+    assert decoder.do(picture).quarantined_bytes == 0
+    same_bytes(decoder.do(show, "other"), other)
+
+
+def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
+    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = ends[1]
+    begin_to_send(ends, tmp_path, blocks=True)
+    address, before = decoder.world.caches["kv"].tensor_addrs[0], decoder.do(show, "kv")
+    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+        decoder.stop()
+    assert "registered memory is still in use by cluster 1" in caplog.text
+    assert "stay mapped" in caplog.text
+    assert [view.ctypes.data for view in pool._kept_mapped] == [address]
+    assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
+
+
+def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
+    local_pair: Pair, tmp_path: Path
+) -> None:
+    start_v1(local_pair, **DIRECT)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    src = prompt.do(kv_make, "kv", desc(), 1)
+    decoder.do(kv_make, "kv", desc(), 2)
+    number = prompt.do(kv_properties, "kv")[0]
+    prompt.do(begin_there, "send", _send, decoder.do(kv_properties, "kv")[1][0], tmp_path)
+    gate = Gate(tmp_path)
+    try:
+        gate.wait()
+        del prompt.world.memory["kv kv"], prompt.world.caches["kv"]  # type: ignore[attr-defined]
+        # Not at once: the thread that sends may still be on its way out of the call that took the handle.
+        wait_until(lambda: prompt.do(_given_back, number))
+        assert prompt.do(picture).pools[0].used_bytes == NBYTES
+    finally:
+        gate.open()
+        results = prompt.do(result_there, "send")
+    assert results == [0]
+    wait_until(lambda: prompt.do(picture).pools[0].used_bytes == 0)
+    same_bytes([each[:1] for each in decoder.do(show, "kv")], [each[:1] for each in src])
+
+
+def _given_back(world: World, number: int) -> bool:
+    """Make a call, which gives dropped caches back, and return whether that one is gone."""
+    world.dd.kv_cache_manager.remove_cache_key(PLACEHOLDER)
+    assert world.dd._engine is not None
+    try:
+        world.dd._engine.store.registry.lookup(number)
+    except CacheNotFound:
+        return True
+    return False

@@ -19,22 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 
-NUMPY = {
-    DataType.DT_FLOAT: np.float32,
-    DataType.DT_FLOAT16: np.float16,
-    DataType.DT_INT8: np.int8,
-    DataType.DT_INT32: np.int32,
-    DataType.DT_UINT8: np.uint8,
-    DataType.DT_INT16: np.int16,
-    DataType.DT_UINT16: np.uint16,
-    DataType.DT_UINT32: np.uint32,
-    DataType.DT_INT64: np.int64,
-    DataType.DT_UINT64: np.uint64,
-    DataType.DT_DOUBLE: np.float64,
-    DataType.DT_BOOL: np.bool_,
-    DataType.DT_BF16: np.uint16,
-}
-
 
 @pytest.fixture
 def world(end: LocalEnd) -> World:
@@ -44,12 +28,13 @@ def world(end: LocalEnd) -> World:
 
 
 def test_views_have_the_descriptors_shape_and_type(world: World) -> None:
-    assert set(NUMPY) == set(DataType) - {DataType.DT_STRING}
-    for data_type, numpy_type in NUMPY.items():
+    odd = {"FLOAT": "float32", "DOUBLE": "float64", "BF16": "uint16"}
+    for data_type in set(DataType) - {DataType.DT_STRING}:
+        name = data_type.name.removeprefix("DT_")
         cache = world.cm.allocate_cache(CacheDesc(3, [2, 3, 4], data_type))
         views = tensor_views(cache)
         assert [view.shape for view in views] == [(2, 3, 4)] * 3
-        assert {view.dtype.type for view in views} == {numpy_type}
+        assert {view.dtype for view in views} == {np.dtype(odd.get(name, name.lower()))}
         assert [view.ctypes.data for view in views] == cache.tensor_addrs
         assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
 
@@ -68,30 +53,26 @@ def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: Wo
     for wrong, kind in ((None, NoneArgument), (1, TypeError), ("cache", TypeError)):
         with pytest.raises(kind, match="cache"):
             tensor_views(wrong)  # type: ignore[arg-type]
-    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_STRING))
+    text = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_STRING))
     with pytest.raises(ParamError, match=r"cache_desc.data_type=DT_STRING") as caught:
-        tensor_views(cache)
+        tensor_views(text)
     assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_INT8))
-    world.cm.deallocate_cache(cache)
+    world.cm.deallocate_cache(text)
     with pytest.raises(ParamError, match="deallocated"):
-        tensor_views(cache)
+        tensor_views(text)
 
 
-@pytest.mark.parametrize("placement", Placement)
-def test_views_are_the_memory_itself(world: World, placement: Placement) -> None:
-    desc = CacheDesc(2, [4, 16], DataType.DT_INT32, placement)
-    for cache in (world.cm.allocate_cache(desc), world.cm.allocate_blocks_cache(desc)):
-        fill(cache, 1)
-        first, again = tensor_views(cache), tensor_views(cache)
-        first[0][2, 5] = 12345
-        assert again[0][2, 5] == 12345
-    world.cm.copy_blocks(cache, {2: [3]})
-    np.testing.assert_array_equal(first[0][3], first[0][2])
-    assert first[0][3, 5] == 12345
-
-
-def test_views_of_registered_memory_and_of_a_cpu_cache_are_that_memory(world: World) -> None:
+def test_views_are_the_memory_itself_allocated_registered_or_of_a_cpu_cache(world: World) -> None:
+    for placement in Placement:
+        desc = CacheDesc(2, [4, 16], DataType.DT_INT32, placement)
+        for cache in (world.cm.allocate_cache(desc), world.cm.allocate_blocks_cache(desc)):
+            fill(cache, 1)
+            first, again = tensor_views(cache), tensor_views(cache)
+            first[0][2, 5] = 12345
+            assert again[0][2, 5] == 12345
+        world.cm.copy_blocks(cache, {2: [3]})
+        np.testing.assert_array_equal(first[0][3], first[0][2])
+        assert first[0][3, 5] == 12345
     own = np.arange(24, dtype=np.int16).reshape(2, 12)
     desc = CacheDesc(1, [2, 12], DataType.DT_INT16, Placement.HOST)
     for cache in (world.cm.register_cache(desc, [own.ctypes.data]), Cache.create_cpu_cache(desc, [own.ctypes.data])):
@@ -113,36 +94,29 @@ def test_registered_tensors_in_and_out_of_a_pool_have_views_each(world: World) -
     assert (whole[48:], whole[3:19]) == ([1] * 16, [3] * 16)
 
 
-@pytest.fixture
-def mapped_before() -> int:
-    """What is mapped before the end of the test is there."""
-    return _mapped_pools()
-
-
 def _mapped_pools() -> int:
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         return sum("/memfd:" in line for line in maps)
 
 
-def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(
-    mapped_before: int, world: World
-) -> None:
-    cache = world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
+def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(end: LocalEnd) -> None:
+    before = _mapped_pools()
+    end.start("PROMPT", 1)
+    cache = end.world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
     view = tensor_views(cache)[0]
     part = view[1:2]
-    world.cm.deallocate_cache(cache)
+    end.world.cm.deallocate_cache(cache)
     view[:] = 8
-    world.dd.finalize()
+    end.world.dd.finalize()
     assert int(view.sum()) == 8 * 4000
-    assert _mapped_pools() == mapped_before + 1
     watch = weakref.ref(view)
     del view
     part[:] = 3  # a slice of a view holds the mapping as well
     assert int(part.sum()) == 3000
-    assert _mapped_pools() == mapped_before + 1
+    assert _mapped_pools() == before + 1
     del part
     assert watch() is None
-    assert _mapped_pools() == mapped_before
+    assert _mapped_pools() == before
 
 
 # --- torch --------------------------------------------------------------------------------------------------------
@@ -157,30 +131,16 @@ def test_torch_views_without_torch_say_so(world: World, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["DT_FLOAT", "DT_FLOAT16", "DT_BF16", "DT_INT8", "DT_INT64", "DT_UINT8", "DT_BOOL"])
-def test_torch_views_are_the_memory_itself(world: World, name: str) -> None:
+def test_torch_views_are_the_memory_itself_and_outlive_finalize(world: World, name: str) -> None:
     torch = pytest.importorskip("torch", reason="torch is optional: torch_views is all that uses it")
-    wanted = {
-        "DT_FLOAT": torch.float32,
-        "DT_FLOAT16": torch.float16,
-        "DT_BF16": torch.bfloat16,
-        "DT_INT8": torch.int8,
-        "DT_INT64": torch.int64,
-        "DT_UINT8": torch.uint8,
-        "DT_BOOL": torch.bool,
-    }
+    kind = {"DT_FLOAT": torch.float32, "DT_BF16": torch.bfloat16}.get(name) or getattr(torch, name[3:].lower())
     cache = world.cm.allocate_cache(CacheDesc(2, [4, 6], DataType[name]))
     tensors = torch_views(cache)
     assert [tuple(tensor.shape) for tensor in tensors] == [(4, 6)] * 2
-    assert {tensor.dtype for tensor in tensors} == {wanted[name]}
+    assert {tensor.dtype for tensor in tensors} == {kind}
     assert [tensor.data_ptr() for tensor in tensors] == cache.tensor_addrs
     tensors[1][3] = 1
-    ones = torch.ones(6, dtype=wanted[name])
-    np.testing.assert_array_equal(read(cache)[1][3], ones.view(torch.uint8).numpy())
-
-
-def test_torch_views_outlive_finalize_without_a_crash(world: World) -> None:
-    torch = pytest.importorskip("torch", reason="torch is optional: torch_views is all that uses it")
-    (tensor,) = torch_views(world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_BF16)))
+    np.testing.assert_array_equal(read(cache)[1][3], torch.ones(6, dtype=kind).view(torch.uint8).numpy())
     world.dd.finalize()
-    tensor[:] = 2
-    assert tensor.sum(dtype=torch.float32).item() == 8000
+    tensors[0][:] = 1
+    assert tensors[0].sum(dtype=torch.float32).item() == 24

@@ -1,17 +1,20 @@
-"""Walk 2 of the architecture and its other exits, step by step: allocate, pull, deallocate, consume, free
-(interface I5, I6)."""
+"""Walk 2 of the architecture and its other exits, step by step: allocate, pull, deallocate, consume, free; and the
+printed example of blocks (interface I5, I6, §6, §7, R27)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, TransferFailed
+from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, KeyInUse, TransferFailed
 from tests.support.gates import stopped
+from tests.support.linking import SUCCESS, info, unlink
+from tests.support.memory import cpu_cache
 from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import cluster_info
+from tests.support.world import fill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,18 +24,19 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-pytestmark = pytest.mark.covers("CacheManager.remove_cache_key")
+pytestmark = pytest.mark.covers(
+    "CacheManager: allocate_blocks_cache copy_blocks deallocate_blocks_cache pull_blocks remove_cache_key swap_blocks",
+    "LLMStatusCode: LLM_KV_CACHE_NOT_EXIST",
+)
 
-KEY, OTHER = CacheKey(1, 10), CacheKey(1, 20)
-SOURCE = Spec(rows=2, stride=5000, keys=(KEY,))
-PAGE = 4096
-HELD = 4 * 3 * PAGE  # four tensors of 10000 bytes, each rounded up to pages
-TARGET = Spec(rows=6, stride=5000)
+KEY = CacheKey(1, 10)
+HELD = 4 * 3 * 4096  # four tensors of 10000 bytes, each rounded up to pages
 
 
-def both(pair: Pair, source: Spec = SOURCE, target: Spec = TARGET, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(**settings)
-    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
+def both(pair: Pair) -> tuple[Bytes, Bytes]:
+    pair.start()
+    source = Spec(rows=2, stride=5000, keys=(KEY,))
+    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(rows=6, stride=5000), 2)
 
 
 def seen(end: End) -> tuple[int, int, int, int, int, int]:
@@ -48,7 +52,7 @@ def until(end: End, wanted: tuple[int, int, int, int, int, int]) -> None:
     wait_until(lambda: seen(end) == wanted)
 
 
-def test_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
+def test_i5_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
     src, dst = both(pair)
     assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
     with stopped(pair.decoder, "before copy", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
@@ -59,30 +63,6 @@ def test_walk_two_step_by_step(pair: Pair, tmp_path: Path) -> None:
     until(pair.prompt, (0, 0, 0, 0, 0, 0))
     same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 0)]))
     assert pair.prompt.do(picture).pools[0].largest_hole_bytes == pair.prompt.do(picture).pools[0].capacity_bytes
-
-
-def test_i5_deallocate_before_the_pull_keeps_the_bytes_until_the_key_is_consumed(tcp_pair: Pair) -> None:
-    pair = tcp_pair
-    src, dst = both(pair, Spec(rows=2, stride=5000, keys=(KEY, OTHER)))
-    pair.prompt.do(forget, "kv")
-    assert seen(pair.prompt) == (0, 1, 0, 2, 0, HELD)
-    pair.prompt.do(make, "noise", Spec(rows=8, stride=5000), 9)  # must not land on the bytes that wait
-    pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1, 1), Use("kv"), 0)  # by id as well
-    until(pair.prompt, (1, 1, 0, 1, 0, HELD + 4 * 10 * PAGE))
-    pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 1)
-    until(pair.prompt, (1, 0, 0, 0, 0, 4 * 10 * PAGE))
-    dst = moved(dst, src, [(0, 1), (1, 0)])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1, 0), Use("kv"), 1)
-    # A consumed key does not free what its owner still has.
-    pair.prompt.do(forget, "noise")
-    late = pair.prompt.do(make, "kv", SOURCE, 3)
-    pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
-    until(pair.prompt, (1, 0, 0, 0, 0, HELD))
-    pair.prompt.do(forget, "kv")
-    assert seen(pair.prompt) == (0, 0, 0, 0, 0, 0)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, late, [(5, 0)]))
 
 
 def test_a_key_removed_during_a_pull_fails_it_and_the_memory_waits_for_its_pin(shm_pair: Pair, tmp_path: Path) -> None:
@@ -106,7 +86,7 @@ def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tm
     both(pair)
     with stopped(pair.decoder, "release", tmp_path, "pull_cache", KEY, Use("kv"), 3) as pulling:
         assert seen(pair.prompt) == (1, 0, 0, 1, 1, HELD)
-        pair.prompt.do(_drop, 2)
+        assert pair.prompt.do(unlink, [info(2)], 1000, True) == SUCCESS
         until(pair.prompt, (1, 0, 0, 1, 0, HELD))
         pulling.finish()  # every byte was there before the link was given up
     assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
@@ -116,6 +96,43 @@ def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tm
     until(pair.prompt, (1, 0, 0, 0, 0, HELD))
 
 
-def _drop(world: World, cluster_id: int) -> None:
-    status, _ = world.dd.unlink_clusters([cluster_info(cluster_id, 1)], 1000, force=True)
-    assert status is LLMStatusCode.LLM_SUCCESS
+def cpu(world: World, seed: int) -> Bytes:
+    return fill(cpu_cache(world, "host", Spec(rows=10, stride=256, placement=Placement.HOST).desc), seed)
+
+
+def test_seed_blocks_are_allocated_pulled_copied_swapped_and_deallocated(shm_pair: Pair) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    shm_pair.start()
+    key, sample = BlocksCacheKey(1, 0), Spec(rows=10, stride=256, blocks=True)
+    keyed = replace(sample, blocks_key=key)
+    src = prompt.do(make, "kv", keyed, 1)
+    with pytest.raises(KeyInUse):  # one blocks cache per model
+        prompt.do(make, "other", keyed, 2)
+    assert seen(prompt) == (1, 0, 0, 1, 0, 4 * 4096)
+    dst = decoder.do(make, "kv", sample, 3)
+    host = decoder.do(cpu, 4)
+    for to in ([2, 3], [9, 0]):  # a blocks key is not consumed
+        decoder.do(call, "pull_blocks", key, Use("kv"), [0, 1], to)
+        dst = moved(dst, src, zip(to, [0, 1], strict=True))
+    decoder.do(call, "copy_blocks", Use("kv"), {2: [0, 1], 3: [8]})
+    dst = moved(dst, src, [(0, 0), (1, 0), (8, 1)])
+    same_bytes(decoder.do(show, "kv"), dst)
+    # Swapped out, pulled over, swapped in again.
+    decoder.do(call, "swap_blocks", Use("kv"), Use("host"), {2: 0, 3: 1})
+    decoder.do(call, "pull_blocks", key, Use("kv"), [8, 9], [2, 3])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(2, 8), (3, 9)]))
+    decoder.do(call, "swap_blocks", Use("host"), Use("kv"), {0: 2, 1: 3})
+    same_bytes(decoder.do(show, "kv"), dst)
+    same_bytes(decoder.do(show, "host"), moved(host, src, [(0, 0), (1, 1)]))
+    same_bytes(prompt.do(show, "kv"), src)
+
+    # Memory and key go at once, although a peer may still want to pull; the key is free for the next cache.
+    for _ in range(2):  # the second time is a no-op
+        prompt.do(forget, "kv")
+        assert seen(prompt) == (0, 0, 0, 0, 0, 0)
+    with pytest.raises(CacheNotFound):
+        decoder.do(call, "pull_blocks", key, Use("kv"), [0], [0])
+    src = prompt.do(make, "kv", keyed, 5)
+    decoder.do(call, "pull_blocks", key, Use("kv"), [4], [5])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 4)]))
+    same_bytes(prompt.do(show, "kv"), src)

@@ -12,12 +12,12 @@ import numpy as np
 from llm_datadist.bench.sides.base import Facts, Role, Side
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from llm_datadist.bench.workload import Workload
 
 
 class Good(Side):
-    """Copies in one process."""
-
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
@@ -48,13 +48,12 @@ class MovesNothing(Good):
 class MovesNothingAfterTheFirst(Good):
     """What a side would do that hands out what it once got."""
 
-    _moved = False
+    _kept: ClassVar[list[NDArray[np.uint8]]] = []
 
     def transfer(self) -> None:
-        if not self._moved:
+        if not self._kept:
             super().transfer()
-            self._kept = [view.copy() for view in self.destination_views]
-        self._moved = True
+            self._kept.extend(view.copy() for view in self.destination_views)
         for view, kept in zip(self.destination_views, self._kept, strict=True):
             view[:] = kept
 
@@ -65,8 +64,7 @@ class MovesAWrongBlock(Good):
     def transfer(self) -> None:
         super().transfer()
         first, second = self.workload.dst_blocks[:2]
-        view = self.destination_views[-1]
-        view[[first, second]] = view[[second, first]]
+        self.destination_views[-1][[first, second]] = self.destination_views[-1][[second, first]]
 
 
 class WritesOutside(Good):

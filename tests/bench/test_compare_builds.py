@@ -11,12 +11,11 @@ from benchmarks.compare_builds import build_of, cases, interval, is_slower, main
 
 from tests.support.source import ROOT
 
-#: Number of ratios -> positions, from 1, of the order statistics of the 95 % interval of a median, by any table.
-TABLE = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}
-
 
 def test_the_interval_is_that_of_the_tables_and_needs_six_ratios() -> None:
-    for count, positions in TABLE.items():
+    """Of the order statistics of the 95 % interval of a median, from 1."""
+    table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}
+    for count, positions in table.items():
         ratios = [float(number) for number in range(1, count + 1)]
         random.Random(count).shuffle(ratios)
         assert interval(ratios) == positions
@@ -24,19 +23,11 @@ def test_the_interval_is_that_of_the_tables_and_needs_six_ratios() -> None:
         interval([1.0] * 5)
 
 
-@pytest.mark.parametrize(
-    ("ratios", "slower"),
-    [
-        ([0.9] * 15, True),
-        ([0.95] * 15, False),
-        ([1.1] * 15, False),
-        # The upper end is the twelfth: three fast pairs of fifteen are taken for noise, four are not.
-        ([0.9] * 12 + [1.2] * 3, True),
-        ([0.9] * 11 + [1.2] * 4, False),
-    ],
-)
-def test_a_build_is_slower_when_the_whole_interval_is(ratios: list[float], slower: bool) -> None:
-    assert is_slower(ratios) == slower
+def test_a_build_is_slower_when_the_whole_interval_is() -> None:
+    # The upper end is the twelfth: three fast pairs of fifteen are taken for noise, four are not.
+    slower = [[0.9] * 15, [0.9] * 12 + [1.2] * 3]
+    not_slower = [[0.95] * 15, [1.1] * 15, [0.9] * 11 + [1.2] * 4]
+    assert [is_slower(ratios) for ratios in slower + not_slower] == [True] * 2 + [False] * 3
 
 
 def test_builds_by_path(tmp_path: Path) -> None:
@@ -52,15 +43,12 @@ def test_builds_by_path(tmp_path: Path) -> None:
     assert "PYTHONPATH" not in (installed.environment or {})
 
 
-def test_one_pair_of_a_build_and_itself_and_one_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_pair_of_a_build_and_itself_one_that_cannot_run_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     build = build_of(ROOT)
     for number in (0, 1):
         assert 0.01 < pair_ratio(cases(1)["plan"], (build, build), number) < 100
     assert main(["--before", "/bin/false", "--cases", "plan"]) == 1
     assert "FAILED: ours-plan" in capsys.readouterr().out
-
-
-def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert "pull-shm-4k" in capsys.readouterr().out.split()
     assert main(["--self", "--cases", "none-like-this"]) == 2

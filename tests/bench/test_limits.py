@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     Tensor = NDArray[np.uint8]
 
-#: Of one block: less than a vector, odd, and more than the 256 bytes of one turn of the streaming loop.
+#: Of one block: less than a vector, odd (so that blocks lie at odd addresses), and more than the 256 bytes of one turn
+#: of the streaming loop.
 SIZES = [1, 63, 256, 1000, 4096, 70_001]
 #: More than the 512 ranges of one call of process_vm_readv.
 MANY = 1200
@@ -60,18 +61,6 @@ def test_copies_every_byte_and_no_other(size: int, streaming: bool, threads: int
         each[to[1]] ^= 0xFF
     copy_raw(RawBlocks.of(dst, to).steps(10)[1], RawBlocks.of(src, of[[0, 3]]).steps(2)[1], threads=1)
     assert np.array_equal(dst, wanted)
-
-
-@pytest.mark.parametrize("streaming", STREAMING)
-@pytest.mark.parametrize("shift", [1, 7, 32, 63])
-def test_copies_between_odd_addresses(shift: int, streaming: bool) -> None:
-    memory = np.arange(20_000, dtype=np.uint32).view(np.uint8)
-    src, dst = memory[shift : shift + 30_000].reshape(3, -1), memory[40_005:70_005].reshape(3, -1)
-    wanted = memory.copy()
-    wanted[40_005:70_005].reshape(3, -1)[[0, 2]] = src[[2, 0]]
-    to, of = np.array([0, 2]), np.array([2, 0])
-    copy_raw(RawBlocks.of([dst], to), RawBlocks.of([src], of), threads=2, streaming=streaming)
-    assert np.array_equal(memory, wanted)
 
 
 def test_where_the_caller_may_run_is_its_own_affair() -> None:
@@ -124,31 +113,25 @@ def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Holder) -> N
         move_process(near, far, other.pid, threads=1)
 
 
-def test_streams_every_byte_and_no_other() -> None:
+def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early() -> None:
     """More than one write of 1 MiB, and two tensors."""
     src, dst = tensors(2, 3, 1_500_000, 1), tensors(2, 3, 1_500_000, 2)
     to, of = np.array([1]), np.array([2])
     wanted = expected(dst, src, to, of)
     near, far = socket.socketpair()
-    with near, far:
-        sender = threading.Thread(target=stream_raw, args=(far, RawBlocks.of(src, of)), kwargs={"send": True})
-        sender.start()
-        stream_raw(near, RawBlocks.of(dst, to), send=False)
-        sender.join(30)
-        assert not sender.is_alive()
-    assert np.array_equal(dst, wanted)
-
-
-def test_a_stream_that_ends_early() -> None:
-    near, far = socket.socketpair()
-    blocks = RawBlocks.of(tensors(1, 2, 1000, 1), np.array([0]))
     with near:
         with far:
+            sender = threading.Thread(target=stream_raw, args=(far, RawBlocks.of(src, of)), kwargs={"send": True})
+            sender.start()
+            stream_raw(near, RawBlocks.of(dst, to), send=False)
+            sender.join(30)
+            assert not sender.is_alive()
+            assert np.array_equal(dst, wanted)
             far.sendall(b"x" * 999)
         with pytest.raises(ConnectionResetError):
-            stream_raw(near, blocks, send=False)
+            stream_raw(near, RawBlocks.of(dst, to), send=False)
         with pytest.raises(BrokenPipeError):
-            stream_raw(near, blocks, send=True)
+            stream_raw(near, RawBlocks.of(dst, to), send=True)
 
 
 def blocks_of(count: int = 2, size: int = 64, *, writable: bool = True) -> RawBlocks:
@@ -185,8 +168,6 @@ CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4
         (lambda: copy_raw(blocks_of(writable=False), blocks_of(), threads=1), "dst is read-only"),
         (lambda: move_process(blocks_of(writable=False), blocks_of(), ME, threads=1), "near is read-only"),
         (lambda: over(GOOD, rows=(0, -1)), NUMBERS),
-        (lambda: over(GOOD, rows=(0, 4)), NUMBERS),
-        (lambda: RawBlocks.elsewhere([1 << 20], 4, 64, np.array([0, -1])), NUMBERS),
         (lambda: RawBlocks.elsewhere([1 << 20], 4, 64, np.array([0, 4])), NUMBERS),
         (lambda: over(GOOD.T), CONTIGUOUS),
         (lambda: over(GOOD[:, ::2]), CONTIGUOUS),
@@ -197,7 +178,6 @@ CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4
         (stream_with_a_timeout, "must be blocking"),
         (lambda: _native.limit_memcpy(ONE, NULL, 8, 1, False), "address 0 is 0"),
         (lambda: _native.limit_process(ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
-        (lambda: _native.limit_process(ME, False, ONE, ONE, -1, 1), "block_bytes is -1"),
         (lambda: _native.limit_process(ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
         (lambda: _native.limit_stream(0, True, ONE, 0), "block_bytes is 0"),
     ],

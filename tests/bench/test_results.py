@@ -34,7 +34,7 @@ def rows() -> list[Row]:
     return make_rows(CASE, "shm", ours, limit, {"nixl": peer})
 
 
-def test_a_row_is_computed_from_the_steady_state() -> None:
+def test_a_row_is_computed_from_the_steady_state_each_peer_has_one_and_none_has_one_too() -> None:
     [row] = rows()
     assert (row.first_seconds, row.seconds_median, row.seconds_min, row.seconds_max) == (9.0, 3.0, 2.0, 4.0)
     assert row.gb_per_s == pytest.approx((1 << 20) / 3.0 / 1e9)
@@ -42,9 +42,6 @@ def test_a_row_is_computed_from_the_steady_state() -> None:
     # Half a second for each pass, in which the transfer of one MiB is repeated 16 times.
     assert CASE.repeats == 16
     assert row.cpu_seconds_per_gib == pytest.approx(512.0 / 16)
-
-
-def test_each_peer_has_a_row_and_none_is_a_row_too() -> None:
     two = make_rows(CASE, "shm", measured(1, 1), None, {"nixl": measured(1, 2), "torch": measured(1, 3)})
     assert [(row.peer, row.ratio_to_peer, row.limit) for row in two] == [("nixl", 2, None), ("torch", 3, None)]
     assert [row.peer for row in make_rows(CASE, "shm", measured(1, 1), None, {})] == [None]
@@ -66,7 +63,7 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     assert (single.wanted, single.met) == (1.5, False)
 
 
-def test_the_suite_has_every_path_and_answers_every_floor() -> None:
+def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:
     cases = standard(Request(op=Op.PULL, set_bytes=512 << 20))
     assert {case.workload.op for case in cases} == set(Op)
     for transport in ("shm", "cma", "tcp"):
@@ -78,9 +75,6 @@ def test_the_suite_has_every_path_and_answers_every_floor() -> None:
         answered += make_rows(case, case.transport, measured(1, 1), measured(1, 1) if case.limit else None, peers)
     unanswered = [floor.what for floor in floors(answered) if floor.measured is None]
     assert unanswered == []
-
-
-def test_the_suite_takes_less_where_less_is_asked_for() -> None:
     cases = standard(Request(op=Op.PULL, set_bytes=2 << 20, against=("memcpy", "nixl"), threads=3))
     assert {side for case in cases for side in case.sides[1:]} == {"memcpy", "nixl", "nixl-tcp", "nixl-prepared"}
     pulls = [case for case in cases if case.workload.op is Op.PULL and case.workload.blocks not in (100, 1000, 10**6)]

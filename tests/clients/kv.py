@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["addresses", "contents", "drive", "initialised", "options", "pulled", "rank_table", "registered", "shown"]
-
 Tensors = list["NDArray[np.uint8]"]
 
 
@@ -29,11 +27,6 @@ def contents(seed: int, tensors: int, blocks: int, block_bytes: int) -> Tensors:
     """Return (blocks, block_bytes) arrays that hold what this seed stands for."""
     random = np.random.default_rng(seed)
     return [random.integers(0, 256, (blocks, block_bytes), np.uint8) for _ in range(tensors)]
-
-
-def addresses(tensors: Tensors) -> list[int]:
-    """Return what the interface takes: one integer per tensor."""
-    return [tensor.ctypes.data for tensor in tensors]
 
 
 def options(**settings: Any) -> dict[str, str]:
@@ -55,7 +48,7 @@ def registered(
 ) -> Cache:
     """Register one list of (blocks, bytes) tensors as a blocks cache; a block has this shape."""
     desc = CacheDesc(num_tensors=len(tensors), shape=[tensors[0].shape[0], *block], data_type=data_type)
-    return datadist.cache_manager.register_blocks_cache(desc, addresses(tensors), key)
+    return datadist.cache_manager.register_blocks_cache(desc, [tensor.ctypes.data for tensor in tensors], key)
 
 
 def rank_table(devices: Iterable[tuple[str, dict[str, str]]], version: str, pods: Iterable[str] = ()) -> str:
@@ -64,21 +57,15 @@ def rank_table(devices: Iterable[tuple[str, dict[str, str]]], version: str, pods
     for server_id, device in devices:
         by_server.setdefault(server_id, []).append(device)
     servers = [{"server_id": server_id, "device": each} for server_id, each in by_server.items()]
-    table: dict[str, Any] = {
-        "version": version,
-        "server_count": str(len(servers)),
-        "server_list": servers,
-        "status": "completed",
-    }
+    table: dict[str, Any] = {"version": version, "server_count": str(len(servers)), "status": "completed"}
     ids = [{"server_id": server_id} for server_id in by_server]
     super_pods = [{"super_pod_id": pod, "server_list": ids} for pod in pods]
-    return json.dumps(table | ({"super_pod_list": super_pods} if super_pods else {}))
+    return json.dumps(table | {"server_list": servers} | ({"super_pod_list": super_pods} if super_pods else {}))
 
 
-def shown(world: World, name: str) -> Tensors:
-    """Return every byte of the memory of that name."""
-    kept: Tensors = world.memory[name]
-    return kept
+def shown(world: World, name: str) -> Any:
+    """Return every byte of the memory of that name: tensors, or lists of them."""
+    return world.memory[name]
 
 
 def drive(world: World, method: str, *args: Any) -> Any:

@@ -1,34 +1,24 @@
 """What all clients have in common: remote access, one blocks cache per model id, many links, any list.
 
-24 prompts in three processes, four model ids with the tensor counts of real models, two decoders.
+24 prompts in three processes, four model ids with the tensor counts of real models, a decoder.
 """
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    DataType,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-)
-from tests.clients.kv import addresses, contents, shown
+from llm_datadist import BlocksCacheKey, DataType, LLMRole, LLMStatusCode
+from tests.clients.kv import contents, initialised, registered, shown
+from tests.clients.kv import options as made
+from tests.support.linking import SUCCESS, info
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.clients.conftest import Processes
-    from tests.support.ends import ChildEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("what all have in common")
@@ -41,46 +31,43 @@ PROMPTS = PROCESSES * EACH
 FIRST_ID = 2**63 + 11  # all of uint64 is in use
 DECODER_ID = 2**64 - 2
 
+#: Prompt, its blocks, ours.
+Request = tuple[int, list[int], list[int]]
 
-def options(**settings: Any) -> dict[str, str]:
+
+def options(**listen: str) -> dict[str, str]:
     """As every client makes them: properties first, then raw strings written into the dict."""
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.enable_remote_cache_accessible = True
-    config.sync_kv_timeout = 33000
-    for name, value in settings.items():
-        setattr(config, name, value)
-    made = config.generate_options()
-    made["llm.RdmaServiceLevel"] = "4"
-    made["llm.RdmaTrafficClass"] = "132"
-    return made
+    given = made(enable_cache_manager=True, enable_remote_cache_accessible=True, sync_kv_timeout=33000, **listen)
+    return given | {"llm.RdmaServiceLevel": "4", "llm.RdmaTrafficClass": "132"}
 
 
-def seed(prompt: int, model_id: int) -> int:
-    return 1000 + 10 * prompt + model_id
+#: Without LLMConfig, as the older clients write it, with the two flags of this mode.
+BY_HAND = {
+    "llm.SyncKvCacheWaitTime": "5000",
+    "ge.exec.deviceId": "0",
+    "llm.EnableCacheManager": "1",
+    "llm.EnableRemoteCacheAccessible": "1",
+    "llm.listenIpInfo": "127.0.0.1:0",
+}
 
 
-def registered(dd: LLMDataDist, model_id: int, tensors: Any, key: BlocksCacheKey | None) -> Any:
-    count, nbytes = MODELS[model_id]
-    desc = CacheDesc(num_tensors=count, shape=[BLOCKS, nbytes // 2], data_type=DataType.DT_FLOAT16)
-    return dd.cache_manager.register_blocks_cache(desc, addresses(tensors), key)
+def kv(seed: int) -> list[list[Any]]:
+    """The tensors of every model id of a prompt; the decoder's have seed -1."""
+    return [contents(1000 + 10 * seed + at, count, BLOCKS, nbytes) for at, (count, nbytes) in enumerate(MODELS)]
 
 
 def start_prompts(world: World, process: int) -> list[int | None]:
     """Several prompts in one process (interface R20), each with a cache of its own per model id."""
-    ports = []
-    world.memory["prompts"] = []
+    world.memory["prompts"] = prompts = []
     for prompt in range(process * EACH, (process + 1) * EACH):
-        dd = LLMDataDist(LLMRole.PROMPT, FIRST_ID + prompt)
-        dd.init(options(listen_ip_info="127.0.0.1:0"))
-        for model_id, (count, nbytes) in enumerate(MODELS):
-            name = f"{prompt} {model_id}"
-            world.memory[name] = contents(seed(prompt, model_id), count, BLOCKS, nbytes)
-            registered(dd, model_id, world.memory[name], BlocksCacheKey(FIRST_ID + prompt, model_id))
-        world.memory["prompts"].append(dd)
-        ports.append(dd.listen_port)
-    return ports
+        own = FIRST_ID + prompt
+        dd = initialised(LLMRole.PROMPT, own, BY_HAND if prompt % 2 else options(listen_ip_info="127.0.0.1:0"))
+        world.memory[f"kv {prompt}"] = kv(prompt)
+        for model_id, tensors in enumerate(world.memory[f"kv {prompt}"]):
+            block = [MODELS[model_id][1] // 2]
+            registered(dd, tensors, DataType.DT_FLOAT16, block, BlocksCacheKey(own, model_id))
+        prompts.append(dd)
+    return [dd.listen_port for dd in prompts]
 
 
 def finalize_prompts(world: World) -> None:
@@ -91,84 +78,39 @@ def finalize_prompts(world: World) -> None:
 
 
 def start_decoder(world: World) -> None:
-    world.dd = LLMDataDist(LLMRole.DECODER, DECODER_ID)
-    made = options()
-    world.dd.init(made)
-    assert type(made) is dict
-    assert made == options()  # read, not changed: clients keep it and pass it again
-    world.memory["caches"] = []
-    for model_id, (count, nbytes) in enumerate(MODELS):
-        world.memory[f"own {model_id}"] = contents(model_id, count, BLOCKS, nbytes)
-        world.memory["caches"].append(registered(world.dd, model_id, world.memory[f"own {model_id}"], None))
-
-
-def clusters(ports: list[int]) -> list[LLMClusterInfo]:
-    made = []
-    for prompt, port in enumerate(ports):
-        cluster = LLMClusterInfo()
-        cluster.remote_cluster_id = FIRST_ID + prompt
-        cluster.append_local_ip_info("127.0.0.1", 0)
-        cluster.append_remote_ip_info("127.0.0.1", port)
-        made.append(cluster)
-    return made
+    given = options()
+    world.dd = initialised(LLMRole.DECODER, DECODER_ID, given)
+    assert type(given) is dict
+    assert given == options()  # read, not changed: clients keep it and pass it again
+    world.memory["kv"] = kv(-1)
+    world.memory["caches"] = [
+        registered(world.dd, tensors, DataType.DT_FLOAT16, [nbytes // 2], None)
+        for tensors, (_, nbytes) in zip(world.memory["kv"], MODELS, strict=True)
+    ]
 
 
 def link_all(world: World, ports: list[int]) -> None:
-    status, each = world.dd.link_clusters(clusters(ports), timeout=20000)
-    assert (status, set(each), len(each)) == (LLMStatusCode.LLM_SUCCESS, {LLMStatusCode.LLM_SUCCESS}, len(ports))
+    clusters = [info(FIRST_ID + prompt, port) for prompt, port in enumerate(ports)]
+    assert world.dd.link_clusters(clusters, timeout=20000) == (SUCCESS[0], SUCCESS[1] * len(ports))
 
 
 def force_unlink_all(world: World, ports: list[int]) -> None:
-    status, _ = world.dd.unlink_clusters(clusters(ports), timeout=5000, force=True)
+    clusters = [info(FIRST_ID + prompt, port) for prompt, port in enumerate(ports)]
+    status, _ = world.dd.unlink_clusters(clusters, timeout=5000, force=True)
     assert status == LLMStatusCode.LLM_SUCCESS
     assert world.dd.statistics().links == ()
 
 
-Request = tuple[int, list[int], list[int]]
-"""Prompt, its blocks, ours."""
-
-
 def pull_requests(world: World, requests: list[Request], threads: int) -> None:
     """Threads take the requests by turns; one pull per model id and request, positional, default layers."""
-    errors: list[BaseException] = []
 
-    def run(mine: list[Request]) -> None:
-        try:
-            for prompt, src, dst in mine:
-                for model_id, cache in enumerate(world.memory["caches"]):
-                    world.cm.pull_blocks(BlocksCacheKey(FIRST_ID + prompt, model_id), cache, src, dst)
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            errors.append(error)
+    def pull(request: Request) -> None:
+        prompt, src, dst = request
+        for model_id, cache in enumerate(world.memory["caches"]):
+            world.cm.pull_blocks(BlocksCacheKey(FIRST_ID + prompt, model_id), cache, src, dst)
 
-    runners = [threading.Thread(target=run, args=(requests[at::threads],)) for at in range(threads)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
-    for error in errors:
-        raise error
-
-
-def everything_is_as_pulled(decoder: ChildEnd, requests: list[Request]) -> None:
-    for model_id, (count, nbytes) in enumerate(MODELS):
-        expected = contents(model_id, count, BLOCKS, nbytes)
-        for prompt, src, dst in requests:
-            source = contents(seed(prompt, model_id), count, BLOCKS, nbytes)
-            expected = moved(expected, source, zip(dst, src, strict=True))
-        same_bytes(decoder.do(shown, f"own {model_id}"), expected)
-
-
-@pytest.fixture
-def scene(processes: Processes) -> Any:
-    """The decoder's process, and the listening ports of 24 prompts in three more; all links are up."""
-    prompts = [processes.born(f"prompts {each}") for each in range(PROCESSES)]
-    ports = [port for process, end in enumerate(prompts) for port in end.do(start_prompts, process)]
-    decoder = processes.born("decoder")
-    decoder.do(start_decoder)
-    decoder.do(link_all, ports)
-    yield decoder, ports
-    for end in prompts:
-        end.do(finalize_prompts)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(pull, requests))
 
 
 def one_request_of_each_prompt(random: np.random.Generator) -> list[Request]:
@@ -181,75 +123,47 @@ def one_request_of_each_prompt(random: np.random.Generator) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("threads", [1, 12])
-def test_a_decoder_with_24_links_pulls_from_all_of_them_and_again_after_linking_anew(scene: Any, threads: int) -> None:
-    decoder, ports = scene
-    random = np.random.default_rng(threads)
-    requests = one_request_of_each_prompt(random)
-    decoder.do(pull_requests, requests, threads)
-    everything_is_as_pulled(decoder, requests)
-    decoder.do(force_unlink_all, ports)
-    decoder.do(link_all, ports)
-    decoder.do(pull_requests, requests[::-1], threads)
-    everything_is_as_pulled(decoder, requests)
-
-
-LISTS: dict[str, Callable[[np.random.Generator], tuple[list[int], list[int]]]] = {
-    "one block": lambda random: ([17], [3]),
-    "the whole cache": lambda random: (list(range(BLOCKS)), list(range(BLOCKS))),
-    "the whole cache backwards": lambda random: (list(range(BLOCKS)), list(range(BLOCKS))[::-1]),
-    "short runs": lambda random: ([8, 9, 10, 40, 41, 5, 60, 61, 62, 63], [20, 21, 22, 2, 3, 9, 50, 51, 52, 53]),
-    "every second one": lambda random: (list(range(0, BLOCKS, 2)), list(range(1, BLOCKS, 2))),
-    "scattered": lambda random: (random.permutation(BLOCKS).tolist(), random.permutation(BLOCKS).tolist()),
-    "the last ones of a longer list": lambda random: (list(range(40))[-7:], [0, 9, 1, 8, 2, 7, 3]),
-    "one block many times": lambda random: ([5] * 30, random.permutation(BLOCKS).tolist()[:30]),
-    "a block written twice: the last wins": lambda random: ([1, 2, 3, 2], [6, 7, 6, 8]),
-    "300 blocks": lambda random: (random.integers(0, BLOCKS, 300).tolist(), random.integers(0, BLOCKS, 300).tolist()),
-}
-
-
-def test_arbitrary_block_lists(scene: Any) -> None:
-    decoder, _ = scene
-    random = np.random.default_rng(7)
-    requests = [(at % PROMPTS, *make(random)) for at, make in enumerate(LISTS.values())]
-    for at, name in enumerate(LISTS):
-        decoder.do(pull_requests, [requests[at]], 1)
-        try:
-            everything_is_as_pulled(decoder, requests[: at + 1])
-        except AssertionError as error:
-            error.add_note(name)
-            raise
-
-
-def written_by_hand(listen: str | None) -> dict[str, str]:
-    """An options dict without LLMConfig, as the older clients write it, with the two flags of this mode."""
-    made = {
-        "llm.SyncKvCacheWaitTime": "5000",
-        "ge.exec.deviceId": str(0),
-        "llm.EnableCacheManager": "1",
-        "llm.EnableRemoteCacheAccessible": "1",
+def lists(random: np.random.Generator) -> dict[str, tuple[list[int], list[int]]]:
+    every, scattered = list(range(BLOCKS)), random.permutation(BLOCKS).tolist()
+    return {
+        "the whole cache backwards": (every, every[::-1]),
+        "short runs": ([8, 9, 10, 40, 41, 5, 60, 61, 62, 63], [20, 21, 22, 2, 3, 9, 50, 51, 52, 53]),
+        "every second one": (every[::2], every[1::2]),
+        "scattered": (scattered, random.permutation(BLOCKS).tolist()),
+        "the last ones of a longer list": (every[33:40], [0, 9, 1, 8, 2, 7, 3]),
+        "one block many times": ([5] * 30, scattered[:30]),
+        "a block written twice: the last wins": ([1, 2, 3, 2], [6, 7, 6, 8]),
+        "300 blocks": (random.integers(0, BLOCKS, 300).tolist(), random.integers(0, BLOCKS, 300).tolist()),
     }
-    if listen is not None:
-        made["llm.listenIpInfo"] = listen
-    return made
 
 
-def start_by_hand(world: World, prompt: bool) -> int | None:
-    own = FIRST_ID if prompt else DECODER_ID
-    world.dd = LLMDataDist(LLMRole.PROMPT if prompt else LLMRole.MIX, own)
-    world.dd.init(written_by_hand("127.0.0.1:0" if prompt else None))
-    count, nbytes = MODELS[0]
-    world.memory["kv"] = contents(seed(0, 0) if prompt else 0, count, BLOCKS, nbytes)
-    world.memory["caches"] = [registered(world.dd, 0, world.memory["kv"], BlocksCacheKey(own, 0) if prompt else None)]
-    return world.dd.listen_port
+def test_a_decoder_with_24_links_pulls_from_all_of_them_and_again_after_linking_anew_any_list(
+    processes: Processes,
+) -> None:
+    prompts = [processes.born(f"prompts {each}") for each in range(PROCESSES)]
+    ports = [port for process, end in enumerate(prompts) for port in end.do(start_prompts, process)]
+    decoder = processes.born("decoder")
+    decoder.do(start_decoder)
+    random, expected = np.random.default_rng(1), kv(-1)
 
+    def pulled(requests: list[Request], threads: int, name: str) -> None:
+        decoder.do(pull_requests, requests, threads)
+        for prompt, src, dst in requests:
+            for model_id, source in enumerate(kv(prompt)):
+                expected[model_id] = moved(expected[model_id], source, zip(dst, src, strict=True))
+        for got, wanted in zip(decoder.do(shown, "kv"), expected, strict=True):
+            try:
+                same_bytes(got, wanted)
+            except AssertionError as error:
+                error.add_note(name)
+                raise
 
-def test_an_options_dict_written_by_hand(processes: Processes) -> None:
-    prompt, decoder = processes.born("prompt"), processes.born("decoder")
-    port: Any = prompt.do(start_by_hand, True)
-    decoder.do(start_by_hand, False)
-    decoder.do(link_all, [port])
-    decoder.do(pull_requests, [(0, [4, 9], [9, 4])], 1)
-    count, nbytes = MODELS[0]
-    before, source = contents(0, count, BLOCKS, nbytes), contents(seed(0, 0), count, BLOCKS, nbytes)
-    same_bytes(decoder.do(shown, "kv"), moved(before, source, [(9, 4), (4, 9)]))
+    for threads in (1, 12):
+        decoder.do(link_all, ports)
+        pulled(one_request_of_each_prompt(random), threads, f"{threads} threads")
+        decoder.do(force_unlink_all, ports)
+    decoder.do(link_all, ports)
+    for at, (name, (src, dst)) in enumerate(lists(random).items()):
+        pulled([(at % PROMPTS, src, dst)], 1, name)
+    for end in prompts:
+        end.do(finalize_prompts)

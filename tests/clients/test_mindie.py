@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pytest
 
@@ -27,31 +28,26 @@ from tests.support.moves import wait_until
 from tests.support.ranks import host
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llm_datadist import Cache
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("MindIE-LLM")
 
-KV_LINK_TIMEOUT: Final = 1080
-KV_TRANS_TIMEOUT: Final = 10
-WINDOW: Final = 16
-POLLS: Final = 3
-POLL_SECONDS: Final = 0.05
-ROLES: Final = {"prefill": LLMRole.PROMPT, "decoder": LLMRole.DECODER, "flex": LLMRole.MIX}
-TYPES: Final = {
-    "float16": (DataType.DT_FLOAT16, 2),
-    "bfloat16": (DataType.DT_BF16, 2),
-    "float": (DataType.DT_FLOAT, 4),
-    "int8": (DataType.DT_INT8, 1),
+#: By model id (K, V, quantised K, index): type, shape of a block, an odd number of layers. Its script has K blocks
+#: (128, 1, 512), V blocks (128, 1, 64), 1198 of them; fewer here.
+KINDS: Final[dict[int, tuple[DataType, list[int], int]]] = {
+    0: (DataType.DT_FLOAT16, [128, 1, 16], 3),
+    1: (DataType.DT_BF16, [128, 1, 2], 3),
+    2: (DataType.DT_INT8, [128, 1, 8], 1),
+    3: (DataType.DT_FLOAT, [128], 5),
 }
+BLOCKS: Final = 37
+OK = LLMStatusCode.LLM_SUCCESS
+SRC, DST = [3, 4, 5, 36, 0], [30, 31, 0, 7, 12]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """What a scheduler tells about one end of a link."""
 
     cluster_id: int
@@ -62,9 +58,9 @@ class Member:
 
 @dataclass
 class Mindie:
-    """One engine: caches by model id (0: K, 1: V, 2: quantised K, 3: index), and links made by two daemon threads."""
+    """One engine: caches by model id, and links made by two daemon threads."""
 
-    role: str
+    role: LLMRole
     own: Member
     caches: dict[int, Cache] = field(default_factory=dict)
     comm_ids: dict[int, int] = field(default_factory=dict)
@@ -77,28 +73,20 @@ class Mindie:
         given = options(
             enable_cache_manager=True,
             enable_remote_cache_accessible=True,
-            link_total_time=KV_LINK_TIMEOUT,
+            link_total_time=1080,
             link_retry_count=80,
-            sync_kv_timeout=KV_TRANS_TIMEOUT * 1000,
+            sync_kv_timeout=10_000,
         )
-        given["llm.RdmaServiceLevel"] = "4"
-        given["llm.RdmaTrafficClass"] = "132"
-        self.datadist = initialised(ROLES[self.role], self.own.cluster_id, given)
+        given |= {"llm.RdmaServiceLevel": "4", "llm.RdmaTrafficClass": "132"}
+        self.datadist = initialised(self.role, self.own.cluster_id, given)
         self._jobs: queue.Queue[Member | None] = queue.Queue()
         self._window: queue.Queue[tuple[Member, int] | None] = queue.Queue()
-        self._places = threading.Semaphore(WINDOW)
+        self._places = threading.Semaphore(16)
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._create, self._watch)]
         for thread in self._threads:
             thread.start()
         return self.datadist
-
-    def register(self, model_id: int, dtype: str, tensors: list[NDArray[np.uint8]], block_shape: list[int]) -> None:
-        """(num_blocks, *block_shape), one address per layer."""
-        key = BlocksCacheKey(self.own.cluster_id, model_id)
-        self.caches[model_id] = registered(self.datadist, tensors, TYPES[dtype][0], block_shape, key)
-
-    # --- links -----------------------------------------------------------------------------------------------------
 
     def ask_for(self, *peers: Member) -> None:
         """Link to these, in the background."""
@@ -116,8 +104,7 @@ class Mindie:
                 self.failed.append(peer.cluster_id)
                 self._places.release()
                 continue
-            if comm_id == LLMStatusCode.LLM_ALREADY_LINK:
-                raise AssertionError("an id that reads like a status")
+            assert comm_id != LLMStatusCode.LLM_ALREADY_LINK, "an id that reads like a status"
             self.comm_ids[peer.cluster_id] = comm_id
             self._window.put((peer, comm_id))
 
@@ -139,25 +126,27 @@ class Mindie:
                 self._window.put(job)
 
     def _poll(self, comm_id: int) -> RegisterMemStatus:
-        for _ in range(POLLS):
+        for _ in range(3):
             self.polls += 1
             status = self.datadist.query_register_mem_status(comm_id)
             if status in (RegisterMemStatus.OK, RegisterMemStatus.FAILED):
                 break
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.05)
         return status
 
-    def linked(self) -> list[int]:
-        """Return the clusters whose communicator was seen to be OK: it is not polled any more."""
-        return sorted(peer for peer, comm_id in list(self.comm_ids.items()) if comm_id in self.ready)
+    def wait_linked(self, cluster_id: int) -> None:
+        """Wait until the communicator was seen to be OK: it is not polled any more."""
+        wait_until(lambda: self.comm_ids.get(cluster_id) in self.ready, 20)
+
+    def polled(self) -> tuple[int, list[int]]:
+        """Return how often it asked, and which clusters failed."""
+        return self.polls, self.failed
 
     def unlink(self, cluster_id: int) -> None:
         """By the remote cluster id; it may still be preparing."""
         comm_id = self.comm_ids.pop(cluster_id, None)
         if comm_id is not None:
             self.datadist.unlink(comm_id)
-
-    # --- transfers, and the end ------------------------------------------------------------------------------------
 
     def pull(self, cluster_id: int, src: list[int], dst: list[int]) -> LLMStatusCode:
         """One call per model id; the first failure fails the request, and its status is only logged."""
@@ -166,7 +155,7 @@ class Mindie:
                 self.datadist.cache_manager.pull_blocks(BlocksCacheKey(cluster_id, model_id), cache, src, dst)
             except LLMException as error:
                 return error.status_code
-        return LLMStatusCode.LLM_SUCCESS
+        return OK
 
     def finalize(self) -> None:
         """Unlink everything, then end."""
@@ -185,68 +174,32 @@ class Mindie:
 def arguments(one: Member, other: Member) -> tuple[str, dict[int, int], str]:
     """Return name, ranks and table, the same at both ends: rank 0 is the smaller device ip."""
     pair = sorted((one, other), key=lambda member: tuple(map(int, member.device_ip.split("."))))
-    smaller, bigger = pair
     devices = []
     for rank, member in enumerate(pair):
         device = {"device_id": "0", "device_ip": member.device_ip, "rank_id": str(rank)}
         if member.super_device_id is not None:
             device["super_device_id"] = member.super_device_id
         devices.append((member.host_ip, device))
-    table = rank_table(devices, "1.0") if smaller.super_device_id is None else rank_table(devices, "1.2", ["0"])
+    table = rank_table(devices, "1.0") if one.super_device_id is None else rank_table(devices, "1.2", ["0"])
     ranks = {member.cluster_id: rank for rank, member in enumerate(pair)}
-    return f"link{bigger.device_ip}:{smaller.device_ip}", ranks, table
+    return f"link{pair[1].device_ip}:{pair[0].device_ip}", ranks, table
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
-
-#: Its script has K blocks (128, 1, 512), V blocks (128, 1, 64), 1198 of them; fewer here. An odd number of layers.
-BLOCKS: Final = 37
-KINDS: Final[dict[int, tuple[str, list[int], int]]] = {
-    0: ("float16", [128, 1, 16], 3),
-    1: ("bfloat16", [128, 1, 2], 3),
-    2: ("int8", [128, 1, 8], 1),
-    3: ("float", [128], 5),
-}
-
-
-def address(number: int, host: str) -> str:
-    """Return the ip of device ``number`` of this test run: a loopback address beside the run's host."""
-    first, second, third, fourth = map(int, host.split("."))
-    return f"{first}.{second + 32}.{third}.{(fourth + number) % 256}"
-
-
-def begin(world: World, role: str, own: Member, seed: int) -> None:
-    """Initialise and register K, V, quantised K and index."""
-    engine = Mindie(role, own)
+def begin(world: World, role: LLMRole, own: Member, seed: int) -> None:
+    """Initialise and register all kinds: (num_blocks, *block_shape), one address per layer."""
+    world.memory["client"] = engine = Mindie(role, own)
     world.dd = engine.initialise()
-    world.memory["client"] = engine
-    for model_id, (dtype, shape, layers) in KINDS.items():
-        nbytes = TYPES[dtype][1]
-        for dim in shape:
-            nbytes *= dim
-        world.memory[f"kv {model_id}"] = contents(seed + model_id, layers, BLOCKS, nbytes)
-        engine.register(model_id, dtype, world.memory[f"kv {model_id}"], shape)
+    for model_id, (data_type, shape, layers) in KINDS.items():
+        tensors = contents(seed + model_id, layers, BLOCKS, prod(shape) * data_type.itemsize)
+        world.memory[f"kv {model_id}"] = tensors
+        key = BlocksCacheKey(own.cluster_id, model_id)
+        engine.caches[model_id] = registered(world.dd, tensors, data_type, shape, key)
 
 
-def wait_links(world: World, *cluster_ids: int) -> None:
-    """Wait until these are linked."""
-    engine: Mindie = world.memory["client"]
-    wait_until(lambda: set(cluster_ids) <= set(engine.linked()), 20)
-
-
-def poll_count(world: World) -> tuple[int, list[int]]:
-    """Return how often it asked, and which clusters failed."""
-    engine: Mindie = world.memory["client"]
-    return engine.polls, engine.failed
-
-
-OK = LLMStatusCode.LLM_SUCCESS
-SRC, DST = [3, 4, 5, 36, 0], [30, 31, 0, 7, 12]
-
-
-def member(number: int, *, pods: bool = False) -> Member:
-    """Cluster ``number``, on one host."""
-    return Member(number, host(0), address(number, host(0)), str(number) if pods else None)
+def member(number: int, pod: str | None = None) -> Member:
+    """Cluster ``number``, on one host; its device has a loopback address beside the run's host."""
+    first, second, third, fourth = map(int, host(0).split("."))
+    return Member(number, host(0), f"{first}.{second + 32}.{third}.{(fourth + number) % 256}", pod)
 
 
 def pulled(end: ChildEnd, source: ChildEnd, cluster_id: int) -> None:
@@ -257,27 +210,23 @@ def pulled(end: ChildEnd, source: ChildEnd, cluster_id: int) -> None:
     assert statuses == [OK]
 
 
-def linked(one: ChildEnd, other: ChildEnd, members: list[Member]) -> None:
-    """The scheduler tells both ends of a link."""
-    one.do(drive, "ask_for", members[1])
-    other.do(drive, "ask_for", members[0])
-    one.do(wait_links, members[1].cluster_id)
-    other.do(wait_links, members[0].cluster_id)
-
-
 def test_flex_is_mix_and_pulls_both_ways_in_super_pods_and_linking_again_mends_an_unlink(
     ends: tuple[ChildEnd, ChildEnd],
 ) -> None:
     prefill, flex = ends
-    members = [member(1, pods=True), member(2, pods=True)]
+    members = [member(1, "1"), member(2, "2")]
     name, ranks, table = arguments(*members)
     assert arguments(*members[::-1]) == (name, ranks, table)
     assert '"version": "1.2"' in table
     assert '"server_count": "1"' in table
-    prefill.do(begin, "prefill", members[0], 10)
-    flex.do(begin, "flex", members[1], 20)
+    prefill.do(begin, LLMRole.PROMPT, members[0], 10)
+    flex.do(begin, LLMRole.MIX, members[1], 20)
     for _ in range(2):
-        linked(prefill, flex, members)
+        # The scheduler tells both ends of a link.
+        prefill.do(drive, "ask_for", members[1])
+        flex.do(drive, "ask_for", members[0])
+        prefill.do(drive, "wait_linked", 2)
+        flex.do(drive, "wait_linked", 1)
         pulled(flex, prefill, 1)
         pulled(prefill, flex, 2)
         prefill.do(drive, "unlink", 2)
@@ -293,16 +242,16 @@ def test_a_window_full_of_absent_peers_goes_on_polling_and_is_unlinked_while_pre
 ) -> None:
     prefill, decoder = ends
     members = [member(number) for number in range(1, 24)]
-    prefill.do(begin, "prefill", members[0], 10)
-    decoder.do(begin, "decoder", members[1], 20)
+    prefill.do(begin, LLMRole.PROMPT, members[0], 10)
+    decoder.do(begin, LLMRole.DECODER, members[1], 20)
     # 15 that never come, the one that does, and more than the window holds.
     decoder.do(drive, "ask_for", *members[2:17], members[0], *members[17:])
     prefill.do(drive, "ask_for", members[1])
-    decoder.do(wait_links, 1)
-    prefill.do(wait_links, 2)
+    decoder.do(drive, "wait_linked", 1)
+    prefill.do(drive, "wait_linked", 2)
     pulled(decoder, prefill, 1)
-    wait_until(lambda: decoder.do(poll_count)[0] > 50)
-    assert decoder.do(poll_count)[1] == []
+    wait_until(lambda: decoder.do(drive, "polled")[0] > 50)
+    assert decoder.do(drive, "polled")[1] == []
     assert decoder.do(links) == {1: "ready"}
     decoder.do(drive, "finalize")  # unlinks the sixteen that are still being prepared
     prefill.do(drive, "finalize")

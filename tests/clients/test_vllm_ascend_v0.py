@@ -7,14 +7,15 @@ at once, deterministic ids, keys that are released by the pull, buffers that the
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pytest
 
-from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMStatusCode
+from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType
 from llm_datadist.errors import CacheNotFound
 from llm_datadist.kv_cache import Tensor, TensorDesc
+from tests.support.linking import SUCCESS, info, link, unlink
 from tests.support.moves import picture, wait_until
 from tests.support.world import World
 
@@ -37,21 +38,6 @@ BUFFERS: Final = {
 }
 
 
-def _options(rank: int, listen: str | None) -> dict[str, str]:
-    options = {"llm.SyncKvCacheWaitTime": "5000", "ge.exec.deviceId": str(rank)}
-    if listen is not None:
-        options["llm.listenIpInfo"] = listen
-    return options
-
-
-def _cluster(port: int) -> LLMClusterInfo:
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = CLUSTER
-    cluster.append_local_ip_info("127.0.0.1", 0)
-    cluster.append_remote_ip_info("127.0.0.1", port)
-    return cluster
-
-
 def _desc(model: int) -> CacheDesc:
     shape, data_type = BUFFERS[model]
     return CacheDesc(1, list(shape), data_type)
@@ -59,16 +45,13 @@ def _desc(model: int) -> CacheDesc:
 
 def _tensor(cache: KvCache) -> NDArray[np.uint8]:
     """Build a tensor on the raw address, as ``create_npu_tensors(shape, dtype, addrs)`` does; its bytes."""
-    desc = cache.cache_desc
     (address,) = cache.per_device_tensor_addrs[0]
-    words = np.prod(desc.shape) * desc.data_type.itemsize
-    return Tensor(address, TensorDesc(DataType.DT_UINT8, [int(words)])).numpy()
+    return Tensor(address, TensorDesc(DataType.DT_UINT8, [cache.cache_desc.size])).numpy()
 
 
 def _data(request: str, model: int) -> NDArray[np.uint8]:
-    shape, data_type = BUFFERS[model]
     random = np.random.default_rng([zlib.adler32(request.encode()), model])
-    return random.integers(0, 256, int(np.prod(shape)) * data_type.itemsize, dtype=np.uint8)
+    return random.integers(0, 256, _desc(model).size, dtype=np.uint8)
 
 
 def _key(request: str, model: int) -> CacheKey:
@@ -92,48 +75,25 @@ def select(world: World, request: str, by_id: bool) -> list[bool]:
     manager = world.dd.kv_cache_manager
     for cache in world.memory.pop("buffers", ()):
         manager.deallocate_cache(cache)  # those of the request before
-    buffers = []
+    world.memory["buffers"] = buffers = []
     for number, model in enumerate(BUFFERS, start=1):
         buffer = manager.allocate_cache(_desc(model))
         key = CacheKeyByIdAndIndex(CLUSTER, number, 0) if by_id else _key(request, model)
         manager.pull_cache(key, buffer, 0)
         buffers.append(buffer)
-    world.memory["buffers"] = buffers
-    return [
-        bool((_tensor(cache) == _data(request, model)).all()) for model, cache in zip(BUFFERS, buffers, strict=True)
-    ]
+    with pytest.raises(CacheNotFound):  # it was pulled already
+        manager.pull_cache(_key(request, 1), buffers[0], 0)
+    return [bool((_tensor(each) == _data(request, model)).all()) for model, each in zip(BUFFERS, buffers, strict=True)]
 
 
-def again(world: World, request: str) -> int:
-    """Pull what was pulled already; returns the status."""
-    (buffer, *_) = world.memory["buffers"]
-    with pytest.raises(CacheNotFound) as caught:
-        world.dd.kv_cache_manager.pull_cache(_key(request, 1), buffer, 0)
-    return caught.value.status_code
-
-
-def link(world: World, port: int) -> Any:
-    _, ret = world.dd.link_clusters([_cluster(port)], 20000)
-    return ret
-
-
-def close(world: World, port: int) -> Any:
-    world.memory.pop("buffers", None)
-    codes = world.dd.unlink_clusters([_cluster(port)], 5000)
-    world.dd.finalize()
-    return codes
-
-
-@pytest.mark.parametrize(("transport", "by_id"), [("as the kernel permits", False), ("tcp", True)])
+@pytest.mark.parametrize(("transport", "by_id"), [("auto", False), ("tcp", True)])
 def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transport: str, by_id: bool) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    extra = {"llm.Transport": "tcp"} if transport == "tcp" else {}
-    port = prompt.do(World.start, "PROMPT", CLUSTER, _options(0, "127.0.0.1:0") | extra)
-    decoder.do(World.start, "DECODER", CLUSTER, _options(1, None) | extra)
-    assert port is not None
-    assert decoder.do(link, port) == [LLMStatusCode.LLM_SUCCESS]
-    first = 1
-    for request in ("cmpl-7c1e", "cmpl-7c1f", "cmpl-8000"):
+    options = {"llm.SyncKvCacheWaitTime": "5000", "ge.exec.deviceId": "0", "llm.Transport": transport}
+    port = prompt.do(World.start, "PROMPT", CLUSTER, options | {"llm.listenIpInfo": "127.0.0.1:0"})
+    decoder.do(World.start, "DECODER", CLUSTER, options | {"ge.exec.deviceId": "1"})
+    assert decoder.do(link, [info(CLUSTER, port)]) == SUCCESS
+    for first, request in ((1, "cmpl-7c1e"), (5, "cmpl-7c1f"), (9, "cmpl-8000")):
         assert prompt.do(insert, request) == list(range(first, first + 4))
         assert prompt.do(picture).caches.deferred == 4
         assert decoder.do(select, request, by_id and first == 1) == [True] * 4
@@ -141,12 +101,5 @@ def test_r05_r12_r28_the_first_connectors_of_vllm_ascend(shm_pair: Pair, transpo
         # The tables know it a moment before the pool has its pages back.
         wait_until(lambda: prompt.do(picture).pools[0].used_bytes == 0)
         assert (prompt.do(picture).keys, prompt.do(picture).caches.nbytes) == ((), 0)
-        assert decoder.do(again, request) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        first += 4
     assert decoder.do(picture).caches.live == 4
-    assert decoder.do(close, port) == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
-    prompt.do(close_prompt)
-
-
-def close_prompt(world: World) -> None:
-    world.dd.finalize()
+    assert decoder.do(unlink, [info(CLUSTER, port)]) == SUCCESS

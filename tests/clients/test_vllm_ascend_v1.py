@@ -7,18 +7,12 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
-from llm_datadist import (
-    BlocksCacheKey,
-    DataType,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    RegisterMemStatus,
-)
+from llm_datadist import BlocksCacheKey, DataType, LLMDataDist, LLMException, LLMRole, RegisterMemStatus
 from tests.clients.kv import contents, drive, initialised, options, pulled, rank_table, registered
 from tests.support.linking import begin_there, links, result_there
 from tests.support.moves import wait_until
@@ -36,17 +30,16 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("vllm-ascend, v1 engine")
 
 #: Tensors of each registered cache, by kind of attention: bytes of one block. MHA: K0, V0, K1, V1, ... in one cache.
-LAYOUTS: Final[dict[str, list[tuple[int, int]]]] = {
+LAYOUTS: Final = {
     "mha": [(8, 2048)],
     "mla": [(4, 4096), (4, 512)],
     "sparse": [(4, 4096), (4, 512), (4, 256)],
 }
 BLOCKS: Final = 24
-POLL_SECONDS: Final = 0.1  # 1 there
+REMOTE, LOCAL = [3, 4, 5, 9, 23], [0, 1, 17, 8, 2]
 
 
-@dataclass(frozen=True)
-class Agent:
+class Agent(NamedTuple):
     """What one worker tells another over its side channel."""
 
     cluster_id: int
@@ -57,8 +50,7 @@ class Agent:
 
 def sync_kv_timeout() -> int:
     """Return milliseconds, from the environment: about 33 s."""
-    given = os.environ.get("ASCEND_TRANSFER_TIMEOUT")
-    if given:
+    if given := os.environ.get("ASCEND_TRANSFER_TIMEOUT"):
         return int(given)
     timeout = int(os.environ.get("HCCL_RDMA_TIMEOUT", "20"))
     retries = int(os.environ.get("HCCL_RDMA_RETRY_CNT", "7"))
@@ -83,7 +75,6 @@ class Connector:
             enable_remote_cache_accessible=True,
         )
         self.datadist = initialised(self.role, self.own.cluster_id, given)
-        self.cache_manager = self.datadist.cache_manager
         self.pool = ThreadPoolExecutor(1)
         return self.datadist
 
@@ -91,10 +82,8 @@ class Connector:
         """Model 0, or 0 and 1 (k_nope, k_pe), or 0, 1 and 2 (with k_idx)."""
         for model_id, tensors in enumerate(groups):
             try:
-                if len(groups) == 1:
-                    key = BlocksCacheKey(self.own.cluster_id)
-                else:
-                    key = BlocksCacheKey(self.own.cluster_id, model_id)
+                own = self.own.cluster_id
+                key = BlocksCacheKey(own) if len(groups) == 1 else BlocksCacheKey(own, model_id)
                 values = [tensors[0].shape[1] // 2]
                 self.caches.append(registered(self.datadist, tensors, DataType.DT_FLOAT16, values, key))
             except (TypeError, ValueError) as error:
@@ -116,7 +105,7 @@ class Connector:
                 break
             if status == RegisterMemStatus.FAILED:
                 raise RuntimeError(f"link to {other.cluster_id} failed")
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.1)  # 1 there
         self.linked[other.cluster_id] = comm_id
         return other.cluster_id
 
@@ -134,7 +123,7 @@ class Connector:
         for model_id, cache in enumerate(self.caches):
             try:
                 key = BlocksCacheKey(cluster_id, model_id=model_id)
-                self.cache_manager.pull_blocks(key, cache, remote, local)
+                self.datadist.cache_manager.pull_blocks(key, cache, remote, local)
             except LLMException as error:
                 raise RuntimeError(f"pull failed, perhaps it timed out: {error}") from error
 
@@ -155,27 +144,17 @@ def table_of(prefill: Agent, decode: Agent) -> str:
     return rank_table(devices, "1.2", sorted({each.super_pod_id for each in (prefill, decode) if each.super_pod_id}))
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
-
-REMOTE, LOCAL = [3, 4, 5, 9, 23], [0, 1, 17, 8, 2]
-
-
 def begin(world: World, role: str, own: Agent, layout: str, seed: int, environment: dict[str, str]) -> int:
     """Initialise and register; return the timeout in force, in ms."""
-    os.environ.update(environment)
-    try:
-        connector = Connector(LLMRole[role], own)
+    connector = Connector(LLMRole[role], own)
+    with patch.dict(os.environ, environment):
         world.dd = connector.initialise()
         milliseconds = sync_kv_timeout()
-    finally:
-        for name in environment:
-            del os.environ[name]
     world.memory["client"] = connector
     groups = [
         contents(seed + model, tensors, BLOCKS, nbytes) for model, (tensors, nbytes) in enumerate(LAYOUTS[layout])
     ]
-    for model, tensors in enumerate(groups):
-        world.memory[f"kv {model}"] = tensors
+    world.memory |= {f"kv {model}": tensors for model, tensors in enumerate(groups)}
     connector.register(groups)
     return milliseconds
 
@@ -185,7 +164,7 @@ def read(world: World, other: Agent, remote: list[int], local: list[int]) -> Non
     drive(world, "read_blocks", drive(world, "add_remote_agent", other), remote, local)
 
 
-def agent(number: int, *, server: int = 0, pod: str | None = None) -> Agent:
+def agent(number: int, server: int = 0, pod: str | None = None) -> Agent:
     """Worker ``number``: its device has an ip that no host has, which does not matter, because its server has one."""
     return Agent(number, host(server), f"192.0.{os.getpid() % 250}.{number}", pod)
 
@@ -201,7 +180,7 @@ def compared(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_request_links_both_workers_and_pulls(ends: tuple[ChildEnd, ChildEnd], layout: str) -> None:
     prefill, decode = ends
-    p, d = agent(1, pod="0"), agent(2, server=1, pod="1")
+    p, d = agent(1, 0, "0"), agent(2, 1, "1")
     assert prefill.do(begin, "PROMPT", p, layout, 10, {}) == 33_064
     decode.do(begin, "DECODER", d, layout, 20, {})
     # The decode worker asks the prefill worker over the side channel; its answer comes after its own link.

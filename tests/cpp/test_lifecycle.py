@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import resource
 import socket
 import threading
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +25,6 @@ from llm_datadist.cpp_api import (
     CacheIndex,
     CachePlacement,
     ClusterInfo,
-    DataType,
     IpInfo,
     KvCacheExtParam,
     LlmDataDist,
@@ -41,15 +43,15 @@ from tests.support.cpp import (
     link,
     made,
     run,
+    show,
     start,
     start_pair,
-    unchanged,
 )
 from tests.support.linking import alone
-from tests.support.moves import Use, picture
+from tests.support.moves import Use, picture, same_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.conftest import Pair
     from tests.support.cpp import Row
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers(
     "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined",
     "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache SetRole UnlinkLlmClusters datadist",
-    "cpp_api.LlmDataDist: last_error",
+    "cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache last_error",
 )
 
 FAILED = LLMStatusCode.LLM_FAILED
@@ -75,26 +77,16 @@ def one(end: LocalEnd) -> Iterator[LlmDataDist]:
     made.Finalize()
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def test_structs_have_the_defaults_of_cpp() -> None:
-    desc = CacheDesc()
-    assert (desc.placement, desc.num_tensors, desc.shape) == (CachePlacement.kDevice, 0, [])
-    assert desc.data_type is cpp_api.DT_UNDEFINED
-    cache = Cache()
-    assert (cache.cache_id, cache.tensor_addrs, cache.cache_desc) == (-1, [], desc)
+def test_structs_enumerations_and_option_keys_are_those_of_the_header() -> None:
+    desc, info = CacheDesc(), ClusterInfo()
+    assert desc == CacheDesc(CachePlacement.kDevice, 0, cpp_api.DT_UNDEFINED, [])
+    assert Cache() == Cache(-1, [], desc)
     assert KvCacheExtParam() == KvCacheExtParam((-1, -1), (-1, -1), 2)
-    info = ClusterInfo()
-    assert (info.remote_cluster_id, info.remote_role_type) == (0, 0)
-    assert (info.local_ip_infos, info.remote_ip_infos) == ([], [])
+    assert info == ClusterInfo(0, 0, [], [])
     assert IpInfo() == IpInfo("", 0)
     assert cpp_api.RegisterCfg() == cpp_api.RegisterCfg()
     info.local_ip_infos.append(IpInfo("1.2.3.4", 5))
     assert ClusterInfo().local_ip_infos == []
-
-
-def test_enumerations_and_option_keys_have_the_values_of_the_header() -> None:
     assert {each.name: each.value for each in CachePlacement} == {"kHost": 0, "kDevice": 1}
     roles = {each.name: each.value for each in LlmRole}
     assert roles == {"kPrompt": 1, "kDecoder": 2, "kMix": 3, "kEnd": 4}
@@ -109,15 +101,9 @@ def test_enumerations_and_option_keys_have_the_values_of_the_header() -> None:
         "OPTION_SYNC_CACHE_WAIT_TIME": "llm.SyncKvCacheWaitTime",
         "OPTION_TRANSFER_BACKEND": "llm.TransferBackend",
     }
-
-
-def test_the_names_of_the_package_exist() -> None:
     assert [name for name in cpp_api.__all__ if not hasattr(cpp_api, name)] == []
     calls = [*NOTHING, "Initialize", "Finalize"]
     assert [name for name in calls if not (getattr(LlmDataDist, name).__doc__ or "").strip()] == []
-
-
-# --- Initialize and Finalize ------------------------------------------------------------------------------------------
 
 
 def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: LlmDataDist) -> None:
@@ -125,8 +111,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
     assert "not initialised" in repr(one)
     with pytest.raises(NotInitialized, match="Initialize"):
         one.datadist  # noqa: B018 (a property that raises)
-    array = np.zeros((2, 4), np.int32)
-    desc = CacheDesc(CachePlacement.kDevice, 1, DataType.DT_INT32, [2, 4])
+    desc, memory = Shape(1, 2, 4).desc, np.zeros(8, np.int32)
     off = {"llm.EnableRemoteCacheAccessible": "0", "llm.EnableCacheManager": "0"}
     for _ in range(2):
         given = LISTEN | off
@@ -138,52 +123,35 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: "nonsense"}) is OK  # it does nothing
         assert (one.datadist._engine, one.datadist.listen_port) == (engine, port)
         assert "MIX cluster 1: 0 links" in repr(one)
-        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 1)
-        assert one.RegisterKvCache(desc, [array.ctypes.data]) == (OK, 2)
+        assert [one.RegisterKvCache(desc, [memory.ctypes.data]) for _ in range(2)] == [(OK, 1), (OK, 2)]
         del engine
         assert one.Finalize() is OK
         assert one.Finalize() is OK
 
 
-def test_initialize_refuses_options_that_break_their_rule_and_an_address_that_is_taken(one: LlmDataDist) -> None:
+def test_initialize_has_a_status_for_its_options_the_constructors_arguments_and_what_the_system_refuses(
+    one: LlmDataDist,
+) -> None:
     rows: list[tuple[dict[str, str], tuple[str, ...]]] = [
         ({}, ("llm.DeviceId", "None")),
-        ({OPTION_DEVICE_ID: ""}, ("llm.DeviceId", "''")),
-        ({OPTION_DEVICE_ID: "x"}, ("llm.DeviceId", "'x'")),
-        ({OPTION_DEVICE_ID: "-1"}, ("llm.DeviceId", "'-1'")),
-        ({OPTION_DEVICE_ID: "0;1"}, ("llm.DeviceId", "'0;1'")),
+        *(({OPTION_DEVICE_ID: text}, ("llm.DeviceId", repr(text))) for text in ("", "x", "-1", "0;1")),
         ({OPTION_DEVICE_ID: str(2**31)}, ("2147483648",)),
-        (LISTEN | {OPTION_LISTEN_IP_INFO: "127.0.0.1"}, ("127.0.0.1", "ip:port")),
         (LISTEN | {OPTION_LISTEN_IP_INFO: "127.0.0.1:65536"}, ("65536",)),
         (LISTEN | {"llm.SyncKvCacheWaitTime": "0"}, ("llm.SyncKvCacheWaitTime", "'0'")),
-        (LISTEN | {"llm.TransferBackend": "other"}, ("llm.TransferBackend", "'other'")),
-        (LISTEN | {"llm.GlobalResourceConfig": "{"}, ("llm.GlobalResourceConfig",)),
         (LISTEN | {"llm.MemPoolConfig": "{}"}, ("memory_size",)),
     ]
     for options, parts in rows:
         assert one.Initialize(options) is BAD, options
         assert [part for part in parts if part not in str(one.last_error)] == [], one.last_error
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
-        assert address in str(one.last_error)
-    assert one.Initialize(LISTEN) is OK
-
-
-@pytest.mark.usefixtures("end")  # it waits until nothing is left
-def test_the_arguments_of_the_constructor_are_checked_by_initialize() -> None:
     for cluster_id, role in ((-1, LlmRole.kMix), (2**64, LlmRole.kMix), (1, LlmRole.kEnd)):
         made = LlmDataDist(cluster_id, role)
         assert made.Initialize(LISTEN) is BAD
         assert isinstance(made.last_error, ParamError)
         assert made.Finalize() is OK
-    made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
-    assert made.Initialize(LISTEN) is OK
-    assert made.datadist.cluster_id == 2**64 - 1
-    assert made.Finalize() is OK
-
-
-def test_what_the_operating_system_refuses_is_a_status(one: LlmDataDist) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
+        assert address in str(one.last_error)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     gaps = [os.dup(0)]
@@ -219,7 +187,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.usefixtures("end")
 def test_not_initialised_is_a_failure() -> None:
-    made = LlmDataDist(1, LlmRole.kMix)
+    made = LlmDataDist(2**64 - 1, LlmRole.kPrompt)
     for _ in range(2):  # before the first Initialize, and after Finalize
         for method, args in NOTHING.items():
             result = getattr(made, method)(*args)
@@ -227,10 +195,8 @@ def test_not_initialised_is_a_failure() -> None:
             assert isinstance(made.last_error, NotInitialized)
             assert method in str(made.last_error)
         assert made.Initialize(LISTEN) is OK
+        assert made.datadist.cluster_id == 2**64 - 1
         assert made.Finalize() is OK
-
-
-# --- reasons ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
@@ -263,9 +229,6 @@ def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
     assert one.last_error is first  # of the last call that failed
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
 def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:
     port = start_pair(shm_pair, linked=False)
     two_ips = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
@@ -275,92 +238,59 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
     failed = LLMStatusCode.LLM_LINK_FAILED
     assert result == (failed, [OK, BAD, failed])
     assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
-    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port)])
-    assert status is LLMStatusCode.LLM_ALREADY_LINK
-    assert "1 of 1 failed: clusters[0] LLM_ALREADY_LINK: already linked to cluster 1" in text
-    status, text = shm_pair.decoder.do(_status_of_link, [cluster(1, port), two_ips, wrong])
-    assert status is failed
-    for part in ("3 of 3", "clusters[0] LLM_ALREADY_LINK: ", "clusters[1] LLM_PARAM_INVALID: ", "2 remote ips", "id=4"):
-        assert part in text, text
-    status, _ = shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), two_ips], 10_000)
-    text = str(shm_pair.decoder.do(_last_error))
-    assert status is BAD
-    assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3 has 2 remote ips" in text
-
-
-def _status_of_link(world: World, clusters: list[ClusterInfo]) -> tuple[LLMStatusCode, str]:
-    status, _ = run(world, "LinkLlmClusters", clusters, 10_000)
-    return status, str(dist(world).last_error)
+    for clusters, status, parts in (
+        ([cluster(1, port)], "LLM_ALREADY_LINK", ["1 of 1 failed: clusters[0] LLM_ALREADY_LINK: already linked"]),
+        ([cluster(1, port), two_ips, wrong], "LLM_LINK_FAILED", ["3 of 3", "[0] LLM_ALREADY_LINK: ", "id=4"]),
+        ([two_ips], "LLM_PARAM_INVALID", ["1 of 1 failed: clusters[0] LLM_PARAM_INVALID: cluster 3 has 2 remote ips"]),
+    ):
+        assert shm_pair.decoder.do(run, "LinkLlmClusters", clusters, 10_000)[0].name == status
+        text = str(shm_pair.decoder.do(_last_error))
+        assert [part for part in parts if part not in text] == [], text
+    assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), two_ips], 10_000)[0] is BAD
+    assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3" in str(shm_pair.decoder.do(_last_error))
 
 
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
-    pair = tcp_pair
-    port = pair.prompt.do(start, LlmRole.kPrompt, 1, pair.transport, {})
-    assert port is not None
-    silent = {OPTION_LISTEN_IP_INFO: ""}
-    pair.decoder.do(start, LlmRole.kDecoder, 2, pair.transport, silent)
-    status, text = pair.decoder.do(attempt, "LinkLlmClusters", [cluster(1, port)])
-    assert status is BAD
-    assert "clusters[0].local_ip_infos" in text
-    info = cluster(1, port)
-    info.local_ip_infos.append(IpInfo("127.0.0.1", 0))
-    assert pair.decoder.do(run, "LinkLlmClusters", [info], 10_000) == (OK, [OK])
-    assert pair.decoder.do(run, "Finalize") is OK
-    pair.decoder.do(start, LlmRole.kDecoder, 2, pair.transport, silent | {OPTION_LOCAL_COMM_RES: "{}"})
-    link(pair.decoder, 1, port)
-
-
-def test_unlink_by_force_is_for_one_side_and_of_what_is_not_linked_a_success(shm_pair: Pair) -> None:
-    port = start_pair(shm_pair)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    clusters = [cluster(1, port)]
-    decoder.do(made, "kv", Shape(), 1)
-    assert decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, True) == (OK, [OK])
-    assert decoder.do(picture).links == ()
-    assert prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
-    alone(decoder, prompt)
-    for force in (True, False):
-        assert decoder.do(run, "UnlinkLlmClusters", clusters, 10_000, force) == (OK, [OK])
-    status, text = decoder.do(attempt, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2])
-    assert status is LLMStatusCode.LLM_NOT_YET_LINK
-    assert isinstance(decoder.do(_last_error), NotLinked), text
+    decoder, silent = tcp_pair.decoder, {OPTION_LISTEN_IP_INFO: ""}
+    port = tcp_pair.prompt.do(start, LlmRole.kPrompt, 1, "tcp", {})
+    decoder.do(start, LlmRole.kDecoder, 2, "tcp", silent)
+    status, text = decoder.do(attempt, "LinkLlmClusters", [cluster(1, port)])
+    assert (status, "clusters[0].local_ip_infos" in text) == (BAD, True), text
+    info = ClusterInfo(1, 0, [IpInfo("127.0.0.1", 0)], [IpInfo("127.0.0.1", port)])
+    assert decoder.do(run, "LinkLlmClusters", [info], 10_000) == (OK, [OK])
+    assert decoder.do(run, "Finalize") is OK
+    decoder.do(start, LlmRole.kDecoder, 2, "tcp", silent | {OPTION_LOCAL_COMM_RES: "{}"})
+    link(decoder, 1, port)
 
 
 def _last_error(world: World) -> Exception | None:
     return dist(world).last_error
 
 
-def test_a_link_without_a_listener_at_the_other_end_fails_in_time(end: LocalEnd) -> None:
-    end.do(start, LlmRole.kDecoder, 2, "auto", {})
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    status, statuses = end.do(run, "LinkLlmClusters", [cluster(1, port)], 500)
-    assert status in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_TIMEOUT)
-    assert statuses == [status]
-
-
-# --- SetRole ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_link_made_by_either_end_keeps_the_role(shm_pair: Pair) -> None:
+def test_a_link_keeps_the_role_until_each_side_has_unlinked_by_force(shm_pair: Pair) -> None:
     port = start_pair(shm_pair)
-    ends = (shm_pair.prompt, shm_pair.decoder)
+    prompt, decoder = ends = (shm_pair.prompt, shm_pair.decoder)
+    decoder.do(made, "kv", Shape(), 1)
     exists = LLMStatusCode.LLM_EXIST_LINK
-    unchanged(ends, [], exists, (), "SetRole", LlmRole.kDecoder)
-    unchanged(ends[::-1], [], exists, (), "SetRole", LlmRole.kPrompt, LISTEN)
-    assert shm_pair.prompt.do(_port_and_role) == (port, "PROMPT")
-    for end, other in ((shm_pair.prompt, 2), (shm_pair.decoder, 1)):
-        assert end.do(run, "UnlinkLlmClusters", [ClusterInfo(other)], 10_000, True) == (OK, [OK])
+    all_unchanged(ends, [], [(exists, (), ("SetRole", LlmRole.kDecoder))])
+    all_unchanged(ends[::-1], ["kv"], [(exists, (), ("SetRole", LlmRole.kPrompt, LISTEN))])
+    assert prompt.do(_port_and_role) == (port, "PROMPT")
+    assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000, True) == (OK, [OK])
+    assert decoder.do(picture).links == ()
+    assert prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
     alone(*ends)
+    for force in (True, False):  # of what is not linked it is a success
+        assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000, force) == (OK, [OK])
+    assert decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2]) is LLMStatusCode.LLM_NOT_YET_LINK
+    assert isinstance(decoder.do(_last_error), NotLinked)
     same = {OPTION_LISTEN_IP_INFO: f"127.0.0.1:{port}"}  # the listener is left alone where the address stays
-    assert shm_pair.prompt.do(run, "SetRole", LlmRole.kMix, same) is OK
-    assert shm_pair.prompt.do(_port_and_role) == (port, "MIX")
-    link(shm_pair.decoder, 1, port)
-    assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000) == (OK, [OK])
+    assert prompt.do(run, "SetRole", LlmRole.kMix, same) is OK
+    assert prompt.do(_port_and_role) == (port, "MIX")
+    link(decoder, 1, port)
+    assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000) == (OK, [OK])
     alone(*ends)
-    assert shm_pair.prompt.do(run, "SetRole", LlmRole.kMix, {}) is OK  # the same role is one, too
-    assert shm_pair.prompt.do(_port_and_role) == (None, "MIX")
+    assert prompt.do(run, "SetRole", LlmRole.kMix, {}) is OK  # the same role is one, too
+    assert prompt.do(_port_and_role) == (None, "MIX")
 
 
 def _port_and_role(world: World) -> tuple[int | None, str]:
@@ -372,7 +302,6 @@ def test_r01_set_role_refuses_what_is_no_role_and_no_options(end: LocalEnd) -> N
     rows: list[Row] = [
         (BAD, ("role", "kEnd"), ("SetRole", LlmRole.kEnd)),
         (BAD, ("127.0.0.1", "ip:port"), ("SetRole", LlmRole.kMix, {OPTION_LISTEN_IP_INFO: "127.0.0.1"})),
-        (BAD, ("65536",), ("SetRole", LlmRole.kMix, {OPTION_LISTEN_IP_INFO: "127.0.0.1:65536"})),
     ]
     all_unchanged([end], [], rows)
     wrong: list[Any] = [(None,), (1,), ("kMix",), (LlmRole.kMix, None), (LlmRole.kMix, "x"), (LlmRole.kMix, {1: "x"})]
@@ -380,3 +309,42 @@ def test_r01_set_role_refuses_what_is_no_role_and_no_options(end: LocalEnd) -> N
         with pytest.raises(TypeError):
             end.do(run, "SetRole", *args)
     assert end.do(_port_and_role) == (port, "PROMPT")
+
+
+# --- memory: what is given out comes back -----------------------------------------------------------------------------
+
+
+def _sent(cache: Cache) -> Any:
+    data = pickle.dumps(cache)
+    assert len(data) < 4096, "the bytes of the pool went along"
+    return pickle.loads(data)
+
+
+def test_a_copy_of_the_struct_is_the_same_fields_and_never_a_copy_of_the_memory(end: LocalEnd) -> None:
+    end.do(start, LlmRole.kMix, 1, "auto", {"llm.HostMemPoolConfig": ""})
+    wanted = end.do(made, "kv", Shape(), 1)
+    cache = end.world.memory["cache kv"]
+    before = end.do(picture)
+    ways: list[Callable[[Cache], Any]] = [copy.copy, copy.deepcopy, replace, asdict, _sent]
+    for duplicate in ways:
+        twin = duplicate(cache)
+        given = twin if isinstance(twin, dict) else {name: getattr(twin, name) for name in ("cache_id", "tensor_addrs")}
+        assert (given["cache_id"], given["tensor_addrs"]) == (cache.cache_id, cache.tensor_addrs), duplicate
+        assert isinstance(twin, dict) or twin == cache
+        assert duplicate is not copy.deepcopy or twin._memory is cache._memory
+        del twin, given
+    assert end.do(picture) == before  # it frees nothing either
+    no_pool = Shape(placement=CachePlacement.kHost).desc
+    all_unchanged([end], ["kv"], [(BAD, ("llm.HostMemPoolConfig",), ("AllocateCache", no_pool))])
+    assert dist(end.world).Finalize() is OK
+    same_bytes(end.do(show, "kv"), wanted)  # the struct keeps the pool mapped
+
+
+def test_deallocate_is_for_allocated_and_unregister_for_registered_caches(end: LocalEnd) -> None:
+    end.do(start, LlmRole.kMix, 1, "auto", {})
+    end.do(made, "kv", Shape(memory="private"), 1)
+    assert end.do(run, "DeallocateCache", 1) is OK  # it is registered: this is not the call
+    assert end.do(picture).caches.registered == 1
+    for _ in range(2):  # the second time it is unknown, and that is no error
+        assert end.do(run, "UnregisterKvCache", 1) is OK
+        assert end.do(picture).caches.live == 0

@@ -1,5 +1,6 @@
-"""What only the C++-shaped transfers have: layer pairs, placements, defaults, caches that serve as rows and as blocks,
-and the codes of what they refuse (interface §9, R14, R16, R17, R31). The rest: tests/api/test_dialects.py."""
+"""What only the C++-shaped transfers and copies have: layer pairs, placements, defaults, caches that serve as rows and
+as blocks, host memory without an id, lists of lists, the order, and the codes of what they refuse (interface §9, R8,
+R10, R13, R14, R16, R17, R26, R31). The rest: tests/api/test_dialects.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKeyByIdAndIndex
-from llm_datadist.cpp_api import Cache, CacheDesc, CacheIndex, KvCacheExtParam, LlmDataDist, LlmRole
+from llm_datadist.cpp_api import Cache, CacheDesc, CacheIndex, DataType, KvCacheExtParam, LlmDataDist, LlmRole
+from llm_datadist.testing import StagedDevice
 from tests.support.cpp import (
     BAD,
     DEVICE,
@@ -20,6 +22,9 @@ from tests.support.cpp import (
     UNLINKED,
     Shape,
     all_unchanged,
+    attempt,
+    dist,
+    host_memory,
     index,
     made,
     run,
@@ -27,30 +32,37 @@ from tests.support.cpp import (
     start,
     start_pair,
 )
-from tests.support.moves import Spec, Use, call, make, moved, same_bytes
+from tests.support.devices import BrokenDevice
+from tests.support.linking import SUCCESS, info
+from tests.support.linking import link as link_v2
+from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes
 from tests.support.moves import show as show_v2
-from tests.support.world import cluster_info
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.cpp_api import CachePlacement
     from tests.conftest import Pair
     from tests.support.cpp import Row
+    from tests.support.ends import LocalEnd
     from tests.support.moves import Bytes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
-    "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam",
-    "cpp_api.LlmDataDist: PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
+    "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam LlmDataDist Undefined",
+    "cpp_api.LlmDataDist: CopyKvBlocks CopyKvCache PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
 )
 
 ALL = (-1, -1)
 KV = Use("kv")
+ON_HOST = Shape(placement=HOST)
 ROW, BLOCKS = CacheIndex(1, 1, 3), CacheIndex(1, 1)
 UNKNOWN, ELSEWHERE, OURSELVES = CacheIndex(1, 99), CacheIndex(7, 1), CacheIndex(2, 1)
 
 
-def both(pair: Pair, here: Shape | None = None, there: Shape | None = None, **options: str) -> tuple[Bytes, Bytes]:
+def both(pair: Pair, here: Shape | None = None, there: Shape | None = None) -> tuple[Bytes, Bytes]:
     """Return what the decoder, which calls, and the prompt hold in cache 1."""
-    start_pair(pair, options=options)
+    start_pair(pair)
     return pair.decoder.do(made, "kv", here or Shape(), 1), pair.prompt.do(made, "kv", there or Shape(), 2)
 
 
@@ -73,7 +85,6 @@ PUSHES: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]] = {
     "pairs are inclusive and may differ between the ends": (((0, 1), (2, 3), 1), [(2, 0), (3, 1)]),
     "default source layers stand for all": ((ALL, (0, 1), 2), [(t, t) for t in range(4)]),
     "default destination layers stand for all": (((0, 0), ALL, 4), [(t, t) for t in range(4)]),
-    "default layers move everything, 1 tensor per layer": ((ALL, ALL, 1), [(t, t) for t in range(4)]),
     "default layers move everything, 3 tensors per layer": ((ALL, ALL, 3), [(t, t) for t in range(4)]),
     "default layers move everything, 255 tensors per layer": ((ALL, ALL, 255), [(t, t) for t in range(4)]),
 }
@@ -138,13 +149,14 @@ def test_r16_blocks_go_between_all_placements_and_rows_from_the_device(shm_pair:
 
 
 @pytest.mark.parametrize(
-    ("memory", "transport"), [("pool", "auto"), ("inside", "auto"), ("private", "auto"), ("private", "tcp")]
+    ("memory", "transport", "checksum"),
+    [("pool", "auto", 0), ("inside", "auto", 0), ("private", "auto", 0), ("private", "tcp", 0), ("pool", "auto", 1)],
 )
 def test_one_cache_serves_as_rows_and_as_blocks_and_where_it_is_is_asked_once(
-    shm_pair: Pair, memory: str, transport: str
+    shm_pair: Pair, memory: str, transport: str, checksum: int
 ) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    start_pair(shm_pair, transport=transport)
+    start_pair(shm_pair, transport=transport, options={"llm.Checksum": str(checksum)})
     mine, theirs = (end.do(made, "kv", Shape(memory=memory), at) for at, end in enumerate((decoder, prompt)))
     there = prompt.do(index, "kv")
     for at in range(2):
@@ -156,32 +168,16 @@ def test_one_cache_serves_as_rows_and_as_blocks_and_where_it_is_is_asked_once(
         theirs = moved(theirs, mine, [(5 + at, 2), (3 + at, 6)])
     same_bytes(decoder.do(show, "kv"), mine)
     same_bytes(prompt.do(show, "kv"), theirs)
-    assert decoder.do(_resolved) == 4  # once for each direction, of rows and of blocks
-    assert prompt.do(_pins) == 0
-    totals = decoder.do(_totals)
-    assert totals == {
-        "PullKvBlocks": (2, 0, 2 * 4 * 64),
-        "PullKvCache": (2, 0, 2 * 4 * 64),
-        "PushKvBlocks": (2, 0, 2 * 4 * 64),
-        "PushKvCache": (2, 0, 2 * 4 * 64),
-    }
+    found = decoder.do(_statistics)
+    assert found.links[0].resolved == 4  # once for each direction, of rows and of blocks
+    assert found.links[0].verified_bytes == checksum * 4 * 2 * 4 * 64
+    assert prompt.do(picture).pins == 0
+    totals = {each.name: (each.count, each.errors, each.nbytes) for each in found.operations if each.name[0] == "P"}
+    assert totals == dict.fromkeys(["PullKvBlocks", "PullKvCache", "PushKvBlocks", "PushKvCache"], (2, 0, 2 * 4 * 64))
 
 
-def _resolved(world: World) -> int:
-    return world.dd.statistics().links[0].resolved
-
-
-def _pins(world: World) -> int:
-    return world.dd.statistics().pins
-
-
-def _totals(world: World) -> dict[str, tuple[int, int, int]]:
-    operations = world.dd.statistics().operations
-    return {
-        each.name: (each.count, each.errors, each.nbytes)
-        for each in operations
-        if each.name.startswith(("Pull", "Push"))
-    }
+def _statistics(world: World) -> Any:
+    return world.dd.statistics()
 
 
 def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
@@ -189,8 +185,7 @@ def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
     port = prompt.do(start, LlmRole.kPrompt, 1, "shm", {})
     theirs = prompt.do(made, "kv", Shape(), 1)
     decoder.start("DECODER", 2, enable_remote_cache_accessible=True, extra={"llm.Transport": "shm"})
-    assert port is not None
-    assert decoder.do(_link_v2, port)[0] is OK
+    assert decoder.do(link_v2, [info(1, port)]) == SUCCESS
     rows = decoder.do(make, "rows", Spec(rows=8, stride=64), 2)
     blocks = decoder.do(make, "blocks", Spec(rows=16, stride=32, blocks=True), 3)
     paged = decoder.do(make, "paged", Spec(rows=8, stride=64, blocks=True), 4)
@@ -205,31 +200,12 @@ def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
     same_bytes(prompt.do(show, "kv"), moved(moved(theirs, paged, [(6, 1), (7, 2)]), rows, [(0, 1)]))
 
 
-def _link_v2(world: World, port: int) -> Any:
-    return world.dd.link_clusters([cluster_info(1, port)], 10_000)
-
-
-def test_checksums_cover_them(shm_pair: Pair) -> None:
-    mine, theirs = both(shm_pair, Checksum="1")
-    assert shm_pair.decoder.do(run, "PullKvBlocks", BLOCKS, KV, [1, 2], [2, 3]) is OK
-    assert shm_pair.decoder.do(run, "PullKvCache", ROW, KV, 5) is OK
-    same_bytes(shm_pair.decoder.do(show, "kv"), moved(mine, theirs, [(2, 1), (3, 2), (5, 3)]))
-    assert shm_pair.decoder.do(_verified) == 3 * 4 * 64
-
-
-def _verified(world: World) -> int:
-    return world.dd.statistics().links[0].verified_bytes
-
-
 # --- what is refused; one wrong argument at a time: tests/api/test_cpp_bad_input.py ----------------------------------
 
 #: KvCacheExtParam of a push, and parts of the reason.
 BAD_LAYERS: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
-    ((ALL, (0, 0), 2), ("dst_layer_range",)),
-    (((0, 0), ALL, 2), ("src_layer_range",)),
     (((0, 1), (0, 0), 2), ("src_layer_range", "dst_layer_range")),
     (((0, 0), (0, 0), 8), ("tensor_num_per_layer=8",)),
-    (((0, 2), (0, 2), 2), ("src_layer_range", "2 layers")),
     (((0, 0), (2, 2), 2), ("dst_layer_range", "2 layers")),
     (((4, 4), (4, 4), 1), ("src_layer_range", "4 layers")),
     (((-1, 0), (-1, 0), 2), ("src_layer_range",)),
@@ -239,13 +215,9 @@ BAD_LAYERS: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
 REFUSED: list[Row] = [
     (BAD, ("our own",), ("PullKvCache", OURSELVES, KV)),
     (BAD, ("our own",), ("PullKvBlocks", OURSELVES, KV, [1], [2])),
-    (BAD, ("size=65", "64"), ("PullKvCache", ROW, KV, 5, 65)),
-    (BAD, ("size=1",), ("PushKvCache", KV, ROW, 0, 1)),
     (BAD, ("batch_index",), ("PushKvCache", KV, CacheIndex(1, 1, 8))),
     (BAD, ("src_blocks is empty",), ("PushKvBlocks", KV, BLOCKS, [], [])),
     (BAD, ("2", "1", "equal"), ("PushKvBlocks", KV, BLOCKS, [1, 2], [3])),
-    (BAD, ("src_blocks",), ("PullKvBlocks", BLOCKS, KV, [], [])),
-    (BAD, ("equal",), ("PullKvBlocks", BLOCKS, KV, [1], [1, 2])),
     (BAD, ("dst_blocks[0]",), ("PushKvBlocks", KV, BLOCKS, [1], [8])),
     (BAD, ("src_blocks[0]",), ("PullKvBlocks", BLOCKS, KV, [8], [1])),
     (BAD, ("batch_index=3",), ("PullKvBlocks", ROW, KV, [1], [2])),
@@ -263,8 +235,149 @@ REFUSED: list[Row] = [
 ]
 
 
-def test_r14_r17_r31_what_is_refused_has_its_code_and_changes_nothing(shm_pair: Pair) -> None:
+def test_r14_r17_r31_transfers_that_are_refused_have_their_code_and_change_nothing(shm_pair: Pair) -> None:
     both(shm_pair)
     for width in (32, 15):
         shm_pair.prompt.do(made, f"kv of {width}", Shape(width=width), width)
     all_unchanged((shm_pair.decoder, shm_pair.prompt), ["kv", "kv of 32", "kv of 15"], REFUSED)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one(end: LocalEnd) -> LocalEnd:
+    end.do(start, LlmRole.kMix, 1, "auto", {})
+    return end
+
+
+@pytest.mark.parametrize("device", [None, "staged"])
+def test_r13_device_to_host_and_back_one_list_to_every_inner_list(end: LocalEnd, device: str | None) -> None:
+    end.do(start, LlmRole.kMix, 1, "auto", {}, StagedDevice() if device else None)
+    kv = end.do(made, "kv", Shape(), 1)
+    for name, make_host in (("by id", made), ("without an id", host_memory)):
+        host = end.do(make_host, name, Shape(rows=5, placement=HOST), 2)
+        assert end.do(run, "CopyKvBlocks", KV, Use(name), [6, 7, 2], [[0, 1, 4], [3, 2, 3]]) is OK
+        host = moved(host, kv, [(0, 6), (1, 7), (4, 2), (3, 6), (2, 7), (3, 2)])
+        same_bytes(end.do(show, name), host)
+        same_bytes(end.do(show, "kv"), kv)
+        assert end.do(run, "CopyKvBlocks", Use(name), KV, [0, 4], [[0, 1], [7, 6]]) is OK
+        kv = moved(kv, host, [(0, 0), (1, 4), (7, 0), (6, 4)])
+        same_bytes(end.do(show, "kv"), kv)
+        same_bytes(end.do(show, name), host)
+
+
+def test_r26_r13_random_lists_take_effect_list_by_list_in_the_order_given(one: LocalEnd) -> None:
+    random = np.random.default_rng(0)
+    kv, other = one.do(made, "kv", Shape(rows=50), 1), one.do(made, "other", Shape(rows=70), 2)
+    # An id is looked up, and nothing else of the struct is read.
+    assert one.do(run, "CopyKvBlocks", Cache(1, [1], CacheDesc(HOST, 9)), Cache(2), [1], [[2]]) is OK
+    assert one.do(run, "CopyKvCache", Cache(1, [1], CacheDesc(HOST, 9)), Cache(2), 3, 4) is OK
+    other = moved(other, kv, [(2, 1), (4, 3)])
+    for _ in range(20):
+        sources = random.integers(0, 50, int(random.integers(1, 40)))
+        lists = random.integers(0, 50, (int(random.integers(1, 5)), len(sources)))
+        pairs = [(int(to), int(of)) for row in lists for of, to in zip(sources, row, strict=True)]
+        for name, target in (("other", other), ("kv", kv)):  # the second one reads what it wrote
+            assert one.do(run, "CopyKvBlocks", KV, Use(name), sources.tolist(), lists.tolist()) is OK
+            for tensor, source in zip(target, kv, strict=True):
+                for to, of in pairs:
+                    tensor[to] = source[of]
+            same_bytes(one.do(show, name), target)
+
+
+def test_a_device_that_fails_is_a_status_and_not_an_exception(end: LocalEnd) -> None:
+    device = BrokenDevice()
+    device.broken = "copy_to_device"
+    end.do(start, LlmRole.kMix, 1, "auto", {}, device)
+    end.do(made, "kv", Shape(), 1)
+    end.do(host_memory, "cpu", ON_HOST, 2)
+    status, text = end.do(attempt, "CopyKvBlocks", Use("cpu"), KV, [0], [[0]])
+    assert (status.name, text) == ("LLM_FAILED", "device is lost")
+    assert isinstance(dist(end.world).last_error, OSError)
+    device.broken = ""
+    assert end.do(run, "CopyKvBlocks", Use("cpu"), KV, [0], [[0]]) is OK
+
+
+def test_r06_a_copy_on_the_device_that_takes_too_long_times_out(end: LocalEnd) -> None:
+    pool = '{"memory_size": 402653184}'
+    end.do(start, LlmRole.kMix, 1, "auto", {"llm.SyncKvCacheWaitTime": "1", "llm.MemPoolConfig": pool})
+    for name in ("src", "dst"):  # 64 MiB a block
+        status, end.world.memory[f"cache {name}"] = end.do(run, "AllocateCache", Shape(1, 2, 16 << 20).desc)
+        assert status is OK
+    status, text = end.do(attempt, "CopyKvBlocks", Use("src"), Use("dst"), [0, 1], [[0, 1]] * 16)
+    assert (status.name, "CopyKvBlocks" in text) == ("LLM_TIMEOUT", True), text
+    end.world.dd.check_integrity()
+
+
+SHAPES = {"src": Shape(), "dst": Shape(rows=6), "wide": Shape(width=17), "few": Shape(tensors=3)}
+SHAPES |= {"host": ON_HOST, "one": Shape(tensors=1)}
+SRC, DST = Use("src"), Use("dst")
+
+
+def host_desc(num_tensors: int = 4, placement: CachePlacement = HOST, shape: Sequence[int] = (8, 16)) -> CacheDesc:
+    return CacheDesc(placement, num_tensors, DataType.DT_INT32, list(shape))
+
+
+#: (src, dst, src_blocks, dst_blocks_list, parts of the reason)
+LISTS: list[tuple[Any, ...]] = [
+    (SRC, DST, [], [[]], ("src_blocks is empty",)),
+    (SRC, DST, [1], [], ("dst_blocks_list is empty",)),
+    (SRC, DST, [1], [[2], []], ("dst_blocks_list[1]", "equal")),
+    (SRC, DST, [1, 2], [[2]], ("dst_blocks_list[0]", "2", "1", "equal")),
+    (SRC, DST, [8], [[2]], ("src_blocks[0]", "8")),
+    (SRC, DST, [0, 1], [[2, 3], [4, 6]], ("dst_blocks_list[1][1]=6", "[0, 6)")),
+    (SRC, DST, [-1], [[2]], ("src_blocks[0]", "-1")),
+    (SRC, DST, [1], [[-2]], ("dst_blocks_list[0][0]", "-2")),
+    (SRC, DST, [1], [[2**64]], ("dst_blocks_list[0][0]",)),
+    (SRC, Use("wide"), [1], [[2]], ("block sizes", "64", "68")),
+    (SRC, Use("few"), [1], [[2]], ("num_tensors", "4", "3")),
+    *((Use(src), Use(dst), [1], [[2]], ("HOST",)) for src, dst in (("host", "host"), ("host", "cpu"), ("cpu", "cpu"))),
+]
+#: What is no host memory without an id, and parts of the reason.
+INCOMPLETE: list[tuple[Cache, tuple[str, ...]]] = [
+    (Cache(-1, [64] * 4, host_desc(placement=DEVICE)), ("cache_id=-1", "kDevice")),
+    (Cache(-1, [64] * 4, host_desc(num_tensors=0)), ("num_tensors=0",)),
+    (Cache(-1, [64] * 4, CacheDesc(HOST, 4, shape=[8, 16])), ("DT_UNDEFINED",)),
+    (Cache(-1, [64] * 4, host_desc(shape=[])), ("shape is empty",)),
+    (Cache(-1, [64] * 4, host_desc(shape=[8, -16])), ("shape", "-16")),
+    (Cache(-1, [64] * 3, host_desc()), ("tensor_addrs has 3", "4")),
+    (Cache(-1, [64, 64, 0, 64], host_desc()), ("tensor_addrs[2]=0",)),
+    (Cache(-1, [64, 64, -1, 64], host_desc()), ("tensor_addrs[2]", "uint64")),
+    (Cache(-1, [64, 64, 2**64 - 8, 64], host_desc()), ("address space",)),
+    (Cache(0, [64] * 4, host_desc()), ("cache_id=0",)),
+    (Cache(-2, [64] * 4, host_desc()), ("cache_id=-2",)),
+]
+NO_SUCH = Cache(99, [64] * 4, host_desc())
+BLOCK_ROWS: list[Row] = [
+    *((BAD, parts, ("CopyKvBlocks", *args)) for *args, parts in LISTS),
+    *((BAD, parts, ("CopyKvBlocks", cache, SRC, [1], [[2]])) for cache, parts in INCOMPLETE),
+    *((BAD, parts, ("CopyKvBlocks", SRC, cache, [1], [[2]])) for cache, parts in INCOMPLETE),
+    (GONE, ("src_cache", "99"), ("CopyKvBlocks", NO_SUCH, SRC, [1], [[2]])),
+    (GONE, ("dst_cache", "99"), ("CopyKvBlocks", SRC, NO_SUCH, [1], [[2]])),
+]
+ROW_ROWS: list[Row] = [
+    (BAD, ("src_batch_index=8",), ("CopyKvCache", SRC, DST, 8)),
+    (BAD, ("dst_batch_index=6",), ("CopyKvCache", SRC, DST, 0, 6)),
+    (BAD, ("offset=64",), ("CopyKvCache", SRC, DST, 0, 0, 64)),
+    (BAD, ("offset=1", "size=64"), ("CopyKvCache", SRC, DST, 0, 0, 1, 64)),
+    (BAD, ("row shapes",), ("CopyKvCache", SRC, Use("wide"))),
+    (BAD, ("4 tensors", "3"), ("CopyKvCache", SRC, Use("few"))),
+    (BAD, ("src_cache", "kHost"), ("CopyKvCache", Use("host"), SRC)),
+]
+
+
+def test_r08_r13_copies_that_are_refused_have_their_code_and_change_nothing(one: LocalEnd) -> None:
+    before = {name: one.do(made, name, shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+    one.do(host_memory, "cpu", ON_HOST, 9)
+    # Tensors that overlap without being the same.
+    shifted = Cache(-1, [one.world.memory["cache one"].tensor_addrs[0] + 64], host_desc(num_tensors=1))
+    overlap: Row = (BAD, ("overlap",), ("CopyKvBlocks", shifted, Use("one"), [1], [[2]]))
+    all_unchanged([one], [*SHAPES, "cpu"], [*BLOCK_ROWS, *ROW_ROWS, overlap])
+    # With a size, rows of unequal length will do (interface R8), and the host may be the destination.
+    assert one.do(run, "CopyKvCache", SRC, Use("wide"), 0, 0, 0, 64) is OK
+    assert one.do(run, "CopyKvCache", SRC, Use("host"), 1, 2) is OK
+    for got, old, source in zip(one.do(show, "wide"), before["wide"], before["src"], strict=True):
+        old[0, :64] = source[0]
+        np.testing.assert_array_equal(got, old)
+    same_bytes(one.do(show, "host"), moved(before["host"], before["src"], [(2, 1)]))

@@ -170,6 +170,9 @@ def test_r22_killed_at_a_step(ends: Ends, step: str, tmp_path: Path) -> None:
         scene.target_survived()
         if STEPS[step].number < 9 or not ends.push:
             same_bytes(ends.survivor.do(show, "rows"), scene.theirs)
+        wait_until(lambda: ends.survivor.do(picture).pins == 0)
+        if not ends.push:
+            assert bool(ends.survivor.do(picture).keys) == (step != "released"), "only a release consumes"
     else:
         scene.initiator_survived()
     scene.clean_up(before)

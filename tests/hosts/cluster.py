@@ -64,10 +64,6 @@ class Cluster:
         end.start(role, cluster_id, listen_ip_info=f"{address}:{port}", extra=extra or {}, **settings)
         return end
 
-    def host_of(self, end: ChildEnd) -> Host:
-        """Return where it lives."""
-        return self._born[end][0]
-
     def link(self, here: ChildEnd, there: ChildEnd) -> None:
         """Link ``here`` to ``there``; both ends have their link afterwards."""
         (_, local, _), (_, remote, _) = self._born[here], self._born[there]

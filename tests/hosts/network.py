@@ -27,7 +27,6 @@ __all__ = ["Host", "Impossible", "Namespace", "Network"]
 
 #: Sockets in these states belong to somebody: established, connecting (2), close wait, listening.
 _HELD = {"01", "02", "03", "08", "0A"}
-_TOOLS = ("ip", "tc")
 
 
 class Impossible(Exception):
@@ -152,14 +151,14 @@ class Network:
     """
 
     def __init__(self, hosts: int, *, as_user: bool = False) -> None:
-        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing:
             raise Impossible(f"{' and '.join(missing)} of iproute2 cannot be found")
-        self.router, self.kind = _first(as_user)
+        self.router, kind = _first(as_user)
         self.hosts: list[Host] = []
         self._lost: list[tuple[Host, Host]] = []
         try:
-            where = "root" if self.kind == "root" else str(self.router.pid)
+            where = "root" if kind == "root" else str(self.router.pid)
             for number in range(1, hosts + 1):
                 self.hosts.append(Host(where, number))
             self._connect()
@@ -186,11 +185,6 @@ class Network:
         """Lose at the router, without a word, what one host sends to another; the other direction stays."""
         self.router.ip(f"rule add from {source.address} to {target.address} priority 10 blackhole")
         self._lost.append((source, target))
-
-    def find(self, source: Host, target: Host) -> None:
-        """Lose it no longer."""
-        self.router.ip(f"rule del from {source.address} to {target.address} priority 10 blackhole")
-        self._lost.remove((source, target))
 
     def cut(self, one: Host, other: Host) -> None:
         """Lose what two hosts send to each other."""
@@ -230,8 +224,9 @@ class Network:
 
     def heal(self) -> None:
         """Undo all that was done to cables, routes and rates."""
-        for source, target in tuple(self._lost):
-            self.find(source, target)
+        while self._lost:
+            source, target = self._lost.pop()
+            self.router.ip(f"rule del from {source.address} to {target.address} priority 10 blackhole")
         for host in self.hosts:
             host.heal()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,22 +23,13 @@ if TYPE_CHECKING:
 PROMPTS, DECODERS = (1, 2), (3, 4)
 STRIDE = 16 * 1024 + 64
 PAGED = Spec(tensors=4, rows=32, stride=STRIDE, blocks=True)
-OWN = replace(PAGED, memory="private")
-KINDS = {"pool": PAGED, "private": OWN}
+KINDS = {"pool": PAGED, "private": replace(PAGED, memory="private")}
 ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Job:
-    """A call of a cache manager, and the pairs (destination block, source block) that it moves."""
-
-    method: str
-    args: tuple[Any, ...]
-
-
-def work(world: World, jobs: list[Job]) -> None:
-    for job in jobs:
-        call(world, job.method, *job.args)
+def work(world: World, jobs: list[tuple[str, tuple[Any, ...]]]) -> None:
+    for method, arguments in jobs:
+        call(world, method, *arguments)
 
 
 class Caches:
@@ -46,50 +37,41 @@ class Caches:
 
     def __init__(self) -> None:
         self._wanted: dict[tuple[ChildEnd, str], Bytes] = {}
-        self.jobs: dict[tuple[ChildEnd, ChildEnd], list[Job]] = {}
+        self._jobs: dict[tuple[ChildEnd, ChildEnd], list[tuple[str, tuple[Any, ...]]]] = {}
 
     def make(self, end: ChildEnd, name: str, spec: Spec) -> None:
         self._wanted[end, name] = end.do(make, name, spec, len(self._wanted))
 
-    def plan(
-        self, job: Job, here: ChildEnd, there: ChildEnd, to: tuple[ChildEnd, str], source: tuple[ChildEnd, str],
-        pairs: list[tuple[int, int]],
-    ) -> None:  # fmt: skip
-        """Have ``here`` do a job with its peer ``there``, which moves these blocks."""
-        self.jobs.setdefault((here, there), []).append(job)
-        self._wanted[to] = moved(self._wanted[to], self._wanted[source], pairs)
+    def pull_cache(self, here: ChildEnd, there: ChildEnd, key: CacheKey, name: str, row: int) -> None:
+        """Plan to pull a row of the peer's rows to row 1."""
+        self._jobs.setdefault((here, there), []).append(("pull_cache", (key, Use(name), 1)))
+        self._wanted[here, name] = moved(self._wanted[here, name], self._wanted[there, "rows"], [(1, row)])
 
-    def pull(self, here: ChildEnd, there: ChildEnd, source: str, key: BlocksCacheKey, name: str) -> None:
-        """Plan to pull half of the blocks of a cache."""
-        pairs = some_pairs(len(self.jobs.get((here, there), [])) + 10 * here.cluster_id + there.cluster_id)
-        job = Job("pull_blocks", (key, Use(name), [src for _, src in pairs], [dst for dst, _ in pairs]))
-        self.plan(job, here, there, (here, name), (there, source), pairs)
-
-    def push(self, here: ChildEnd, there: ChildEnd, name: str, key: BlocksCacheKey, target: str) -> None:
-        """Plan to push half of the blocks of a cache."""
-        pairs = some_pairs(len(self.jobs.get((here, there), [])) + 10 * here.cluster_id + there.cluster_id)
-        job = Job("push_blocks", (key, Use(name), [src for _, src in pairs], [dst for dst, _ in pairs]))
-        self.plan(job, here, there, (there, target), (here, name), pairs)
+    def move_blocks(
+        self, method: str, here: ChildEnd, there: ChildEnd, name: str, key: BlocksCacheKey, peers: str
+    ) -> None:
+        """Plan to pull or push half of the blocks of a cache, to or from the peer's cache behind the key."""
+        jobs = self._jobs.setdefault((here, there), [])
+        random = np.random.default_rng(len(jobs) + 10 * here.cluster_id + there.cluster_id)
+        dst, src = (random.permutation(PAGED.rows)[:16].tolist() for _ in range(2))
+        jobs.append((method, (key, Use(name), src, dst)))
+        to, source = (here, name), (there, peers)
+        if method == "push_blocks":
+            to, source = source, to
+        self._wanted[to] = moved(self._wanted[to], self._wanted[source], zip(dst, src, strict=True))
 
     def do_all_at_once(self) -> None:
         """Work off the jobs, one thread for each direction of each link; nothing may fail."""
-        for (here, there), jobs in self.jobs.items():
+        for (here, there), jobs in self._jobs.items():
             here.do(begin_there, f"with {there.cluster_id}", work, jobs)
-        for here, there in self.jobs:
+        for here, there in self._jobs:
             assert here.do(result_there, f"with {there.cluster_id}") is None
-        self.jobs.clear()
+        self._jobs.clear()
 
     def check(self) -> None:
         """Compare every byte of every cache."""
         for (end, name), wanted in self._wanted.items():
             same_bytes(end.do(show, name), wanted)
-
-
-def some_pairs(seed: int) -> list[tuple[int, int]]:
-    """Return 16 (destination, source) pairs, no destination twice."""
-    random = np.random.default_rng(seed)
-    pairs = zip(random.permutation(PAGED.rows)[:16], random.permutation(PAGED.rows)[:16], strict=True)
-    return [(int(dst), int(src)) for dst, src in pairs]
 
 
 def born(cluster: Cluster, *, rca: bool) -> tuple[list[ChildEnd], list[ChildEnd]]:
@@ -111,80 +93,60 @@ def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
         assert "not shm: " in story.reason
 
 
-def test_pulls_of_every_kind_on_every_link_at_once(cluster: Cluster) -> None:
-    prompts, decoders = born(cluster, rca=False)
+@pytest.mark.parametrize("rca", [False, True])
+def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) -> None:
+    """Decoders pull; where caches may be accessed remotely, prompts pull too, and all push."""
+    prompts, decoders = born(cluster, rca=rca)
     caches = Caches()
-    for prompt in prompts:
-        p = prompt.cluster_id
-        for number, (kind, spec) in enumerate(KINDS.items()):
-            caches.make(prompt, kind, replace(spec, blocks_key=BlocksCacheKey(p, number)))
-        keys = tuple(CacheKey(p, 10 + d) for d in DECODERS)
-        caches.make(prompt, "rows", Spec(rows=2, stride=STRIDE, keys=keys))
-    for decoder in decoders:
-        for prompt in prompts:
-            p, d = prompt.cluster_id, decoder.cluster_id
-            over_tcp(decoder, prompt)
-            for number, (kind, spec) in enumerate(KINDS.items()):
-                caches.make(decoder, f"{kind} of {p}", spec)
-                for _ in range(ROUNDS):
-                    caches.pull(decoder, prompt, kind, BlocksCacheKey(p, number), f"{kind} of {p}")
-            caches.make(decoder, f"rows of {p}", Spec(rows=3, stride=STRIDE))
-            job = Job("pull_cache", (CacheKey(p, 10 + d), Use(f"rows of {p}"), 1))
-            caches.plan(job, decoder, prompt, (decoder, f"rows of {p}"), (prompt, "rows"), [(1, d - DECODERS[0])])
-    caches.do_all_at_once()
-    caches.check()
-    for prompt in prompts:
-        wait_until(lambda prompt=prompt: len(prompt.do(picture).keys) == len(KINDS))  # type: ignore[misc]
-        wait_until(lambda prompt=prompt: prompt.do(picture).pins == 0)  # type: ignore[misc]
-        with pytest.raises(CacheNotFound):
-            decoders[0].do(call, "pull_cache", CacheKey(prompt.cluster_id, 13), Use(f"rows of {prompt.cluster_id}"), 1)
-    caches.check()
-
-
-def test_pulls_and_pushes_from_both_ends_of_every_link_at_once(cluster: Cluster) -> None:
-    prompts, decoders = born(cluster, rca=True)
-    caches = Caches()
-    ends = [*prompts, *decoders]
-    pairs = [(here, there) for here in ends for there in ends if (here in prompts) != (there in prompts)]
-    for end in ends:
+    for end in (*prompts, *decoders):
         for number, (kind, spec) in enumerate(KINDS.items()):
             caches.make(end, kind, replace(spec, blocks_key=BlocksCacheKey(end.cluster_id, number)))
-    for here, there in pairs:
+    pairs = [(decoder, prompt) for decoder in decoders for prompt in prompts]
+    for prompt in () if rca else prompts:
+        keys = tuple(CacheKey(prompt.cluster_id, 10 + d) for d in DECODERS)
+        caches.make(prompt, "rows", Spec(rows=2, stride=STRIDE, keys=keys))
+    for decoder, prompt in pairs:
+        over_tcp(decoder, prompt)
+        if not rca:  # where requests have names
+            p, d = prompt.cluster_id, decoder.cluster_id
+            caches.make(decoder, f"rows of {p}", Spec(rows=3, stride=STRIDE))
+            caches.pull_cache(decoder, prompt, CacheKey(p, 10 + d), f"rows of {p}", d - DECODERS[0])
+    for here, there in pairs + rca * [(prompt, decoder) for decoder, prompt in pairs]:
         for number, (kind, spec) in enumerate(KINDS.items()):
             inbox = BlocksCacheKey(there.cluster_id, 10 * here.cluster_id + number)
             caches.make(there, f"{kind} from {here.cluster_id}", replace(spec, blocks_key=inbox))
             caches.make(here, f"{kind} of {there.cluster_id}", spec)
-    for here, there in pairs:
-        for number, kind in enumerate(KINDS):
             for _ in range(ROUNDS):
                 key = BlocksCacheKey(there.cluster_id, number)
-                caches.pull(here, there, kind, key, f"{kind} of {there.cluster_id}")
-                inbox = BlocksCacheKey(there.cluster_id, 10 * here.cluster_id + number)
-                caches.push(here, there, kind, inbox, f"{kind} from {here.cluster_id}")
+                caches.move_blocks("pull_blocks", here, there, f"{kind} of {there.cluster_id}", key, kind)
+                if rca:
+                    caches.move_blocks("push_blocks", here, there, kind, inbox, f"{kind} from {here.cluster_id}")
     caches.do_all_at_once()
+    caches.check()
+    kept = len(KINDS) * (1 + len(DECODERS))
+    for prompt in prompts:
+        wait_until(lambda prompt=prompt: len(prompt.do(picture).keys) == kept)  # type: ignore[misc]
+        wait_until(lambda prompt=prompt: prompt.do(picture).pins == 0)  # type: ignore[misc]
+        if not rca:
+            again = CacheKey(prompt.cluster_id, 10 + DECODERS[0]), Use(f"rows of {prompt.cluster_id}"), 1
+            with pytest.raises(CacheNotFound):
+                decoders[0].do(call, "pull_cache", *again)
     caches.check()
 
 
-def test_auto_takes_shm_on_one_host_and_tcp_to_another(cluster: Cluster) -> None:
+def test_auto_takes_shm_on_one_host_and_tcp_to_another_and_a_forced_one_is_kept_or_refused(cluster: Cluster) -> None:
     first, second, *_ = cluster.hosts
     prompt = cluster.born(first, "PROMPT", 1)
     near, far = cluster.born(first, "DECODER", 2), cluster.born(second, "DECODER", 3)
-    for decoder in (near, far):
+    forced = cluster.born(first, "DECODER", 4, extra={"llm.Transport": "tcp"})
+    refused = cluster.born(second, "DECODER", 5, extra={"llm.Transport": "shm"})
+    for decoder in (near, far, forced):
         cluster.link(decoder, prompt)
         bytes_move_both_ways(decoder, prompt)
     assert {near.do(explained, 1).transport, prompt.do(explained, 2).transport} == {"shm"}
     over_tcp(far, prompt)
-
-
-def test_a_forced_transport_is_kept_or_refused_and_never_replaced(cluster: Cluster) -> None:
-    first, second, *_ = cluster.hosts
-    prompt = cluster.born(first, "PROMPT", 1)
-    near = cluster.born(first, "DECODER", 2, extra={"llm.Transport": "tcp"})
-    far = cluster.born(second, "DECODER", 3, extra={"llm.Transport": "shm"})
-    cluster.link(near, prompt)
-    bytes_move_both_ways(near, prompt)
-    assert near.do(explained, 1).transport == "tcp"
-    code, _ = far.do(link, [info(1, prompt.port, ip=first.address, local=second.address)])
+    assert forced.do(explained, 1).transport == "tcp"
+    code, _ = refused.do(link, [info(1, prompt.port, ip=first.address, local=second.address)])
     assert code is LLMStatusCode.LLM_LINK_FAILED
-    assert far.do(links) == {}
-    assert prompt.do(links).keys() == {2}
+    assert refused.do(links) == {}
+    assert prompt.do(links).keys() == {2, 3, 4}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from llm_datadist.errors import CacheNotFound, LLMException, NotLinked, PeerLost
+from llm_datadist.errors import CacheNotFound, PeerLost
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there
 from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
 
@@ -94,25 +94,3 @@ def test_r22_a_decoder_restarted_behind_a_cut_replaces_the_link_its_prompt_belie
         prompt.do(forget, name)
     pulls_move_new_bytes(prompt, again, 11)
     wait_until(lambda: prompt.do(picture).pins == before)
-
-
-def test_a_prompt_restarted_again_and_again_is_found_by_the_one_that_dials(cluster: Cluster) -> None:
-    home, far, *_ = cluster.hosts
-    decoder = cluster.born(far, "DECODER", 3, **PATIENT)
-    decoder.do(make, "rows", Spec(), 3)
-    port = 0
-    for life in range(3):
-        prompt = cluster.born(home, "PROMPT", 1, port=port)
-        assert prompt.port is not None
-        port = prompt.port
-        cluster.link(decoder, prompt)
-        rows = prompt.do(make, "rows", Spec(keys=(ROW,)), 100 + life)
-        target = decoder.do(show, "rows")
-        decoder.do(call, "pull_cache", ROW, Use("rows"), life)
-        same_bytes(decoder.do(show, "rows"), moved(target, rows, [(life, 0)]))
-        cluster.kill(prompt)
-        # Nothing says success any more, from the first call on.
-        with pytest.raises(LLMException) as caught:
-            decoder.do(call, "pull_cache", ROW, Use("rows"), 7)
-        assert isinstance(caught.value, (NotLinked, PeerLost)), caught.value
-        same_bytes(decoder.do(show, "rows"), moved(target, rows, [(life, 0)]))

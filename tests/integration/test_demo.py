@@ -9,7 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,7 +25,6 @@ COMMAND = (sys.executable, "-m", "llm_datadist.cli")
 # A forgotten close in the parent or in a role shows up on standard error.
 ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "always::ResourceWarning"}
 STARTED = re.compile(r" (\w+) +process (\d+) started")
-ORPHAN_WAIT_S = 30
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,10 +64,7 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     assert len(done.stdout.splitlines()) == 1
     result = last_object(done.stdout)
     workload = Workload()
-    assert result["ok"] is True
-    assert result["tokens_equal"] is True
-    assert result["kv_equal"] is True
-    assert result["error"] is None
+    assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
     assert len(result["tokens"]) == workload.generate == 32
     assert result["blocks"] == workload.prompt_blocks
     assert result["bytes"] == workload.prompt_blocks * workload.num_tensors * workload.block_bytes
@@ -104,19 +101,16 @@ def ran_and_ended(progress: str, roles: set[str]) -> None:
         assert step in progress
 
 
-def test_unknown_transport_is_refused_with_the_known_ones() -> None:
+def test_unknown_transport_is_refused_with_the_known_ones_and_the_version_is_told() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("llm-datadist")
     done = run("demo", "--json", "--transport", "pigeon")
     assert done.returncode == 2
     assert done.stdout == ""
     for text in ("pigeon", "auto", "shm", "inproc"):
         assert text in done.stderr
     assert not processes(done.stderr)
-
-
-def test_version() -> None:
-    done = run("--version")
-    assert done.returncode == 0
-    assert done.stdout.startswith("llm-datadist")
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -129,9 +123,9 @@ def test_without_the_extra_the_command_says_how_to_install_it(missing: str) -> N
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def demo() -> Iterator[subprocess.Popen[str]]:
-    """A demo that runs, in a process group of its own, with --json."""
+@contextmanager
+def running() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """A demo with --json whose roles have all started, in a process group of its own, and the processes by role."""
     with subprocess.Popen(
         [*COMMAND, "demo", "--json"],
         stdout=subprocess.PIPE,
@@ -139,51 +133,40 @@ def demo() -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=ENVIRONMENT,
         start_new_session=True,
-    ) as process:
-        yield process
-        process.kill()
+    ) as demo:
+        assert demo.stderr is not None
+        text = ""
+        while "decoder" not in (started := processes(text)):
+            line = demo.stderr.readline()
+            assert line, f"the decoder never started:\n{text}"
+            text += line
+        yield demo, started
+        demo.kill()
 
 
-def read_until_started(stderr: IO[str] | None, role: str) -> dict[str, int]:
-    """Read progress until ``role`` is started; return the processes started by then."""
-    assert stderr is not None
-    text = ""
-    for line in stderr:
-        text += line
-        if role in processes(text):
-            return processes(text)
-    raise AssertionError(f"{role} never started:\n{text}")
-
-
-def test_interrupt_leaves_no_process(demo: subprocess.Popen[str]) -> None:
-    started = read_until_started(demo.stderr, "decoder")
-    os.killpg(demo.pid, signal.SIGINT)
-    output, errors = demo.communicate(timeout=60)
-    assert demo.returncode == 130, errors
-    assert last_object(output)["error"] == "interrupted"
-    assert "Traceback" not in errors
-    for pid in started.values():
-        assert_gone(pid)
-
-
-def test_killed_demo_takes_its_processes_with_it(demo: subprocess.Popen[str]) -> None:
-    started = read_until_started(demo.stderr, "decoder")
-    demo.kill()
-    demo.wait(60)
-    for pid in started.values():
-        assert_gone(pid, ORPHAN_WAIT_S)
-
-
-@pytest.mark.parametrize("victim", ["prompt", "decoder"])
-def test_role_that_dies_fails_the_demo(demo: subprocess.Popen[str], victim: str) -> None:
-    started = read_until_started(demo.stderr, "decoder")
-    os.kill(started[victim], signal.SIGKILL)
-    output, errors = demo.communicate(timeout=60)
-    assert demo.returncode == 1, errors
+@pytest.mark.parametrize("victim", ["prompt", "decoder", None])
+def test_a_role_that_dies_and_an_interrupt_end_the_demo_and_leave_no_process(victim: str | None) -> None:
+    with running() as (demo, started):
+        if victim is None:
+            os.killpg(demo.pid, signal.SIGINT)
+        else:
+            os.kill(started[victim], signal.SIGKILL)
+        output, errors = demo.communicate(timeout=60)
     result = last_object(output)
-    assert result["ok"] is False
-    assert result["tokens_equal"] is None
-    assert result["error"].startswith(f"{victim}: the process ended with status -9")
-    assert result["error"] in errors
+    if victim is None:
+        assert (demo.returncode, result["error"]) == (130, "interrupted"), errors
+        assert "Traceback" not in errors
+    else:
+        assert (demo.returncode, result["ok"], result["tokens_equal"]) == (1, False, None), errors
+        assert result["error"].startswith(f"{victim}: the process ended with status -9")
+        assert result["error"] in errors
     for pid in started.values():
         assert_gone(pid)
+
+
+def test_killed_demo_takes_its_processes_with_it() -> None:
+    with running() as (demo, started):
+        demo.kill()
+        demo.wait(60)
+    for pid in started.values():
+        assert_gone(pid, 30)

@@ -97,11 +97,7 @@ def _run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=_environment(), check=False)
 
 
-def _ids(path: Path) -> str:
-    return path.stem
-
-
-@pytest.mark.parametrize("script", EXAMPLES, ids=_ids)
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_ends_well_and_says_what_it_did(script: Path) -> None:
     done = _run(script)
     # Where both ends unlink by force, the second one may see the first one go.
@@ -142,6 +138,8 @@ def test_the_roles_start_one_by_one_as_on_two_machines() -> None:
     assert ([end.returncode for end in ends], complaints) == ([0, 0], [])
     assert said[0][0].startswith(b"decoder: pushed")
     assert said[1][0].startswith(b"prompt: blocks 0 and 2")
+    alone = _run(EXAMPLES[0], "--role", "prompt")
+    assert (alone.returncode, "--role needs --meet" in alone.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +166,3 @@ def test_a_role_that_fails_fails_the_example_and_ends_the_others(tmp_path: Path,
     assert done.returncode == 1
     assert re.search(r"^wrong: FAILED: (waits|fails) ended with -?\d+$", done.stdout, re.MULTILINE), done.stdout
     assert complaint in done.stderr
-
-
-def test_a_role_needs_to_know_where_to_meet() -> None:
-    done = _run(EXAMPLES[0], "--role", "prompt")
-    assert done.returncode == 2
-    assert "--role needs --meet" in done.stderr

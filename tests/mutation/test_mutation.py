@@ -10,7 +10,6 @@ import pytest
 from tests.mutation.session import KILLED, SURVIVED, Session, compare
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 SOURCE = """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -38,7 +37,9 @@ def test_annotations_and_imports_for_type_checkers_are_no_mutants() -> None:
     assert sample == [each.key for each in mutants("m.py", SOURCE, operators, 3, 1)]
 
 
-def test_a_session_goes_on_where_it_ended_and_refuses_other_code(tmp_path: Path) -> None:
+def test_a_session_goes_on_where_it_ended_refuses_other_code_and_names_what_no_test_kills_any_more(
+    tmp_path: Path,
+) -> None:
     session = Session(tmp_path / "s")
     session.begin({"seed": 1})
     session.choose("m.py: a")
@@ -51,15 +52,12 @@ def test_a_session_goes_on_where_it_ended_and_refuses_other_code(tmp_path: Path)
     assert again.table().splitlines()[1].split() == ["m.py", "2", "0", "1", "0", "0", "1"]
     with pytest.raises(ValueError, match="take another file"):
         again.begin({"seed": 2})
-
-
-def test_a_mutant_that_no_test_kills_any_more_is_named(tmp_path: Path) -> None:
-    before, after = Session(tmp_path / "before"), Session(tmp_path / "after")
-    for session, outcomes in ((before, (KILLED, SURVIVED, KILLED)), (after, (SURVIVED, KILLED))):
-        for number, outcome in enumerate(outcomes):
-            session.add({"mutant": f"m.py: {number}", "stage": "unit", "outcome": outcome})
-    lost, summary = compare(before, after)
-    assert lost == ["m.py: 0"]
+    after = Session(tmp_path / "after")
+    for name, before, now in (("c", KILLED, SURVIVED), ("d", SURVIVED, KILLED)):
+        again.add({"mutant": f"m.py: {name}", "stage": "unit", "outcome": before})
+        after.add({"mutant": f"m.py: {name}", "stage": "unit", "outcome": now})
+    lost, summary = compare(again, after)
+    assert lost == ["m.py: c"]
     assert summary.startswith("2 mutants in both: 1 killed before survive now, 1 the other way; 1 only before, 0 only")
 
 
@@ -67,4 +65,4 @@ def test_what_the_plan_names_exists() -> None:
     modules = tomllib.loads((HERE / "plan.toml").read_text())["modules"]
     named = [f"src/llm_datadist/{module}" for module in modules]
     named += [test for stages in modules.values() for tests in stages.values() for test in tests]
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [name for name in named if not (HERE.parent.parent / name).exists()] == []

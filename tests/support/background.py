@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["Call", "ended", "in_background"]
-
 _SECONDS = 60.0
 
 
@@ -49,27 +47,25 @@ class Call:
         return self._result
 
 
-def _start(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """Start the call; return how often guards have been advanced before."""
-    before = _advances(world)
-    world.memory["background"] = Call(function, world, *args)
-    return before
+def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
+    world.memory[name] = Call(function, world, *args)
 
 
-def _advances(world: World) -> int:
-    """Return the sum of all generations: it grows when a guard is allocated, advanced or released."""
-    assert world.dd._engine is not None
-    guards = world.dd._engine.store.exports.guards
-    return sum(guards.load(slot) for slot in range(1, guards._next_fresh))
+def runs_there(world: World, name: str) -> bool:
+    """Return True while the call has not ended."""
+    call: Call = world.memory[name]
+    return call.thread.is_alive()
 
 
-def _join(world: World) -> Any:
-    return world.memory.pop("background").result()
+def result_there(world: World, name: str) -> Any:
+    """Return the result, or the exception."""
+    return world.memory.pop(name).outcome()
 
 
 def ended(world: World) -> bool:
-    """Return True when the call in the background is over."""
-    return not world.memory["background"].thread.is_alive()
+    """Return True when the call of :func:`in_background` is over."""
+    return not runs_there(world, "background")
 
 
 @contextmanager
@@ -77,11 +73,19 @@ def in_background(end: End, function: Callable[..., Any], *args: Any) -> Iterato
     """Run ``function(world, *args)`` at the end meanwhile.
 
     The block begins once it has made a guard void; its exception, if it has one, is raised at the end of the block.
-
     """
-    before = end.do(_start, function, args)
+    before = end.do(_advances)
+    end.do(begin_there, "background", function, *args)
     try:
         wait_until(lambda: end.do(_advances) > before)
         yield
     finally:
-        end.do(_join)
+        if isinstance(error := end.do(result_there, "background"), BaseException):
+            raise error
+
+
+def _advances(world: World) -> int:
+    """Return the sum of all generations: it grows when a guard is allocated, advanced or released."""
+    assert world.dd._engine is not None
+    guards = world.dd._engine.store.exports.guards
+    return sum(guards.load(slot) for slot in range(1, guards._next_fresh))

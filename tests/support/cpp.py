@@ -22,10 +22,10 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
-from tests.support.moves import Use, nothing_happens
+from tests.support.moves import Use, nothing_happens, same_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -37,36 +37,11 @@ if TYPE_CHECKING:
     #: What a failing call returns, parts of the text of its reason, and the call: method and arguments.
     Row = tuple[LLMStatusCode, Sequence[str], tuple[Any, ...]]
 
-__all__ = [
-    "BAD",
-    "DEVICE",
-    "GONE",
-    "HOST",
-    "OK",
-    "UNLINKED",
-    "Shape",
-    "addresses",
-    "all_unchanged",
-    "attempt",
-    "cluster",
-    "dist",
-    "host_memory",
-    "index",
-    "link",
-    "made",
-    "run",
-    "show",
-    "start",
-    "start_pair",
-    "unchanged",
-]
-
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 HOST, DEVICE = CachePlacement.kHost, CachePlacement.kDevice
-_POOL = '{"memory_size": 33554432, "page_shift": 12}'
 
 
 @dataclass(frozen=True)
@@ -89,20 +64,21 @@ class Shape:
 
 def start(
     world: World, role: LlmRole, cluster_id: int, transport: str, options: dict[str, str], device: Any = None
-) -> int | None:
+) -> int:
     """Initialise a fresh LlmDataDist with both pools; return its port. Of ``options`` an empty one is left out."""
+    pool = '{"memory_size": 33554432, "page_shift": 12}'
     every = {
         OPTION_DEVICE_ID: "0",
         OPTION_LISTEN_IP_INFO: "127.0.0.1:0",
         "llm.SyncKvCacheWaitTime": "10000",
-        "llm.MemPoolConfig": _POOL,
-        "llm.HostMemPoolConfig": _POOL,
+        "llm.MemPoolConfig": pool,
+        "llm.HostMemPoolConfig": pool,
         "llm.Transport": transport,
     } | options
     world.memory["dist"] = made = LlmDataDist(cluster_id, role, device=device)
     assert made.Initialize({key: value for key, value in every.items() if value}) is OK, made.last_error
     world.dd = made.datadist  # what World.stop ends and what pictures are taken of
-    return made.datadist.listen_port
+    return made.datadist.listen_port or 0
 
 
 def dist(world: World) -> LlmDataDist:
@@ -114,10 +90,8 @@ def start_pair(
     pair: Pair, *, linked: bool = True, transport: str | None = None, options: dict[str, str] | None = None
 ) -> int:
     """Start clusters 1 (kPrompt) and 2 (kDecoder), both listening; the decoder links. Return the prompt's port."""
-    raw = {f"llm.{name}": value for name, value in (options or {}).items()}
-    port = pair.prompt.do(start, LlmRole.kPrompt, 1, transport or pair.transport, raw)
-    pair.decoder.do(start, LlmRole.kDecoder, 2, transport or pair.transport, raw)
-    assert port is not None
+    port = pair.prompt.do(start, LlmRole.kPrompt, 1, transport or pair.transport, options or {})
+    pair.decoder.do(start, LlmRole.kDecoder, 2, transport or pair.transport, options or {})
     if linked:
         link(pair.decoder, 1, port)
     return port
@@ -131,48 +105,39 @@ def link(end: End, cluster_id: int, port: int) -> None:
     assert end.do(run, "LinkLlmClusters", [cluster(cluster_id, port)], 10_000) == (OK, [OK])
 
 
-def addresses(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    return [array.ctypes.data for array in arrays]
-
-
 def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes, one (rows, stride) array per tensor."""
-    cache = _allocated(world, shape) if shape.memory != "private" else _registered(world, name, shape)
-    if shape.memory == "inside":
-        world.memory[f"memory of {name}"] = cache
-        status, cache_id = dist(world).RegisterKvCache(shape.desc, cache.tensor_addrs)
-        assert cache_id is not None, dist(world).last_error
+    if shape.memory == "private":
+        addrs = _user_memory(world, name, shape)
+    else:
+        status, cache = dist(world).AllocateCache(shape.desc)
+        assert cache is not None, dist(world).last_error
         assert status is OK
-        cache = Cache(cache_id, cache.tensor_addrs, shape.desc)
-    world.memory[f"cache {name}"] = cache
-    random = np.random.default_rng(seed)
-    for view in _views(cache):
-        view[:] = random.integers(0, 256, view.shape, dtype=np.uint8)
-    return show(world, name)
-
-
-def _allocated(world: World, shape: Shape) -> Cache:
-    status, cache = dist(world).AllocateCache(shape.desc)
-    assert cache is not None, dist(world).last_error
-    assert status is OK
-    return cache
-
-
-def _registered(world: World, name: str, shape: Shape) -> Cache:
-    arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
-    world.memory[f"memory of {name}"] = arrays
-    status, cache_id = dist(world).RegisterKvCache(shape.desc, addresses(arrays))
+        if shape.memory == "pool":
+            return _filled(world, name, cache, seed)
+        world.memory[f"memory of {name}"], addrs = cache, cache.tensor_addrs
+    status, cache_id = dist(world).RegisterKvCache(shape.desc, addrs)
     assert cache_id is not None, dist(world).last_error
     assert status is OK
-    return Cache(cache_id, addresses(arrays), shape.desc)
+    return _filled(world, name, Cache(cache_id, addrs, shape.desc), seed)
 
 
 def host_memory(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Put host memory without an id behind a name: cache_id -1, cache_desc and tensor_addrs are all there is."""
-    random = np.random.default_rng(seed)
-    arrays = [random.integers(0, 2**31, (shape.rows, shape.width), dtype=np.int32) for _ in range(shape.tensors)]
+    return _filled(world, name, Cache(-1, _user_memory(world, name, shape), shape.desc), seed)
+
+
+def _user_memory(world: World, name: str, shape: Shape) -> list[int]:
+    arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
     world.memory[f"memory of {name}"] = arrays
-    world.memory[f"cache {name}"] = Cache(-1, addresses(arrays), shape.desc)
+    return [array.ctypes.data for array in arrays]
+
+
+def _filled(world: World, name: str, cache: Cache, seed: int) -> Bytes:
+    world.memory[f"cache {name}"] = cache
+    random = np.random.default_rng(seed)
+    for view in _views(cache):
+        view[:] = random.integers(0, 256, view.shape, dtype=np.uint8)
     return show(world, name)
 
 
@@ -195,62 +160,43 @@ def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
     return CacheIndex(world.dd.cluster_id, world.memory[f"cache {name}"].cache_id, batch_index)
 
 
-def run(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
+def run(world: World, method: str, *args: Any) -> Any:
     """Call a method; :class:`Use` arguments become caches of this end."""
     real = [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
-    return getattr(dist(world), method)(*real, **kwargs)
+    return getattr(dist(world), method)(*real)
 
 
-def attempt(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMStatusCode, str]:
+def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
     """Call a method; return its status and the text of the reason, which is kept for this thread."""
     before = dist(world).last_error
-    result = run(world, method, *args, **kwargs)
+    result = run(world, method, *args)
     status = result[0] if isinstance(result, tuple) else result
-    if isinstance(result, tuple) and status is not OK:
-        assert not result[1], f"{method} failed and returned {result}"
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
-    if status is not OK:
-        assert error is not None
-        assert error.__traceback__ is None
-        assert "\n" not in str(error)
-    return status, "" if status is OK else str(error)
+    if status is OK:
+        return status, ""
+    assert not isinstance(result, tuple) or not result[1], f"{method} failed and returned {result}"
+    assert error is not None
+    assert error.__traceback__ is None
+    assert "\n" not in str(error)
+    return status, str(error)
 
 
-def unchanged(
-    ends: Sequence[End],
-    names: Iterable[str],
-    status: LLMStatusCode,
-    parts: Sequence[str],
-    method: str,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """The first end's call returns ``status``, its reason holds ``parts``; tables and bytes are then as before."""
-    all_unchanged(ends, names, [(status, parts, (method, *args))], **kwargs)
-
-
-def all_unchanged(ends: Sequence[End], names: Iterable[str], rows: Sequence[Row], **kwargs: Any) -> None:
+def all_unchanged(ends: Sequence[End], names: Sequence[str], rows: Sequence[Row]) -> None:
     """Each call of the first end fails as its row says; after all of them tables and bytes are as before."""
-    names = tuple(names)
-    shown = [end.do(_shown, names) for end in ends]
+    shown = [{name: end.do(show, name) for name in names if end.do(_has, name)} for end in ends]
 
     def action() -> None:
         for status, parts, (method, *args) in rows:
-            got, text = ends[0].do(_attempt, method, tuple(args), kwargs)
+            got, text = ends[0].do(attempt, method, *args)
             assert got is status, f"{method}{args}: {got}: {text}"
             assert [part for part in parts if part not in text] == [], f"{method}{args}: {text}"
 
     nothing_happens(ends, (), action)
     for end, before in zip(ends, shown, strict=True):
         for name, old in before.items():
-            new = end.do(show, name)
-            assert all(np.array_equal(a, b) for a, b in zip(new, old, strict=True)), name
+            same_bytes(end.do(show, name), old)
 
 
-def _attempt(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LLMStatusCode, str]:
-    return attempt(world, method, *args, **kwargs)
-
-
-def _shown(world: World, names: tuple[str, ...]) -> dict[str, Bytes]:
-    return {name: show(world, name) for name in names if f"cache {name}" in world.memory}
+def _has(world: World, name: str) -> bool:
+    return f"cache {name}" in world.memory

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
     KvCache,
-    LLMRole,
     LLMStatusCode,
     Placement,
     TransferConfig,
 )
-from llm_datadist.cpp_api import OPTION_LISTEN_IP_INFO, CacheIndex, KvCacheExtParam, LlmRole
+from llm_datadist.cpp_api import CacheIndex, KvCacheExtParam, LlmRole
 from llm_datadist.errors import LLMException
-from tests.support import cpp
+from tests.support import cpp, linking
 from tests.support.cpp import HOST, Shape
 from tests.support.layers import Always
-from tests.support.linking import info
+from tests.support.memory import user_memory
 from tests.support.moves import Use, show
 from tests.support.v1 import POOL, kv_call, kv_make, kv_of
 from tests.support.world import fill, make_config
@@ -37,12 +34,9 @@ if TYPE_CHECKING:
 
     Answer = tuple[LLMStatusCode, str]
 
-__all__ = ["V1", "Cpp", "Dialect", "Layers"]
-
 OK = LLMStatusCode.LLM_SUCCESS
-LISTEN = "127.0.0.1:0"
 #: First and last layer here and there, tensors per layer.
-Layers = tuple[tuple[int, int], tuple[int, int], int]
+Layers = tuple[tuple[int, int], tuple[int, int], int] | None
 Pairs = list[tuple[int, int]]
 """(dst block, src block), as in :func:`tests.support.moves.moved`."""
 
@@ -52,100 +46,76 @@ class V1:
 
     timed_out = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
     full = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    gone = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
-    @staticmethod
-    def start(world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
-        settings = POOL | {"sync_kv_timeout": timeout, "enable_switch_role": True}
+    def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+        settings = POOL | {"sync_kv_timeout": timeout}
         if role == "PROMPT":
-            settings["listen_ip_info"] = LISTEN
-        transport = "auto" if transport == "shm" else transport  # raw addresses are written by cma
-        options = make_config(**settings, extra={"llm.Transport": transport})
-        return world.start(role, 1 if role == "PROMPT" else 2, options, device)
+            settings["listen_ip_info"] = "127.0.0.1:0"
+        extra = {"llm.Transport": "auto" if transport == "shm" else transport}  # raw addresses are written by cma
+        return world.start(role, 1 if role == "PROMPT" else 2, make_config(**settings, extra=extra), device)
 
-    @staticmethod
-    def link(world: World, cluster_id: int, port: int | None) -> Any:
-        return world.dd.link_clusters([info(cluster_id, port)], 10_000)
+    # The decoder, cluster 2, links to the prompt, cluster 1, and pulls; the prompt pushes.
 
-    @staticmethod
-    def unlink(world: World, cluster_id: int, port: int | None) -> Any:
-        return world.dd.unlink_clusters([info(cluster_id, port)], 10_000)
+    def link(self, world: World, port: int | None) -> Any:
+        return linking.link(world, [linking.info(1, port)])
 
-    @staticmethod
-    def switch(world: World, role: str, *, listen: bool = False) -> int | None:
-        world.dd.switch_role(LLMRole[role], {"llm.listenIpInfo": LISTEN} if listen else None)
-        return world.dd.listen_port
+    def unlink(self, world: World, port: int | None) -> Any:
+        return linking.unlink(world, [linking.info(1, port)])
 
-    @staticmethod
-    def make(world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
+    def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         key = BlocksCacheKey(world.dd.cluster_id, len(world.caches) + 1)
         keyed = paged and world.dd.listen_port is not None  # a decoder's caches have none
         desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32)
         return kv_make(world, name, desc, seed, blocks=paged, blocks_key=key if keyed else None)
 
-    @staticmethod
-    def host(world: World, name: str, shape: Shape, seed: int) -> Bytes:
+    def host(self, world: World, name: str, shape: Shape, seed: int) -> Bytes:
         """Host memory of the user."""
-        arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
         desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, Placement.HOST)
-        world.memory[f"memory of {name}"] = arrays
-        world.memory[f"kv {name}"] = cache = KvCache.create_cpu_cache(desc, [cpp.addresses(arrays)])
+        world.memory[f"kv {name}"] = cache = KvCache.create_cpu_cache(desc, [user_memory(world, name, desc)])
         world.caches[name] = cache._cache
         return fill(cache._cache, seed)
 
     show = staticmethod(show)
 
-    @staticmethod
-    def allocate(world: World, nbytes: int) -> Answer:
+    def allocate(self, world: World, nbytes: int) -> Answer:
         return _v1(world, "allocate_cache", CacheDesc(1, [1, nbytes], DataType.DT_UINT8))
 
-    @staticmethod
-    def deallocate(world: World, name: str) -> Answer:
+    def deallocate(self, world: World, name: str) -> Answer:
         return _v1(world, "deallocate_cache", Use(name))
 
-    @staticmethod
     def copy_row(
-        world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
+        self, world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
     ) -> Answer:
         return _v1(world, "copy_cache", Use(dst), Use(src), dst_row, src_row, offset, size)
 
-    @staticmethod
-    def copy_blocks(world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
+    def copy_blocks(self, world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
         copies = {source: [targets[at] for targets in lists] for at, source in enumerate(sources)}
         return _v1(world, "copy_blocks", Use(name), copies)
 
-    @staticmethod
-    def swap(world: World, src: str, dst: str, pairs: Pairs) -> Answer:
+    def swap(self, world: World, src: str, dst: str, pairs: Pairs) -> Answer:
         return _v1(world, "swap_blocks", Use(src), Use(dst), {source: target for target, source in pairs})
 
-    @staticmethod
     def pull_row(
-        world: World, peer: int, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers | None = None
+        self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
     ) -> Answer:
-        key = CacheKeyByIdAndIndex(peer, number, row)
+        key = CacheKeyByIdAndIndex(1, number, row)
         return _v1(world, "pull_cache", key, Use(name), to, size, **_ranges(layers))
 
-    @staticmethod
-    def pull_blocks(
-        world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers | None = None
-    ) -> Answer:
+    def pull_blocks(self, world: World, number: int, name: str, pairs: Pairs, layers: Layers = None) -> Answer:
         targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
-        return _v1(world, "pull_blocks", BlocksCacheKey(peer, number), Use(name), sources, targets, **_ranges(layers))
+        return _v1(world, "pull_blocks", BlocksCacheKey(1, number), Use(name), sources, targets, **_ranges(layers))
 
-    @staticmethod
-    def place(world: World, name: str, row: int) -> list[int]:
-        """What the other end has to know to push into a row: the addresses."""
+    def place(self, world: World, name: str, row: int) -> list[int]:
+        """What the other end has to know to push into a row: the addresses, or cache id and row."""
         cache = kv_of(world, name)
         return [address + row * cache.cache_desc.shape[1] * 4 for address in cache.per_device_tensor_addrs[0]]
 
-    @staticmethod
-    def push_row(world: World, name: str, row: int, peer: int, place: list[int]) -> Answer:
-        return _sent(world, name, TransferConfig(peer, place, None, row))
+    def push_row(self, world: World, name: str, row: int, place: list[int]) -> Answer:
+        return _sent(world, name, TransferConfig(2, place, None, row))
 
-    @staticmethod
-    def push_blocks(world: World, name: str, peer: int, place: list[int], pairs: Pairs) -> Answer:
+    def push_blocks(self, world: World, name: str, place: list[int], pairs: Pairs) -> Answer:
         sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
-        return _sent(world, name, TransferConfig(peer, place), sources, targets)
+        return _sent(world, name, TransferConfig(2, place), sources, targets)
 
 
 def _v1(world: World, method: str, *args: Any, **kwargs: Any) -> Answer:
@@ -163,7 +133,7 @@ def _sent(world: World, name: str, config: TransferConfig, *lists: list[int]) ->
     return status, ""
 
 
-def _ranges(layers: Layers | None) -> dict[str, Any]:
+def _ranges(layers: Layers) -> dict[str, Any]:
     if layers is None:
         return {}
     here, there, per_layer = layers
@@ -179,96 +149,66 @@ class Cpp:
 
     timed_out = LLMStatusCode.LLM_TIMEOUT
     full = LLMStatusCode.LLM_OUT_OF_MEMORY
-    gone = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
-    @staticmethod
-    def start(world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+    def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
         options = {"llm.SyncKvCacheWaitTime": str(timeout)}
-        return cpp.start(world, _ROLES[role], 1 if role == "PROMPT" else 2, transport, options, device)
+        made, cluster_id = (LlmRole.kPrompt, 1) if role == "PROMPT" else (LlmRole.kDecoder, 2)
+        return cpp.start(world, made, cluster_id, transport, options, device)
 
-    @staticmethod
-    def link(world: World, cluster_id: int, port: int | None) -> Any:
-        cluster = cpp.cluster(cluster_id, port or 0)
-        cluster.local_ip_infos.extend(cluster.remote_ip_infos)
-        return cpp.run(world, "LinkLlmClusters", [cluster], 10_000)
+    def link(self, world: World, port: int | None) -> Any:
+        return cpp.run(world, "LinkLlmClusters", [cpp.cluster(1, port or 0)], 10_000)
 
-    @staticmethod
-    def unlink(world: World, cluster_id: int, port: int | None) -> Any:
-        return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(cluster_id, port or 0)], 10_000)
+    def unlink(self, world: World, port: int | None) -> Any:
+        return cpp.run(world, "UnlinkLlmClusters", [cpp.cluster(1, port or 0)], 10_000)
 
-    @staticmethod
-    def switch(world: World, role: str, *, listen: bool = False) -> int | None:
-        options = {OPTION_LISTEN_IP_INFO: LISTEN} if listen else {}
-        assert cpp.attempt(world, "SetRole", _ROLES[role], options) == (OK, "")
-        return world.dd.listen_port
-
-    @staticmethod
-    def make(world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
+    def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         return cpp.made(world, name, shape, seed)  # serves as both
 
-    @staticmethod
-    def host(world: World, name: str, shape: Shape, seed: int) -> Bytes:
-        """Host memory of the user."""
+    def host(self, world: World, name: str, shape: Shape, seed: int) -> Bytes:
         return cpp.host_memory(world, name, Shape(shape.tensors, shape.rows, shape.width, HOST), seed)
 
     show = staticmethod(cpp.show)
 
-    @staticmethod
-    def allocate(world: World, nbytes: int) -> Answer:
+    def allocate(self, world: World, nbytes: int) -> Answer:
         return cpp.attempt(world, "AllocateCache", Shape(1, 1, nbytes // 4).desc)
 
-    @staticmethod
-    def deallocate(world: World, name: str) -> Answer:
+    def deallocate(self, world: World, name: str) -> Answer:
         return cpp.attempt(world, "DeallocateCache", world.memory[f"cache {name}"].cache_id)
 
-    @staticmethod
     def copy_row(
-        world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
+        self, world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
     ) -> Answer:
         return cpp.attempt(world, "CopyKvCache", Use(src), Use(dst), src_row, dst_row, offset, size)
 
-    @staticmethod
-    def copy_blocks(world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
+    def copy_blocks(self, world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
         return cpp.attempt(world, "CopyKvBlocks", Use(name), Use(name), sources, lists)
 
-    @staticmethod
-    def swap(world: World, src: str, dst: str, pairs: Pairs) -> Answer:
+    def swap(self, world: World, src: str, dst: str, pairs: Pairs) -> Answer:
         sources, targets = [source for _, source in pairs], [target for target, _ in pairs]
         return cpp.attempt(world, "CopyKvBlocks", Use(src), Use(dst), sources, [targets])
 
-    @staticmethod
     def pull_row(
-        world: World, peer: int, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers | None = None
+        self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
     ) -> Answer:
-        return cpp.attempt(world, "PullKvCache", CacheIndex(peer, number, row), Use(name), to, size, _ext(layers))
+        return cpp.attempt(world, "PullKvCache", CacheIndex(1, number, row), Use(name), to, size, _ext(layers))
 
-    @staticmethod
-    def pull_blocks(
-        world: World, peer: int, number: int, name: str, pairs: Pairs, layers: Layers | None = None
-    ) -> Answer:
+    def pull_blocks(self, world: World, number: int, name: str, pairs: Pairs, layers: Layers = None) -> Answer:
         targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
-        return cpp.attempt(world, "PullKvBlocks", CacheIndex(peer, number), Use(name), sources, targets, _ext(layers))
+        return cpp.attempt(world, "PullKvBlocks", CacheIndex(1, number), Use(name), sources, targets, _ext(layers))
 
-    @staticmethod
-    def place(world: World, name: str, row: int) -> CacheIndex:
-        """What the other end has to know to push into a row: cache id and row."""
+    def place(self, world: World, name: str, row: int) -> CacheIndex:
         return cpp.index(world, name, row)
 
-    @staticmethod
-    def push_row(world: World, name: str, row: int, peer: int, place: CacheIndex) -> Answer:
+    def push_row(self, world: World, name: str, row: int, place: CacheIndex) -> Answer:
         return cpp.attempt(world, "PushKvCache", Use(name), place, row)
 
-    @staticmethod
-    def push_blocks(world: World, name: str, peer: int, place: CacheIndex, pairs: Pairs) -> Answer:
+    def push_blocks(self, world: World, name: str, place: CacheIndex, pairs: Pairs) -> Answer:
         sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
         return cpp.attempt(world, "PushKvBlocks", Use(name), place, sources, targets)
 
 
-_ROLES = {"PROMPT": LlmRole.kPrompt, "DECODER": LlmRole.kDecoder, "MIX": LlmRole.kMix}
-
-
-def _ext(layers: Layers | None) -> KvCacheExtParam:
+def _ext(layers: Layers) -> KvCacheExtParam:
     return KvCacheExtParam() if layers is None else KvCacheExtParam(*layers)
 
 
-Dialect = type[V1] | type[Cpp]
+Dialect = V1 | Cpp

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.nursery import Forked, Nursery
 from tests.support.world import World, make_config
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
 
-__all__ = ["NURSERY", "ChildEnd", "End", "LocalEnd"]
-
 _ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
 R = TypeVar("R")
 
 
-class End(Protocol):
+class End:
     """What a test sees of one end."""
 
     cluster_id: int
@@ -33,36 +31,20 @@ class End(Protocol):
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
         """Call ``function(world, *args)`` at the end and return its result."""
-        ...
-
-    def start(self, role: str, cluster_id: int, **settings: Any) -> None:
-        """Initialise an LLMDataDist there; ``settings`` as :func:`tests.support.world.make_config`."""
-        ...
-
-    def stop(self) -> None:
-        """Finalize it, after checking every table."""
-        ...
-
-
-class _Started:
-    """The part that both kinds of ends share."""
-
-    cluster_id: int
-    port: int | None
-
-    def do(self, function: Callable[..., R], *args: Any) -> R:
         raise NotImplementedError
 
     def start(self, role: str, cluster_id: int, **settings: Any) -> None:
+        """Initialise an LLMDataDist there; ``settings`` as :func:`tests.support.world.make_config`."""
         device = settings.pop("device", None)
         self.cluster_id = cluster_id
         self.port = self.do(World.start, role, cluster_id, make_config(**settings), device)
 
     def stop(self) -> None:
+        """Finalize it, after checking every table."""
         self.do(World.stop)
 
 
-class LocalEnd(_Started):
+class LocalEnd(End):
     """A world in the test's own process."""
 
     def __init__(self, name: str) -> None:
@@ -73,7 +55,7 @@ class LocalEnd(_Started):
         return function(self.world, *args)
 
 
-class ChildEnd(_Started):
+class ChildEnd(End):
     """A world in a child process, which dies with this one (its pipe ends).
 
     ``prefix``: a command that becomes the one behind it, elsewhere. ``fresh``: an interpreter of its own; otherwise a
@@ -86,7 +68,7 @@ class ChildEnd(_Started):
         with theirs:
             forked = None if prefix or fresh else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
-                [*prefix, sys.executable, "-W", "error", "-m", "tests.support.child", name, str(theirs.fileno())],
+                [*prefix, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=_ROOT,
                 env=environment,

@@ -14,8 +14,6 @@ from tests.support.world import residue_of, settled_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Family", "one_family"]
-
 
 class Family:
     """The processes of one test. Survivors must have nothing left when they have finalized."""

@@ -20,19 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = [
-    "STEPS",
-    "Stopped",
-    "begin",
-    "count_messages",
-    "gated_call",
-    "open_there",
-    "releases",
-    "resolves",
-    "shut_there",
-    "stopped",
-    "watch_there",
-]
+__all__ = ["STEPS"]  # as if it were made here
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -46,20 +34,15 @@ class Stopped:
 
     def __init__(self, folder: Path, collect: Callable[[], Any]) -> None:
         self.gate = Gate(folder)
-        self._collect: Callable[[], Any] | None = collect
+        self._collect = collect
+        self.finished = False
 
     def finish(self) -> Any:
         """Let the call go on; return its result or raise what it raised."""
+        assert not self.finished
+        self.finished = True
         self.gate.open()
-        collect, self._collect = self._collect, None
-        assert collect is not None, "finished already"
-        return collect()
-
-    def collect_anyway(self) -> None:
-        """End the call after a test that failed before it did."""
-        if self._collect is not None:
-            with suppress(Exception):
-                self.finish()
+        return self._collect()
 
 
 @contextmanager
@@ -73,7 +56,9 @@ def stopped(
         call.gate.wait()
         yield call
     finally:
-        call.collect_anyway()
+        if not call.finished:  # the test has failed before
+            with suppress(Exception):
+                call.finish()
 
 
 def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,31 +25,13 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes, Spec
     from tests.support.world import World
 
-__all__ = [
-    "BOUND_MS",
-    "FAILED",
-    "INVALID",
-    "OK",
-    "Always",
-    "Gated",
-    "Outcome",
-    "addresses",
-    "begin",
-    "cache_id",
-    "keyed",
-    "make_both",
-    "outcome",
-    "raw",
-    "send",
-    "spanned",
-]
+    #: (destination offset, source offset, length)
+    Span = tuple[int, int, int]
 
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 BOUND_MS = 20_000
-
-Span = tuple[int, int, int]
 
 
 class Always(LayerSynchronizer):
@@ -65,6 +47,8 @@ class Always(LayerSynchronizer):
 
 class Gated(LayerSynchronizer):
     """Layer by layer the test says when it is ready, and what the synchronizer then does: return, or raise."""
+
+    task: Any
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -100,14 +84,6 @@ class Outcome:
     errors: list[str]
 
 
-@dataclass
-class Running:
-    """A task at an end, with its synchronizer, under a name in ``world.memory``."""
-
-    gates: Gated
-    task: Any = field(default=None)
-
-
 def outcome(task: Any, timeout_ms: int | None = BOUND_MS) -> Outcome:
     results, first = task.get_results(timeout_ms), task.synchronize(timeout_ms)
     return Outcome(results, first, ["" if error is None else f"{error!r}" for error in task.errors])
@@ -120,25 +96,34 @@ def send(world: World, name: str, configs: Sequence[Any], *blocks: Any) -> Outco
 
 def begin(world: World, name: str, configs: Sequence[Any], *blocks: Any) -> None:
     """Begin a transfer that waits for :func:`ready`."""
-    running = Running(Gated())
-    world.memory["transfer"] = running
-    running.task = world.cm.transfer_cache_async(world.caches[name], running.gates, list(configs), *blocks)
+    world.memory["transfer"] = gates = Gated()
+    gates.task = world.cm.transfer_cache_async(world.caches[name], gates, list(configs), *blocks)
 
 
-def ready(world: World, *layers: int, answer: object = True) -> None:
-    world.memory["transfer"].gates.open(*layers, answer=answer)
+def transfer(world: World) -> Gated:
+    """Return the synchronizer of the transfer that was begun, with its task."""
+    gates: Gated = world.memory["transfer"]
+    return gates
+
+
+def ready(world: World, *layers: int) -> None:
+    transfer(world).open(*layers)
+
+
+def answer(world: World, layer: int, value: object) -> None:
+    transfer(world).open(layer, answer=value)
 
 
 def wait_asked(world: World, layer: int) -> None:
-    world.memory["transfer"].gates.wait_asked(layer)
+    transfer(world).wait_asked(layer)
 
 
 def finish(world: World) -> Outcome:
-    return outcome(world.memory["transfer"].task)
+    return outcome(transfer(world).task)
 
 
 def asked(world: World) -> list[int]:
-    return list(world.memory["transfer"].gates.asked)
+    return transfer(world).asked
 
 
 def addresses(world: World, name: str) -> list[int]:

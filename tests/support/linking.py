@@ -1,5 +1,4 @@
-"""What the link tests send to an end: linking and unlinking by plain numbers, states, proof that a link works,
-and calls in the background of an end, which goes on answering meanwhile."""
+"""What the link tests send to an end: linking and unlinking by plain numbers, states, proof that a link works."""
 
 from __future__ import annotations
 
@@ -11,55 +10,21 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.background import Call
+from tests.support.background import begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.world import cluster_info as info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = [
-    "SUCCESS",
-    "alone",
-    "begin_there",
-    "bytes_move_both_ways",
-    "explain",
-    "finalize",
-    "free_port",
-    "info",
-    "link",
-    "link_number",
-    "link_when",
-    "links",
-    "not_linked",
-    "redials",
-    "result_there",
-    "runs_there",
-    "start_both",
-    "unlink",
-]
+__all__ = ["begin_there", "info", "result_there", "runs_there"]  # as if they were made here
 
 OK = LLMStatusCode.LLM_SUCCESS
 SUCCESS = (OK, [OK])
 Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
-
-
-def info(
-    cluster_id: int | None, *ports: int | None, ip: str = "127.0.0.1", local: str | None = "127.0.0.1"
-) -> LLMClusterInfo:
-    """Return a cluster info with one remote endpoint per port; None for an id or an address that is left out."""
-    cluster = LLMClusterInfo()
-    if cluster_id is not None:
-        cluster.remote_cluster_id = cluster_id
-    if local is not None:
-        cluster.append_local_ip_info(local, 0)
-    for port in ports:
-        assert port is not None
-        cluster.append_remote_ip_info(ip, port)
-    return cluster
 
 
 def link(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000) -> Codes:
@@ -155,19 +120,3 @@ def bytes_move_both_ways(first: End, second: End) -> None:
         same_bytes(there.do(show, "proof source"), source)
         there.do(forget, "proof source")
         here.do(forget, "proof target")
-
-
-def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
-    world.memory[name] = Call(function, world, *args)
-
-
-def runs_there(world: World, name: str) -> bool:
-    """Return True while the call has not ended."""
-    call: Call = world.memory[name]
-    return call.thread.is_alive()
-
-
-def result_there(world: World, name: str) -> Any:
-    """Return the result, or the exception."""
-    return world.memory.pop(name).outcome()

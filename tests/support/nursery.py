@@ -4,7 +4,7 @@ An interpreter that imports all of it takes half a second of a processor, a fork
 kill an end and need another one. It has one thread and never an LLMDataDist of its own. The pools of two of its
 children lie at different addresses, as in any two processes: each child begins with a gap of a random size.
 
-``python -m tests.support.nursery FD`` is the nursery itself.
+``python -m tests.support.nursery FD`` is the nursery itself, with a name before FD a child end of its own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import subprocess
 import sys
 import warnings
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from multiprocessing.connection import Connection
 from pathlib import Path
 from secrets import randbelow
 from typing import TYPE_CHECKING, Final
 
-from tests.support.serving import serve
+from tests.support.world import World, residue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-__all__ = ["Forked", "Nursery"]
 
 _ROOT = Path(__file__).parent.parent.parent
 _REQUEST_BYTES: Final = 1 << 16
@@ -136,6 +135,26 @@ class Nursery:
             self._process.wait()
 
 
+def _serve(name: str, fd: int) -> None:
+    """A child's main loop: call what comes, until the pipe ends."""
+    world = World(name)
+    pipe = Connection(fd)
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(world, *args))
+        except BaseException as error:  # noqa: BLE001 (carried to the test)
+            answer = (False, error)
+        pipe.send(answer)
+    world.stop()
+    assert residue()["memfd mappings"] == 0
+
+
 def _main(control: socket.socket) -> None:
     """Fork what is asked for, and say how each ended, until the test's side is gone."""
     _import(_FIRST)
@@ -160,7 +179,7 @@ def _main(control: socket.socket) -> None:
                     each.close()
                 for handle in waiting:
                     os.close(handle)
-                serve(name, pipe)
+                _serve(name, pipe)
                 return  # and end as any interpreter does
             os.close(pipe)
             handle = os.pidfd_open(pid)
@@ -203,5 +222,8 @@ def _import(modules: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as from_the_test:
-        _main(from_the_test)
+    if len(sys.argv) == 3:
+        _serve(sys.argv[1], int(sys.argv[2]))
+    else:
+        with socket.socket(fileno=int(sys.argv[1])) as from_the_test:
+            _main(from_the_test)

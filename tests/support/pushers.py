@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llm_datadist import BlocksCacheKey
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
-from tests.support.moves import Spec, Use, call, make
+from tests.support.moves import Spec, Use, make
 from tests.support.world import World, cluster_info, residue, settled
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ __all__ = [
     "Pushed",
     "both",
     "freeze",
-    "freeze_in_a_write",
-    "push_for_ever",
     "pushed_over",
     "quarantined",
     "small_pool",
@@ -85,26 +83,6 @@ def quarantined(world: World) -> int:
     statistics = world.dd.statistics()
     assert sum(pool.quarantined_bytes for pool in statistics.pools) == statistics.quarantined_bytes
     return statistics.quarantined_bytes
-
-
-def push_for_ever(world: World, blocks: int) -> str:
-    """Push all blocks again and again until that fails; return the name of the error's class."""
-    everything = list(range(blocks))
-    try:
-        while True:
-            call(world, "push_blocks", KEY, Use("kv"), everything, everything)
-    except Exception as error:  # noqa: BLE001 (told to the test)
-        return type(error).__name__
-
-
-def freeze_in_a_write(pushed: Pushed, name: str) -> None:
-    """Stop the pusher, which pushes for ever, while it is inside a copy into a cache of the owner."""
-    for _ in range(1000):
-        freeze(pushed.pusher)
-        if pushed.owner.do(writing, name):
-            return
-        pushed.pusher.signal(signal.SIGCONT)
-    raise AssertionError("never found inside a copy")
 
 
 @contextmanager

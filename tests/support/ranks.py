@@ -23,30 +23,8 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = [
-    "FAILED",
-    "OK",
-    "PREPARING",
-    "SECONDS",
-    "Meeting",
-    "drop",
-    "explained",
-    "finalize_and_init",
-    "host",
-    "join",
-    "join_all",
-    "joined",
-    "new_name",
-    "settle",
-    "start_two",
-    "status",
-    "table",
-]
-
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
 _numbers = itertools.count(1)
-
-
 #: What no test waits for.
 SECONDS: Final = {"link_total_time": 60}
 
@@ -126,12 +104,6 @@ def explained(world: World, comm_id: int) -> CommunicatorStatistics:
     return world.dd.explain_communicator(comm_id)
 
 
-def join_all(ends: Iterable[End], name: str | None = None, rank_table: str | None = None) -> list[int]:
-    """Let every end call ``link()``, in this order; return the communicators' ids."""
-    ends = list(ends)
-    return Meeting(tuple(end.cluster_id for end in ends), name or new_name(), rank_table or "").join(*ends)
-
-
 def settle(ends: Iterable[End], comm_ids: Sequence[int], seconds: float = 20.0) -> list[RegisterMemStatus]:
     """Wait until every end's communicator is decided; return how."""
     pairs = list(zip(ends, comm_ids, strict=True))
@@ -140,7 +112,7 @@ def settle(ends: Iterable[End], comm_ids: Sequence[int], seconds: float = 20.0) 
 
 
 def joined(*ends: End) -> list[int]:
-    """Join all of them, and see them become OK."""
-    comm_ids = join_all(ends)
+    """Let every end call ``link()``, in this order, and see all become OK; return the communicators' ids."""
+    comm_ids = Meeting(tuple(end.cluster_id for end in ends)).join(*ends)
     assert settle(ends, comm_ids) == [OK] * len(ends), [e.do(explained, c) for e, c in zip(ends, comm_ids, strict=True)]
     return comm_ids

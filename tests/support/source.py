@@ -6,8 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGE", "ROOT", "SOURCE", "modules"]
-
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "llm_datadist"
 SOURCE: Final = ROOT / "src" / PACKAGE

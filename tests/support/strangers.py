@@ -10,20 +10,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    PREAMBLE_BYTES,
-    PROTOCOL_VERSION,
-    Hello,
-    Linked,
-    Message,
-    TransportChoice,
-    Welcome,
-    decode,
-    frame,
-)
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport import exchange_memory
@@ -32,9 +21,7 @@ from llm_datadist._transport.lanes import LANE_PREAMBLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Stranger", "listener", "silent_port"]
-
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0
 
 
@@ -45,8 +32,13 @@ class Stranger:
     """
 
     def __init__(
-        self, port: int, cluster_id: int = 66, incarnation: bytes | None = None, known: PeerSecrets | None = None
+        self,
+        port: int | None,
+        cluster_id: int = 66,
+        incarnation: bytes | None = None,
+        known: PeerSecrets | None = None,
     ) -> None:
+        assert port is not None
         self.known = PeerSecrets() if known is None else known
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
@@ -54,9 +46,9 @@ class Stranger:
         self._parser = FrameParser()
         self._guards: GuardTable | None = None
 
-    def say(self, *what: bytes | Message) -> None:
+    def say(self, *what: bytes | wire.Message) -> None:
         """Send bytes as they are, messages as frames."""
-        self.sock.sendall(b"".join(each if isinstance(each, bytes) else frame(each) for each in what))
+        self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
 
     def hear(self, kind: type[M]) -> M:
         """Return the next message of a kind; others are skipped."""
@@ -65,7 +57,7 @@ class Stranger:
                 data = self.sock.recv(65536)
                 assert data, f"hung up on while waiting for {kind.__name__}"
                 self._parser.feed(data)
-            message = decode(payload)
+            message = wire.decode(payload)
             if isinstance(message, kind):
                 return message
 
@@ -78,12 +70,12 @@ class Stranger:
             return True
         return True
 
-    def hello(self, **changes: object) -> Hello:
+    def hello(self, **changes: object) -> wire.Hello:
         """Return a Hello without fault, but for the changes."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
         fields = {
-            "version": PROTOCOL_VERSION,
+            "version": wire.PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
             "incarnation": self.incarnation,
             "remote_accessible": False,
@@ -97,21 +89,21 @@ class Stranger:
             "nonce": bytes(16),
             "credentials": b"",
         }
-        return Hello(**(fields | changes))  # type: ignore[arg-type]
+        return wire.Hello(**(fields | changes))  # type: ignore[arg-type]
 
     def link(self, sequence: int = 1) -> None:
         """Become linked over shm, properly."""
         hello = self.hello()
-        self.say(CONTROL_PREAMBLE, hello)
-        welcome = self.hear(Welcome)
+        self.say(wire.CONTROL_PREAMBLE, hello)
+        welcome = self.hear(wire.Welcome)
         assert self._guards is not None
         exports = Exports(self.incarnation, {}, self._guards, writable=False)
         exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
         transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
         proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
         share = b"" if proof else new_share()
-        self.say(TransportChoice("shm", "a stranger's reason", sequence, proof=proof, share=share))
-        linked = self.hear(Linked)
+        self.say(wire.TransportChoice("shm", "a stranger's reason", sequence, proof=proof, share=share))
+        linked = self.hear(wire.Linked)
         if share:
             self.known.agree(welcome.incarnation, share, linked.share, transcript)
 
@@ -156,7 +148,7 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
                 thread.join()
 
 
-def read_hello(sock: socket.socket) -> Hello:
+def read_hello(sock: socket.socket) -> wire.Hello:
     """Read the preamble and the Hello of a peer that dials a listener of the test."""
     data = b""
     parser = FrameParser()
@@ -165,14 +157,14 @@ def read_hello(sock: socket.socket) -> Hello:
         assert more
         if data.startswith(LANE_PREAMBLE):
             raise ConnectionAbortedError("a data lane: these listeners have none")
-        if len(data) > PREAMBLE_BYTES:
-            assert data[:PREAMBLE_BYTES] == CONTROL_PREAMBLE
-            parser.feed(data[PREAMBLE_BYTES:])
+        if len(data) > wire.PREAMBLE_BYTES:
+            assert data[: wire.PREAMBLE_BYTES] == wire.CONTROL_PREAMBLE
+            parser.feed(data[wire.PREAMBLE_BYTES :])
             break
     while (payload := parser.take()) is None:
         parser.feed(sock.recv(65536))
-    hello = decode(payload)
-    assert isinstance(hello, Hello)
+    hello = wire.decode(payload)
+    assert isinstance(hello, wire.Hello)
     return hello
 
 

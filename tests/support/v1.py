@@ -18,28 +18,14 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-__all__ = [
-    "DIRECT",
-    "POOL",
-    "desc",
-    "gated_call_v1",
-    "kv_call",
-    "kv_id",
-    "kv_make",
-    "kv_of",
-    "kv_properties",
-    "start_end",
-    "start_v1",
-]
-
 #: Settings of ``make_config``: v1 mode, with a pool and without any.
 POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}
 DIRECT: dict[str, Any] = POOL | {"mem_pool_cfg": None}
 
 
-def start_v1(pair: Pair, *, linked: bool = True, **settings: Any) -> None:
-    """Start a PROMPT and a DECODER in v1 mode."""
-    pair.start(linked=linked, **(POOL | settings))
+def start_v1(pair: Pair, **settings: Any) -> None:
+    """Start a PROMPT and a DECODER in v1 mode, linked."""
+    pair.start(**(POOL | settings))
 
 
 def desc(tensors: int = 4, rows: int = 8, stride: int = 48) -> CacheDesc:
@@ -57,7 +43,7 @@ def kv_make(
 ) -> Bytes:
     """Allocate a cache and fill every byte of it; return the bytes."""
     manager = world.dd.kv_cache_manager
-    if blocks or blocks_key is not None:
+    if blocks:
         cache = manager.allocate_blocks_cache(cache_desc, blocks_key)
     else:
         cache = manager.allocate_cache(cache_desc, list(keys))
@@ -70,10 +56,6 @@ def kv_of(world: World, name: str) -> KvCache:
     cache = world.memory[f"kv {name}"]
     assert isinstance(cache, KvCache)
     return cache
-
-
-def kv_id(world: World, name: str) -> int:
-    return kv_of(world, name).cache_id
 
 
 def kv_properties(world: World, name: str) -> tuple[int, list[list[int]]]:

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist.cache_manager import CacheManager
 
-__all__ = [
-    "World",
-    "baseline",
-    "cluster_info",
-    "fill",
-    "make_config",
-    "read",
-    "residue",
-    "residue_of",
-    "settled",
-    "settled_of",
-]
-
 
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings."""
@@ -86,14 +73,19 @@ class World:
         self.memory.clear()
 
 
-def cluster_info(cluster_id: int | None, port: int) -> LLMClusterInfo:
-    """Return what link_clusters needs to reach a listener on loopback."""
-    info = LLMClusterInfo()
+def cluster_info(
+    cluster_id: int | None, *ports: int | None, ip: str = "127.0.0.1", local: str | None = "127.0.0.1"
+) -> LLMClusterInfo:
+    """Return a cluster info with one remote endpoint per port; None for an id or an address that is left out."""
+    cluster = LLMClusterInfo()
     if cluster_id is not None:
-        info.remote_cluster_id = cluster_id
-    info.append_local_ip_info("127.0.0.1", 0)
-    info.append_remote_ip_info("127.0.0.1", port)
-    return info
+        cluster.remote_cluster_id = cluster_id
+    if local is not None:
+        cluster.append_local_ip_info(local, 0)
+    for port in ports:
+        assert port is not None
+        cluster.append_remote_ip_info(ip, port)
+    return cluster
 
 
 def fill(cache: Cache, seed: int) -> list[NDArray[np.uint8]]:
@@ -116,7 +108,6 @@ def baseline() -> dict[str, Any]:
 
     What is imported or kept between tests is not the test's; every later look would go through it again, which costs
     more than most tests do. What the test itself makes stays in sight.
-
     """
     found = residue()
     gc.freeze()
@@ -150,14 +141,10 @@ def residue() -> dict[str, Any]:
     }
 
 
-# The same two as an end calls them: ``end.do(residue_of)``.
-
-
 def residue_of(world: World) -> dict[str, Any]:
-    """Return :func:`residue` of the process of an end."""
+    """:func:`residue` as an end calls it: ``end.do(residue_of)``."""
     return residue()
 
 
 def settled_of(world: World, before: dict[str, Any]) -> dict[str, Any]:
-    """Return :func:`settled` of the process of an end."""
     return settled(before)

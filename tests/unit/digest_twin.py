@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["digest", "standing"]
-
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _STRIPE = 1024

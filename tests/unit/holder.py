@@ -16,8 +16,6 @@ from llm_datadist._native import Tensors
 if TYPE_CHECKING:
     from . import twin
 
-__all__ = ["Holder"]
-
 MEMORY = 24 << 20  # private memory of the other process
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -49,25 +47,16 @@ while True:
 
 
 class Holder:
-    """Another process with private memory, filled and shown by itself.
-
-    Attributes:
-        address: Of its memory, :data:`MEMORY` bytes.
-        edge: An address from which on nothing is mapped, with a page before it.
-    """
+    """Another process: private memory at ``address``; from ``edge`` on nothing is mapped, with a page before it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", HOLDER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-            )
+            fd = theirs.fileno()
+            self.process = subprocess.Popen([sys.executable, "-c", HOLDER, str(fd)], pass_fds=[fd])
+        self.pid = self.process.pid
         self._pipe = Connection(ours.detach())
         self.address, self.edge = self._pipe.recv()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     def fill(self, data: twin.Bytes) -> None:
         self._ask("fill", data.tobytes())

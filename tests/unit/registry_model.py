@@ -87,8 +87,6 @@ class Model:
     bindings: list[Binding] = field(default_factory=list)
     pins: dict[int, Pin] = field(default_factory=dict)
 
-    # --- questions -------------------------------------------------------------------------------------------------
-
     def keys(self, cache: Cache) -> list[Binding]:
         return [b for b in self.bindings if b.bound and b.cache is cache]
 
@@ -121,16 +119,12 @@ class Model:
         cache = self.at(cache_id)
         return None if cache is None or row >= cache.rows else (cache, row, self.of_row(cache, row))
 
-    # --- what must be true of the guards ---------------------------------------------------------------------------
-
     def expected(self) -> tuple[set[str], set[str], set[str]]:
         """Names of the storages that are freed, of the guards that are retired, and of those that are void."""
         freed = {c.name for c in self.caches.values() if self.freed(c)}
         retired = freed | {b.name for b in self.bindings if not b.bound and not self.readers(b)}
         void = retired | {c.name for c in self.caches.values() if c.withdrawn}
         return freed, retired, void | {b.name for b in self.bindings if b.void}
-
-    # --- events ----------------------------------------------------------------------------------------------------
 
     def add(self, cache_id: int, cache: Cache, keys: list[tuple[Key, int, str]]) -> None:
         self.caches[cache_id] = cache

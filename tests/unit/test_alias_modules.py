@@ -20,77 +20,45 @@ from tests.support.source import ROOT, SOURCE
 
 pytestmark = pytest.mark.covers(
     "__all__",
-    "__getattr__",
-    "_find_caller",
-    "_shutdown_handler",
-    "kFailed",
-    "kSuccess",
-    "llm_datadist.configs",
-    "llm_datadist.data_type",
-    "llm_datadist.status",
-    "llm_datadist.utils.log",
-    "llm_datadist.utils.utils",
-    "llm_datadist.v2.cache_manager",
-    "llm_datadist.v2.config",
-    "llm_datadist.v2.llm_datadist",
-    "llm_datadist.v2.llm_types",
-    "llm_datadist.v2.llm_utils",
+    "llm_datadist.*",
     "llm_datadist_v1",
     "llm_datadist_wrapper",
     "trans_str_ip",
-    "v2_list",
     "LLMDataDist.kv_cache_manager",
     "compat.check_positive_or_set_default",
 )
 
-#: Path -> what must be importable from it, and the module of the same name here.
+#: Path -> the modules here, and what of each must be importable from it.
 PATHS: Final = {
     "llm_datadist.configs": {
-        "LlmConfig": "llm_datadist.config",
-        "LLMConfig": "llm_datadist.config",
-        "LLMRole": "llm_datadist",
-        "LLMClusterInfo": "llm_datadist",
-        "trans_str_ip": "llm_datadist.types.cluster",
+        "llm_datadist.config": "LlmConfig LLMConfig",
+        "llm_datadist": "LLMRole LLMClusterInfo",
+        "llm_datadist.types.cluster": "trans_str_ip",
     },
     "llm_datadist.status": {
-        "LLMException": "llm_datadist",
-        "LLMStatusCode": "llm_datadist",
-        "Status": "llm_datadist",
-        "code_2_status": "llm_datadist.errors",
-        "handle_llm_status": "llm_datadist.compat",
-        "raise_if_false": "llm_datadist.compat",
-        "raise_if_true": "llm_datadist.compat",
+        "llm_datadist": "LLMException LLMStatusCode Status",
+        "llm_datadist.errors": "code_2_status",
+        "llm_datadist.compat": "handle_llm_status raise_if_false raise_if_true",
     },
-    "llm_datadist.data_type": {"DataType": "llm_datadist"},
+    "llm_datadist.data_type": {"llm_datadist": "DataType"},
     "llm_datadist.utils.utils": {
-        **{
-            f"check_{kind}": "llm_datadist._checks"
-            for kind in ("uint64", "uint32", "uint16", "uint8", "int64", "int32")
-        },
-        "check_isinstance": "llm_datadist.compat",
-        "check_dict": "llm_datadist.compat",
-        "check_list_uint64": "llm_datadist.compat",
-        "check_list_int32": "llm_datadist.compat",
-        "check_positive_or_set_default": "llm_datadist.compat",
+        "llm_datadist._checks": "check_uint64 check_uint32 check_uint16 check_uint8 check_int64 check_int32",
+        "llm_datadist.compat": "check_isinstance check_dict check_list_uint64 check_list_int32 "
+        "check_positive_or_set_default",
     },
     "llm_datadist.v2.llm_types": {
-        "RegisterMemStatus": "llm_datadist",
-        "Cache": "llm_datadist",
-        "TransferWithCacheKeyConfig": "llm_datadist",
-        "PushType": "llm_datadist.types.enums",
-        "check_layer_range": "llm_datadist.compat",
+        "llm_datadist": "RegisterMemStatus Cache TransferWithCacheKeyConfig",
+        "llm_datadist.types.enums": "PushType",
+        "llm_datadist.compat": "check_layer_range",
     },
-    "llm_datadist.v2.llm_datadist": {
-        "LLMDataDist": "llm_datadist",
-        "_shutdown_handler": "llm_datadist.datadist",
-    },
+    "llm_datadist.v2.llm_datadist": {"llm_datadist": "LLMDataDist", "llm_datadist.datadist": "_shutdown_handler"},
     "llm_datadist.v2.llm_utils": {
-        "layer_range_to_tensor_indices": "llm_datadist.compat",
-        "parse_listen_ip_info": "llm_datadist.config",
+        "llm_datadist.compat": "layer_range_to_tensor_indices",
+        "llm_datadist.config": "parse_listen_ip_info",
     },
-    "llm_datadist.v2.cache_manager": {"CacheManager": "llm_datadist.cache_manager"},
-    "llm_datadist.v2.config": {"Options": "llm_datadist.config"},
-    "llm_datadist_v1": dict.fromkeys(("KvCacheManager", "KvCache", "Tensor", "TensorDesc"), "llm_datadist"),
+    "llm_datadist.v2.cache_manager": {"llm_datadist.cache_manager": "CacheManager"},
+    "llm_datadist.v2.config": {"llm_datadist.config": "Options"},
+    "llm_datadist_v1": {"llm_datadist": "KvCacheManager KvCache Tensor TensorDesc"},
 }
 
 #: A fork for each path, before anything of the library is imported: which of them cannot be imported first?
@@ -110,8 +78,9 @@ for path in sys.argv[1:]:
 def test_r23_a_documented_path_has_the_very_same_object() -> None:
     wrong = [
         f"{path}.{name}"
-        for path, names in PATHS.items()
-        for name, home in names.items()
+        for path, homes in PATHS.items()
+        for home, names in homes.items()
+        for name in names.split()
         if getattr(import_module(path), name) is not getattr(import_module(home), name)
     ]
     assert wrong == []

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers("PageAllocator")
 
-KIB = 1 << 10
-PAGES = 32
+KIB, PAGES = 1 << 10, 32
 
 
 def test_i6_sizes_are_rounded_up_to_pages_and_the_capacity_down() -> None:
@@ -27,6 +26,12 @@ def test_i6_sizes_are_rounded_up_to_pages_and_the_capacity_down() -> None:
     assert (allocator.used_bytes, allocator.free_bytes, allocator.live) == (5 * KIB, 5 * KIB, 4)
     allocator.check_integrity()
     assert PageAllocator(1, 0).allocate(1) == 0
+    allocator = PageAllocator(64 << 20, 16)
+    allocator.allocate(12 << 20)
+    assert repr(allocator) == (
+        "<PageAllocator 64.0 MiB in pages of 65536 bytes: 1 live, 12.0 MiB used, largest hole 52.0 MiB>"
+    )
+    assert format_mib(12_582_912 + 524_288) == "12.5 MiB"
 
 
 def test_wrong_numbers_are_errors_and_change_nothing() -> None:
@@ -46,15 +51,6 @@ def test_wrong_numbers_are_errors_and_change_nothing() -> None:
             allocator.free(offset)
     assert repr(allocator) == before
     allocator.check_integrity()
-
-
-def test_repr_shows_the_whole_state() -> None:
-    allocator = PageAllocator(64 << 20, 16)
-    allocator.allocate(12 << 20)
-    assert repr(allocator) == (
-        "<PageAllocator 64.0 MiB in pages of 65536 bytes: 1 live, 12.0 MiB used, largest hole 52.0 MiB>"
-    )
-    assert format_mib(12_582_912 + 524_288) == "12.5 MiB"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from llm_datadist._transfer.arguments import ARGUMENTS, check
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import NoneArgument, ParamError
 
-CALLS = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
 
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "copy_cache", "copy_blocks", "swap_blocks"]
+)
 def test_both_forms_show_the_same_parameters_and_their_own_result(name: str) -> None:
     call, awaited = getattr(CacheManager, name), getattr(CacheManager, f"{name}_async")
     now, later = inspect.signature(call), inspect.signature(awaited)

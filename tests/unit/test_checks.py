@@ -1,10 +1,11 @@
-"""The argument checks: what passes unchanged, and what only these functions reach (interface R1, §1.3).
+"""The argument checks, ours and those that code for the original imports (interface R1, §1.3).
 
-What they refuse, and what the message says: the tables of tests/api/test_bad_input_calls.py and its kin.
+What ours refuse in every call: the tables of tests/api/test_bad_input_calls.py and its kin.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import pytest
 
 from llm_datadist import _checks as checks
 from llm_datadist._checks import (
-    check_dict,
     check_int,
     check_list,
     check_range,
@@ -23,49 +23,56 @@ from llm_datadist._checks import (
     check_uint64_list,
     is_digits,
 )
-from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
+from llm_datadist.status import handle_llm_status, raise_if_false, raise_if_true
+from llm_datadist.utils import utils
+from llm_datadist.utils.utils import check_dict, check_isinstance, check_positive_or_set_default
+from llm_datadist.v2.llm_types import check_layer_range
+from llm_datadist.v2.llm_utils import layer_range_to_tensor_indices
+from tests.support.refusals import NONE, RULE, TYPE, Spec, bad, integer, refuse_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.covers(
-    "check_int32",
-    "check_int64",
-    "check_uint16",
-    "check_uint32",
-    "check_uint64",
-    "check_uint64_list",
-    "check_uint8",
-    "errors.ParamError",
-)
+pytestmark = pytest.mark.covers("compat: *", "errors.ParamError")
+
+WIDTHS = {
+    "uint64": (0, 2**64 - 1),
+    "uint32": (0, 2**32 - 1),
+    "uint16": (0, 2**16 - 1),
+    "uint8": (0, 2**8 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high"),
-    [
-        ("uint64", 0, 2**64 - 1),
-        ("uint32", 0, 2**32 - 1),
-        ("uint16", 0, 2**16 - 1),
-        ("uint8", 0, 2**8 - 1),
-        ("int64", -(2**63), 2**63 - 1),
-        ("int32", -(2**31), 2**31 - 1),
-    ],
-)
-def test_r1_integer_passes_inside_its_width_only(refused: Callable[..., None], kind: str, low: int, high: int) -> None:
-    check = getattr(checks, f"check_{kind}")
-    assert [check("n", low), check("n", high), check("n", 5)] == [low, high, 5]
-    for value in (low - 1, high + 1):
-        refused(ParamError, partial(check, "batch_index", value), "batch_index", str(value), str(high), kind)
-    for wrong in (1j, np.float32(1)):
-        refused(TypeError, partial(check, "cache_id", wrong), "cache_id", "only support", "int", type(wrong).__name__)
+def test_r01_integer_passes_inside_its_width_only_alone_and_in_a_list() -> None:
+    for kind, (low, high) in WIDTHS.items():
+        check, check_each = getattr(checks, f"check_{kind}"), getattr(utils, f"check_list_{kind}")
+        assert [check("n", low), check("n", high), check("n", 5)] == [low, high, 5]
+        check_each("ids", [low, high])
+        check_each("ids", (True,))
+        rows = [bad(RULE, f"n: {value} ", str(high), kind, n=value) for value in (low - 1, high + 1)]
+        rows += [bad(TYPE, "n only support [int]", type(value).__name__, n=value) for value in (1j, np.float32(1))]
+        refuse_each(partial(_named, check), {}, {"n": integer(low, high)}, *rows)
+        outside = [(RULE, f"ids[1]: {value} ", [low, value]) for value in (low - 1, high + 1)]
+        in_lists = Spec((3, {1}), (TYPE, "{}[0]", ["1"]), (NONE, "{}[0]", [None]), *outside)
+        refuse_each(partial(_named, check_each), {}, {"ids": in_lists})
 
 
-def test_bool_and_index_types_become_plain_ints(refused: Callable[..., None]) -> None:
+def _named(check: Callable[..., object], *more: object, **given: object) -> None:
+    """Check the one argument under its name."""
+    for name, value in given.items():
+        check(name, value, *more)
+
+
+def test_bool_and_index_types_become_plain_ints() -> None:
     numbers: list[Any] = [True, np.int64(1), np.uint8(1), np.array(1)]
     for result in ([check_uint64("n", value) for value in numbers], check_uint64_list("n", tuple(numbers))):
         assert result == [1] * 4
         assert {type(number) for number in result} == {int}
-    refused(ParamError, partial(check_uint64, "n", np.int64(-1)), "n: -1 ")
+    with pytest.raises(ParamError, match=r"^n: -1 "):
+        check_uint64("n", np.int64(-1))
 
 
 def test_what_is_right_comes_back_as_the_same_object() -> None:
@@ -73,24 +80,27 @@ def test_what_is_right_comes_back_as_the_same_object() -> None:
     assert check_type("v", names, list) is check_type("v", names, (tuple, list)) is names
     assert check_list("v", names, str) is names
     assert check_list("v", (), str, tuple_ok=True) == ()
-    assert check_dict("copies", pairs, int, list) is pairs
+    assert checks.check_dict("copies", pairs, int, list) is pairs
     for layers in (range(1), range(3, 9), range(0), range(5, 2)):
         assert check_range("src_layer_range", layers) is layers
     assert check_int("n", -(2**100)) == -(2**100), "it has no width"
     check_rule(True, "never raised")
 
 
-def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened(refused: Callable[..., None]) -> None:
-    types = partial(check_type, types=(list, tuple))
-    refused(TypeError, partial(types, "v", "abc"), "v only support [list, tuple] but got str: 'abc'")
-    refused(TypeError, partial(check_list, "v", {"a"}, str, tuple_ok=True), "v only support [list, tuple] but got set")
-    refused(TypeError, partial(check_list, "v", ["a", 3], str), "v[1] inner type only support [str] but got int: 3")
-    refused(NoneArgument, partial(check_list, "v", ["a", None], str), "v[1] inner type only support [str]")
-    refused(TypeError, partial(check_dict, "v", {1: (2,)}, int, list), "v[1] inner type only support [list]", "tuple")
-    refused(NoneArgument, partial(check_dict, "v", {1: None}, int, list), "v[1]", "list")
-    refused(ParamError, partial(check_range, "v", range(-1, 4)), "v", "range(-1, 4)", "starts at -1")
-    for empty in (range(0), range(5, 5), range(5, 2)):
-        refused(ParamError, partial(check_range, "v", empty, empty_ok=False), "v: ", "is empty")
+def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened() -> None:
+    lists, names = partial(check_type, types=(list, tuple)), partial(check_list, inner=str)
+    refuse_each(partial(_named, lists), {}, {}, bad(TYPE, "v only support [list, tuple] but got str: 'abc'", v="abc"))
+    both = partial(_named, partial(names, tuple_ok=True))
+    refuse_each(both, {}, {}, bad(TYPE, "v only support [list, tuple] but got set", v={"a"}))
+    rows = (
+        bad(TYPE, "v[1] inner type only support [str] but got int: 3", v=["a", 3]),
+        bad(NONE, "v[1] inner type only support [str]", v=["a", None]),
+    )
+    refuse_each(partial(_named, names), {}, {}, *rows)
+    pairs = Spec((), (TYPE, "v[1] inner type only support [list] but got tuple", {1: (2,)}), (NONE, "v[1]", {1: None}))
+    refuse_each(partial(_named, checks.check_dict, int, list), {}, {"v": pairs})
+    ranges = Spec(([0],), (RULE, "range(-1, 4) starts at -1", range(-1, 4)))
+    refuse_each(partial(_named, check_range), {}, {"v": ranges})
     with pytest.raises(TypeError) as caught:
         check_type("shape", "x" * 10_000, list)
     assert len(str(caught.value)) < 200
@@ -101,3 +111,113 @@ def test_is_digits_allows_one_to_twenty_ascii_digits() -> None:
     assert is_digits("18446744073709551615")
     for text in ("9" * 21, "", "-1", "+1", "1.5", " 1", "1_0", "٣", "²"):
         assert not is_digits(text), text
+
+
+# --- what code for the original imports ----------------------------------------------------------------------------
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+
+
+@pytest.mark.parametrize(("function", "bad", "good"), [(raise_if_false, False, 1), (raise_if_true, [0], ())])
+def test_raise_if_logs_and_raises_its_text(
+    function: Callable[..., None], bad: object, good: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    cases: list[tuple[str, tuple[object, ...], str]] = [
+        ("size is wrong", (), "size is wrong"),
+        ("size %d is not %s", (3, "even"), "size 3 is not even"),
+        ("size {} is not {}", (3, "even"), "size 3 is not even"),
+        ("100% of {x", (), "100% of {x"),
+        ("size %d %d", (3,), "size %d %d (3,)"),
+        ("{} {}", (3,), "{} {} (3,)"),
+    ]
+    for fmt, args, text in cases:
+        caplog.clear()
+        function(good, fmt, *args)
+        assert caplog.records == []
+        with pytest.raises(ParamError) as caught:
+            function(bad, fmt, *args)
+        assert (str(caught.value), caught.value.status_code) == (text, INVALID)
+        record = caplog.records[0]
+        assert (record.levelno, record.getMessage(), record.pathname) == (logging.ERROR, text, __file__)
+    with pytest.raises(LLMException) as other:
+        function(bad, "too late", status_code=TIMEOUT)
+    assert other.value.status_code is TIMEOUT
+
+
+def test_r01_handle_llm_status_raises_with_function_status_and_info() -> None:
+    codes = {TIMEOUT: TIMEOUT, INVALID: INVALID, -1: LLMStatusCode.LLM_UNKNOWN_ERROR, 12345: LLMStatusCode.LLM_FAILED}
+    for status, code in (*codes.items(), (int(TIMEOUT), TIMEOUT)):
+        with pytest.raises(LLMException, match=rf"\[pull_cache\] .*{code.name}.*key=1") as caught:
+            handle_llm_status(status, "[pull_cache]", "key=1")
+        assert caught.value.status_code is code
+    for success in (0, LLMStatusCode.LLM_SUCCESS):
+        handle_llm_status(success, "[pull_cache]", "key=1")
+    refuse_each(handle_llm_status, {"func_name": "[f]"}, {"status": Spec(("0", 0.0))})
+
+
+def test_r01_check_isinstance_names_argument_rule_and_type() -> None:
+    good: list[tuple[object, Any, Any]] = [
+        (None, int, None),  # None passes unless told otherwise
+        (None, [list, tuple], int),
+        (True, int, None),
+        (3, (int, str), None),
+        ("a", [int, str], None),
+        ([1, True], [list, tuple], int),
+        ((), [list, tuple], int),
+        ({1: "x"}, dict, int),
+    ]
+    for value, types, inner in good:
+        check_isinstance("batch", value, types, inner)
+    wrong: list[tuple[object, Any, Any, str]] = [
+        (1.5, int, None, r"batch only support \[int\] but got float"),
+        ("1", [int, list], None, r"batch only support \[int, list\] but got str"),
+        ([1, "2"], list, int, r"batch inner type only support \[int\] but got str"),
+        ([1, None], list, int, r"batch inner type only support \[int\] but got NoneType"),
+        ({"a": 1}, dict, [int], r"batch inner type only support \[int\] but got str"),
+    ]
+    for value, types, inner, text in wrong:
+        with pytest.raises(TypeError, match=f"^{text}"):
+            check_isinstance("batch", value, types, inner)
+        with pytest.raises(TypeError, match=f"^pull_cache: {text}"):
+            check_isinstance("batch", value, types, inner, "pull_cache: ")
+    with pytest.raises(NoneArgument, match=r"batch only support \[int\] but got NoneType"):
+        check_isinstance("batch", None, int, allow_none=False)
+
+
+def test_r01_check_dict_refuses() -> None:
+    pairs = Spec(
+        ([1],),
+        (TYPE, "{} inner type only support [int] but got str", {"a": [1]}),
+        (TYPE, "{}[1] only support [list] but got int", {1: 2}),
+        (NONE, "{}[1] only support", {1: None}),
+    )
+    refuse_each(partial(_named, check_dict, int, list), {}, {"copies": pairs})
+    inner = bad(TYPE, "copies[1] inner type only support [int] but got str", copies={1: ["2"]})
+    refuse_each(partial(_named, check_dict, int, list, int), {}, {}, inner)
+    check_dict("copies", {1: [2]}, int, list, int)
+    check_dict("copies", {1: ["2"]}, int, list)
+
+
+def test_r01_check_positive_or_set_default() -> None:
+    assert [check_positive_or_set_default("offset", value) for value in (None, 0, 7)] == [-1, 0, 7]
+    offset = Spec(("1",), (RULE, "offset: -1 is negative", -1), none_ok=True)
+    refuse_each(partial(_named, check_positive_or_set_default), {}, {"offset": offset})
+
+
+def test_r01_layer_ranges_and_the_indices_of_their_tensors() -> None:
+    check_layer_range("src_layer_range", range(1, 3))
+    no_range = Spec(([0, 1],), (RULE, "step 2", range(0, 4, 2)), (RULE, "below layer 0", range(-1, 2)))
+    no_layers = Spec((), *no_range.inner, (RULE, "is empty", range(2, 2), range(3, 1)))
+    refuse_each(partial(_named, check_layer_range), {}, {"src_layer_range": no_layers})
+    specs = {"layer_range": no_range, "tensor_num_per_layer": integer(1, 2**32 - 1, -1)}
+    refuse_each(layer_range_to_tensor_indices, {"layer_range": range(1)}, specs)
+    for layers, per_layer, tensors in (
+        (range(2), 2, [0, 1, 2, 3]),
+        (range(1, 2), 2, [2, 3]),
+        (range(1, 3), 3, [3, 4, 5, 6, 7, 8]),
+        (range(4, 5), 1, [4]),
+        (range(0), 2, []),
+        (range(5, 2), 2, []),
+    ):
+        assert layer_range_to_tensor_indices(layers, per_layer) == tensors

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,40 +34,40 @@ SOURCE = Path(__file__).parents[2] / "src"
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
-class TransportChoice:
-    """A child that was met once, and what the rendezvous yielded."""
+@contextmanager
+def meeting() -> Iterator[tuple[PeerProcess, PeerMemory, Connection]]:
+    """Yield a child that was met once, what the rendezvous yielded, and the connection."""
+    met: list[PeerMemory] = []
 
-    def __init__(self) -> None:
-        self.memory: PeerMemory
-        self.process = PeerProcess(self._keep)
-
-    def _keep(self, memory: PeerMemory) -> Connection:
-        self.memory = memory
+    def connect(memory: PeerMemory) -> Connection:
+        met.append(memory)
         return CmaConnection(memory, writable=True)
+
+    with PeerProcess(connect) as process, process.serving(writable=True), process.connect() as connection:
+        yield process, met[0], connection
 
 
 @pytest.fixture(scope="module")
-def met() -> Iterator[TransportChoice]:
-    met = TransportChoice()
-    with met.process as process, process.serving(writable=True), process.connect():
-        yield met
+def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
+    with meeting() as (process, memory, _):
+        yield process, memory
 
 
 # The probe
 
 
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(
-    met: TransportChoice, monkeypatch: pytest.MonkeyPatch
+    met: tuple[PeerProcess, PeerMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
-    peer, cookie = met.memory, secrets.token_bytes(16)
-    met.process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
-    place, process = met.process.address(PRIVATE), f"pid {peer.pid}"
+    (process, peer), cookie = met, secrets.token_bytes(16)
+    process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
+    place, pid = process.address(PRIVATE), f"pid {peer.pid}"
     for address, shown, reason in (
         (place, cookie, None),
-        (met.process.cookie_address(), peer.cookie, None),
-        (place + 1, cookie, f"{process} shows another cookie than the peer's: it is another process"),
-        (8, cookie, f"{process} has no cookie where the peer has it: it is another process"),
+        (process.cookie_address(), peer.cookie, None),
+        (place + 1, cookie, f"{pid} shows another cookie than the peer's: it is another process"),
+        (8, cookie, f"{pid} has no cookie where the peer has it: it is another process"),
     ):
         assert probe(peer, address, shown) == reason
     for address in (-1, 0, 2**63 - 1, 2**63, 2**64, 2**200):
@@ -86,10 +89,10 @@ for uid in (0, 65534):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_kernel_refuses_another_user(met: TransportChoice) -> None:
-    peer = met.memory
+def test_the_kernel_refuses_another_user(met: tuple[PeerProcess, PeerMemory]) -> None:
+    process, peer = met
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", STRANGER, str(peer.pid), str(met.process.address(PRIVATE))]
+    command = [sys.executable, "-c", STRANGER, str(peer.pid), str(process.address(PRIVATE))]
     said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
     other_user, same_user = said.splitlines()
     assert other_user == f"the kernel does not let us into pid {peer.pid}: it runs as uid 0, this process as uid 65534"
@@ -99,14 +102,14 @@ def test_the_kernel_refuses_another_user(met: TransportChoice) -> None:
 
 
 def test_the_reason_holds_the_value_of_ptrace_scope(
-    met: TransportChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    met: tuple[PeerProcess, PeerMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope = tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
-    assert "not dumpable" in cma._why_not_permitted(met.memory)
+    assert "not dumpable" in cma._why_not_permitted(met[1])
     for value, part in ((0, "not dumpable"), (1, f"{scope} is 1, so that only its parent")):
         scope.write_text(f"{value}\n")
-        assert part in cma._why_not_permitted(met.memory)
+        assert part in cma._why_not_permitted(met[1])
 
 
 # Ends of the peer
@@ -114,12 +117,13 @@ def test_the_reason_holds_the_value_of_ptrace_scope(
 
 def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
-    met = TransportChoice()
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    with met.process as process, process.serving(writable=True), process.connect() as connection:
+    with meeting() as (process, peer, _):
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not peer.alive(), "an ended process that is not reaped yet"
         process.kill()
-        peer = met.memory.share()
-        peer.pid = os.getpid()
+        peer.share().pid = os.getpid()
         stranger = CmaConnection(peer, writable=True)
         at = np.array([mine.ctypes.data], np.uint64)
         remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
@@ -129,7 +133,6 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
         assert mine.tolist() == list(range(64))
         assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
         stranger.close()
-        connection.close()
 
 
 # Sharing
@@ -174,21 +177,18 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
 def test_memory_closed_by_many_threads_is_released_once(monkeypatch: pytest.MonkeyPatch) -> None:
     releases: list[None] = []
     monkeypatch.setattr(PeerMemory, "_release", lambda memory: releases.append(None))
+    gate = threading.Barrier(8)
 
-    def close(memory: PeerMemory, gate: threading.Barrier) -> None:
+    def close(memory: PeerMemory) -> None:
         gate.wait()
         memory.close()
 
-    for number in range(50):
-        memory = object.__new__(PeerMemory)
-        memory.pidfd, memory._others = 0, []
-        for _ in range(7):
-            memory.share()
-        gate = threading.Barrier(8)
-        threads = [threading.Thread(target=close, args=(memory, gate)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        memory.pidfd = -1
-        assert len(releases) == number + 1
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(50):
+            memory = object.__new__(PeerMemory)
+            memory.pidfd, memory._others = 0, []
+            for _ in range(7):
+                memory.share()
+            list(threads.map(close, [memory] * 8))
+            memory.pidfd = -1
+            assert len(releases) == number + 1

@@ -1,63 +1,68 @@
-"""LLMConfig, property by property, and the dict it makes (interface §2)."""
+"""LLMConfig, property by property, the dict it makes, and what the options become (interface §2, §3.1).
+
+What init refuses: tests/api/test_bad_input_instance.py.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+import logging
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_datadist.config import LLMConfig, LlmConfig, Options, PoolOptions
-from llm_datadist.errors import NoneArgument, ParamError
+from llm_datadist.config import LLMConfig, LlmConfig, Options, PoolOptions, parse_listen_ip_info
 from llm_datadist.types.enums import LLMRole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
 
 pytestmark = pytest.mark.covers(
     "LLMConfig",
-    "LLMConfig: buf_pool_cfg cluster_info deploy_res_path enable_cache_manager",
-    "LLMConfig: enable_remote_cache_accessible enable_switch_role ge_options gen_options generate_options",
-    "LLMConfig: global_resource_config host_mem_pool_cfg mem_utilization output_max_size rdma_service_level",
-    "LLMConfig: rdma_traffic_class sync_kv_timeout transfer_backend",
-    "llm: BufPoolCfg ClusterInfo EnableCacheManager EnableRemoteCacheAccessible EnableSwitchRole",
-    "llm: GlobalResourceConfig HostMemPoolConfig MemoryUtilization OutputMaxSize RdmaServiceLevel",
-    "llm: RdmaTrafficClass SyncKvCacheWaitTime TransferBackend deployResPath",
+    "LLMConfig: *",
+    "ge: *",
+    "llm: *",
+    "apply_environment",
+    "parse_listen_ip_info",
+    "Options.parse",
 )
 
 DEVICE = {"ge.exec.deviceId": "0"}
 
 
-def parse(options: object, role: LLMRole = LLMRole.DECODER) -> Options:
-    return Options.parse(options, role)  # type: ignore[arg-type]
+def parse(options: dict[str, str], role: LLMRole = LLMRole.DECODER) -> Options:
+    return Options.parse(options, role)
 
 
 # --- LLMConfig: properties -----------------------------------------------------------------------------------------
 
-DEFAULTS: dict[str, object] = {
-    "device_id": None,
-    "sync_kv_timeout": None,
-    "ge_options": {},
-    "listen_ip_info": "",
-    "enable_cache_manager": False,
-    "enable_remote_cache_accessible": False,
-    "mem_pool_cfg": "",
-    "host_mem_pool_cfg": "",
-    "local_comm_res": "",
-    "transfer_backend": "",
-    "global_resource_config": "",
-    "link_total_time": 0,
-    "link_retry_count": 1,
-    "rdma_traffic_class": None,
-    "rdma_service_level": None,
-    "enable_switch_role": False,
-    "mem_utilization": 0.95,
-    "buf_pool_cfg": "",
-    "deploy_res_path": "",
-    "cluster_info": "",
-    "output_max_size": None,
-}
+EMITTED = {"llm.MemoryUtilization": "0.95"}
+#: Property, default, option, and what each value becomes; None: no option.
+PROPERTIES: list[tuple[str, object, str, dict[Any, str | None]]] = [
+    ("device_id", None, "ge.exec.deviceId", {}),
+    ("ge_options", {}, "", {}),
+    ("sync_kv_timeout", None, "llm.SyncKvCacheWaitTime", {1500: "1500", "20000": "20000", 2**31 - 1: "2147483647"}),
+    ("listen_ip_info", "", "llm.listenIpInfo", {"127.0.0.1:26000": "127.0.0.1:26000", "": None}),
+    ("enable_cache_manager", False, "llm.EnableCacheManager", {True: "1", False: "0"}),
+    ("enable_remote_cache_accessible", False, "llm.EnableRemoteCacheAccessible", {True: "1", False: "0"}),
+    ("mem_pool_cfg", "", "llm.MemPoolConfig", {"no JSON": "no JSON", "": None}),
+    ("host_mem_pool_cfg", "", "llm.HostMemPoolConfig", {"{}": "{}", "": None}),
+    ("local_comm_res", "", "llm.LocalCommRes", {"": "", "{}": "{}"}),
+    ("transfer_backend", "", "llm.TransferBackend", {"hixl": "hixl"}),
+    ("global_resource_config", "", "llm.GlobalResourceConfig", {"": ""}),
+    ("link_total_time", 0, "llm.LinkTotalTime", {0: "0", 2**32 - 1: "4294967295"}),
+    ("link_retry_count", 1, "llm.LinkRetryCount", {1: "1", 100: "100"}),
+    ("rdma_traffic_class", None, "llm.RdmaTrafficClass", {100: "100"}),
+    ("rdma_service_level", None, "llm.RdmaServiceLevel", {100: "100"}),
+    ("enable_switch_role", False, "llm.EnableSwitchRole", {True: "1", False: None}),
+    ("mem_utilization", 0.95, "llm.MemoryUtilization", {0.0: "0.0", 1.0: "1.0"}),
+    ("buf_pool_cfg", "", "llm.BufPoolCfg", {"{}": "{}", "": None}),
+    ("deploy_res_path", "", "llm.deployResPath", {"/a": "/a", "": None}),
+    ("cluster_info", "", "llm.ClusterInfo", {"": None}),
+    ("output_max_size", None, "llm.OutputMaxSize", {7: "7"}),
+]
+DEFAULTS = {name: default for name, default, *_ in PROPERTIES}
 
 
 def test_every_property_has_its_default_and_only_the_memory_utilization_is_emitted() -> None:
@@ -65,40 +70,6 @@ def test_every_property_has_its_default_and_only_the_memory_utilization_is_emitt
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
     assert config.generate_options() == EMITTED
     assert LlmConfig is LLMConfig
-
-
-TEXTS = ["listen_ip_info", "mem_pool_cfg", "host_mem_pool_cfg", "local_comm_res", "transfer_backend"]
-TEXTS += ["global_resource_config", "buf_pool_cfg", "deploy_res_path", "cluster_info"]
-NO_TEXTS: list[Any] = [1, {"memory_size": 1}, []]
-FLAGS = ["enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role"]
-NO_FLAGS: list[Any] = [0, 1, "1", "true"]
-NEVER_NONE = ["sync_kv_timeout", "link_total_time", "link_retry_count", "rdma_traffic_class", "rdma_service_level"]
-NEVER_NONE += ["mem_pool_cfg", "host_mem_pool_cfg"]  # interface R11
-EMITTED = {"llm.MemoryUtilization": "0.95"}
-
-
-#: Property, option, and what each value becomes; None: no option.
-EMITS: list[tuple[str, str, dict[Any, str | None]]] = [
-    ("sync_kv_timeout", "llm.SyncKvCacheWaitTime", {1500: "1500", "20000": "20000", 2**31 - 1: "2147483647"}),
-    ("listen_ip_info", "llm.listenIpInfo", {"127.0.0.1:26000": "127.0.0.1:26000", "": None}),
-    ("enable_cache_manager", "llm.EnableCacheManager", {True: "1", False: "0"}),
-    ("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible", {True: "1", False: "0"}),
-    ("mem_pool_cfg", "llm.MemPoolConfig", {'{"memory_size": 1}': '{"memory_size": 1}', "no JSON": "no JSON", "": None}),
-    ("host_mem_pool_cfg", "llm.HostMemPoolConfig", {"{}": "{}", "": None}),
-    ("local_comm_res", "llm.LocalCommRes", {"": "", "{}": "{}"}),
-    ("transfer_backend", "llm.TransferBackend", {"hixl": "hixl"}),
-    ("global_resource_config", "llm.GlobalResourceConfig", {"": ""}),
-    ("link_total_time", "llm.LinkTotalTime", {0: "0", 2**32 - 1: "4294967295"}),
-    ("link_retry_count", "llm.LinkRetryCount", {1: "1", 100: "100"}),
-    ("rdma_traffic_class", "llm.RdmaTrafficClass", {100: "100"}),
-    ("rdma_service_level", "llm.RdmaServiceLevel", {100: "100"}),
-    ("enable_switch_role", "llm.EnableSwitchRole", {True: "1", False: None}),
-    ("mem_utilization", "llm.MemoryUtilization", {0.0: "0.0", 1.0: "1.0"}),
-    ("buf_pool_cfg", "llm.BufPoolCfg", {"{}": "{}", "": None}),
-    ("deploy_res_path", "llm.deployResPath", {"/a": "/a", "": None}),
-    ("cluster_info", "llm.ClusterInfo", {"": None}),
-    ("output_max_size", "llm.OutputMaxSize", {7: "7"}),
-]
 
 
 def emitted_by(name: str, value: Any) -> dict[str, str]:
@@ -111,65 +82,62 @@ def emitted_by(name: str, value: Any) -> dict[str, str]:
 
 def test_assigned_property_is_read_back_and_emitted() -> None:
     value: Any
-    for name, option, texts in EMITS:
+    for name, _, option, texts in PROPERTIES:
         for value, text in texts.items():
             assert emitted_by(name, value) == EMITTED | ({} if text is None else {option: text}), (name, value)
     assert emitted_by("ge_options", {"ge.flowGraphMemMaxSize": "9"}) == EMITTED | {"ge.flowGraphMemMaxSize": "9"}
-    devices: list[tuple[Any, str, str]] = [(3, "3", "3"), ([0, 2], "0;2", "0"), ((5,), "5", "5")]
+    assert emitted_by("sync_kv_timeout", np.int32(7)) == EMITTED | {"llm.SyncKvCacheWaitTime": "7"}
+    devices: list[tuple[Any, str, str]] = [
+        (3, "3", "3"),
+        ([0, 2], "0;2", "0"),
+        ((5,), "5", "5"),
+        (np.int64(3), "3", "3"),
+    ]
     for device, all_of_them, first in devices:
         wanted = {"ge.exec.deviceId": all_of_them, "ge.session_device_id": first}
         assert emitted_by("device_id", device) == EMITTED | wanted
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind", "parts"),
-    [
-        *((name, wrong, TypeError, ("str", repr(wrong))) for name in TEXTS for wrong in NO_TEXTS),
-        *((name, wrong, TypeError, ("bool", repr(wrong))) for name in FLAGS for wrong in NO_FLAGS),
-        *((name, None, NoneArgument, ()) for name in NEVER_NONE),
-        ("device_id", "0", TypeError, ("int, list, tuple", "'0'")),
-        ("device_id", 1.0, TypeError, ("1.0",)),
-        ("device_id", [0, "1"], TypeError, ("[1]", "'1'")),
-        ("device_id", -1, ParamError, ("-1", "negative")),
-        ("device_id", [0, -1], ParamError, ("[1]", "-1")),
-        ("device_id", 2**31, ParamError, (str(2**31), "int32")),
-        ("device_id", [], ParamError, ("empty",)),
-        ("sync_kv_timeout", "1s", ParamError, ("'1s'",)),
-        ("sync_kv_timeout", "-5", ParamError, ("'-5'",)),
-        ("sync_kv_timeout", "", ParamError, ("''",)),
-        ("sync_kv_timeout", "0", ParamError, ("0 ms", "above 0")),
-        ("sync_kv_timeout", 0, ParamError, ("0 ms",)),
-        ("sync_kv_timeout", -1, ParamError, ("-1 ms",)),
-        ("sync_kv_timeout", 2**31, ParamError, (str(2**31), "int32")),
-        ("sync_kv_timeout", str(2**31), ParamError, (str(2**31), "int32")),
-        ("sync_kv_timeout", 1.5, TypeError, ("int, str", "1.5")),
-        ("ge_options", ["a"], TypeError, ("dict", "list")),
-        ("ge_options", {"a": 1}, TypeError, ("['a']", "str", "1")),
-        ("ge_options", {1: "a"}, TypeError, ("key of", "1")),
-        ("link_total_time", -1, ParamError, ("-1", str(2**32 - 1))),
-        ("link_total_time", 2**32, ParamError, (str(2**32),)),
-        ("link_total_time", "5", TypeError, ("'5'",)),
-        ("link_retry_count", 0, ParamError, ("0", "[1, 100]")),
-        ("link_retry_count", 101, ParamError, ("101", "[1, 100]")),
-        ("link_retry_count", 1.0, TypeError, ("1.0",)),
-        ("rdma_traffic_class", -1, ParamError, ("-1", "uint32")),
-        ("rdma_traffic_class", "132", TypeError, ("'132'",)),
-        ("rdma_service_level", 2**32, ParamError, (str(2**32),)),
-        ("mem_utilization", 1, TypeError, ("float", "1")),
-        ("mem_utilization", -0.1, ParamError, ("-0.1", "[0.0, 1.0]")),
-        ("mem_utilization", 1.1, ParamError, ("1.1",)),
-        ("mem_utilization", float("nan"), ParamError, ("nan",)),
-        ("cluster_info", "{", ParamError, ("'{'", "JSON")),
-        ("cluster_info", '{"listen_ip_info": [{"ip": "1.2"}]}', ParamError, ("'1.2'",)),
-        ("output_max_size", "7", TypeError, ("'7'",)),
-    ],
-)
-def test_r1_setter_refuses_and_keeps_the_value(
-    refused: Callable[..., None], name: str, value: object, kind: type[Exception], parts: tuple[str, ...]
-) -> None:
+_TEXT = Spec((1, {"memory_size": 1}, []), none_ok=True)
+_NO_IP = '{"listen_ip_info": [{"ip": "1.2"}]}'
+_FLAG = Spec((0, 1, "1", "true"), none_ok=True)
+SPECS = {
+    **dict.fromkeys(("listen_ip_info", "local_comm_res", "transfer_backend", "global_resource_config"), _TEXT),
+    **dict.fromkeys(("buf_pool_cfg", "deploy_res_path"), _TEXT),
+    **dict.fromkeys(("mem_pool_cfg", "host_mem_pool_cfg"), Spec(_TEXT.wrong)),  # never None (interface R11)
+    **dict.fromkeys(("enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role"), _FLAG),
+    "device_id": Spec(
+        ("0", 1.0),
+        (TYPE, "{}[1]", [0, "1"]),
+        (RULE, "{}: -1 is negative", -1),
+        (RULE, "{}[1]: -1", [0, -1]),
+        (RULE, "int32", 2**31),
+        (RULE, "{}: [] is empty", []),
+        none_ok=True,
+    ),
+    "sync_kv_timeout": Spec(
+        (1.5,),
+        *((RULE, f"{text!r}", text) for text in ("1s", "-5", "")),
+        (RULE, "0 ms", "0", 0),
+        (RULE, "-1 ms", -1),
+        (RULE, f"{2**31} is outside", 2**31, str(2**31)),
+    ),
+    "ge_options": Spec((["a"],), (TYPE, "{}['a']", {"a": 1}), (TYPE, "key of {}", {1: "a"}), none_ok=True),
+    "link_total_time": UINT32,
+    "link_retry_count": Spec((1.0,), (RULE, "[1, 100]", 0, 101)),
+    "rdma_traffic_class": UINT32,
+    "rdma_service_level": UINT32,
+    "mem_utilization": Spec((1,), (RULE, "[0.0, 1.0]", -0.1, 1.1, float("nan")), none_ok=True),
+    "cluster_info": Spec(_TEXT.wrong, (RULE, "JSON", "{"), (RULE, "'1.2'", _NO_IP), none_ok=True),
+    "output_max_size": Spec(("7",), none_ok=True),
+}
+
+
+def test_r01_setter_refuses_and_keeps_the_value() -> None:
     config = LLMConfig()
-    refused(kind, lambda: setattr(config, name, value), name, *parts)
-    assert getattr(config, name) == DEFAULTS[name]
+    assert SPECS.keys() == DEFAULTS.keys()
+    refuse_each(partial(assign, config), {}, SPECS)
+    assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
 
 
 def test_none_means_not_assigned_where_it_is_accepted() -> None:
@@ -183,14 +151,6 @@ def test_none_means_not_assigned_where_it_is_accepted() -> None:
         assert config.generate_options() == EMITTED, name
 
 
-def test_numpy_integers_become_plain_text() -> None:
-    config = LLMConfig()
-    config.device_id = np.int64(3)  # type: ignore[assignment]
-    config.sync_kv_timeout = np.int32(7)  # type: ignore[assignment]
-    assert config.generate_options()["ge.exec.deviceId"] == "3"
-    assert config.generate_options()["llm.SyncKvCacheWaitTime"] == "7"
-
-
 def test_cluster_info_addresses_become_ints_in_the_option_only() -> None:
     config, text = LLMConfig(), '{"listen_ip_info": [{"ip": "1.2.3.4", "port": 5}, {"ip": 6}], "x": 1}'
     config.cluster_info = text
@@ -201,25 +161,20 @@ def test_cluster_info_addresses_become_ints_in_the_option_only() -> None:
     }
 
 
-# --- LLMConfig: the dict -------------------------------------------------------------------------------------------
-
-
-def test_the_same_mutable_dict_every_time_under_both_names() -> None:
-    config = LLMConfig()
+def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted_stay() -> None:
+    config, other = LLMConfig(), LLMConfig()
+    config.listen_ip_info = "1.2.3.4:5"
     first = config.generate_options()
     first["llm.RdmaServiceLevel"] = "3"
     config.device_id = 1
+    config.listen_ip_info = ""
+    assert repr(config) == "LLMConfig(listen_ip_info='', device_id=1)"
+    config.ge_options["a"] = "b"
     assert config.gen_options() is first
     assert first["llm.RdmaServiceLevel"] == "3"
     assert first["ge.exec.deviceId"] == "1"
-
-
-def test_keys_once_emitted_stay() -> None:
-    config = LLMConfig()
-    config.listen_ip_info = "1.2.3.4:5"
-    config.generate_options()
-    config.listen_ip_info = ""
-    assert config.generate_options()["llm.listenIpInfo"] == "1.2.3.4:5"
+    assert first["llm.listenIpInfo"] == "1.2.3.4:5"
+    assert (other.device_id, other.generate_options()) == (None, EMITTED), "two share nothing"
 
 
 def test_properties_override_ge_options() -> None:
@@ -234,31 +189,132 @@ def test_properties_override_ge_options() -> None:
     }
 
 
-def test_two_configs_share_nothing() -> None:
-    first, second = LLMConfig(), LLMConfig()
-    first.device_id = 1
-    first.ge_options["a"] = "b"
-    assert second.device_id is None
-    assert second.generate_options() == EMITTED
+# --- Options: types and defaults -----------------------------------------------------------------------------------
 
 
-def test_repr_shows_what_is_assigned() -> None:
+def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
+    given = dict(DEVICE)
+    parsed = parse(given)
+    assert repr(parsed) == (
+        "Options(role=<LLMRole.DECODER: 2>, device_id=0, listen=None, sync_kv_timeout_ms=1000, cache_manager=False, "
+        "remote_accessible=False, mem_pool=None, host_mem_pool=None, local_comm_res=None, "
+        "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
+        "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
+        "checksum=False)"
+    )
+    assert given == DEVICE
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parsed.device_id = 1  # type: ignore[misc]
+
+
+#: Option, field, and what each text becomes; modes and link_total_time: below.
+PARSED: list[tuple[str, str, dict[str, object]]] = [
+    ("ge.exec.deviceId", "device_id", {"7": 7}),
+    ("llm.DeviceId", "device_id", {"7": 0}),  # the other one counts
+    ("llm.SyncKvCacheWaitTime", "sync_kv_timeout_ms", {"2147483647": 2147483647}),
+    ("llm.listenIpInfo", "listen", {"10.1.2.3:26000": ("10.1.2.3", 26000)}),
+    ("llm.ListenIpInfo", "listen", {"10.1.2.3:26000": ("10.1.2.3", 26000)}),
+    ("llm.EnableSwitchRole", "enable_switch_role", {"1": True}),
+    ("llm.LocalCommRes", "local_comm_res", {"x": "x"}),
+    ("llm.LinkTotalTime", "link_total_time", {"1080": 1080}),
+    ("llm.LinkRetryCount", "link_retry_count", {"80": 80}),
+    ("llm.Transport", "transport", {"auto": "auto", "inproc": "inproc", "shm": "shm"}),
+    ("llm.ShmSocketDir", "shm_socket_dir", {"/run/x": "/run/x"}),
+    ("llm.PoolPrefault", "pool_prefault", {"1": True, "0": False}),
+    ("llm.CopyThreads", "copy_threads", {"1": 1}),
+    ("llm.PeerTimeout", "peer_timeout", {"0.5": 0.5, "30": 30.0}),
+    ("llm.Checksum", "checksum", {"0": False, "1": True}),
+]
+
+
+def test_option_is_parsed() -> None:
+    for option, field, texts in PARSED:
+        for text, value in texts.items():
+            assert getattr(parse(DEVICE | {option: text}), field) == value, option
+    assert parse({"llm.DeviceId": "7"}).device_id == 7
+
+
+def test_link_total_time_zero_is_the_environment_or_120_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
+    for environment, seconds in ((None, 120), ("300", 300), ("0", 120), ("long", 120)):
+        if environment is not None:
+            monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", environment)
+        assert parse(DEVICE).link_total_time == seconds
+        assert parse(DEVICE | {"llm.LinkTotalTime": "0"}).link_total_time == seconds
+
+
+def test_r01_the_role_and_ip_and_port_are_checked_and_a_v1_prompt_must_listen() -> None:
+    assert parse_listen_ip_info("0.0.0.0:0") == ("0.0.0.0", 0)
+    assert parse_listen_ip_info("a:65535") == ("a", 65535)
+    refuse_each(parse_listen_ip_info, {}, {"listen_ip_info": Spec((26000,), (RULE, "'a:65536'", "a:65536"))})
+    to_listen = bad(RULE, "llm.listenIpInfo", "LLMRole.PROMPT", role=LLMRole.PROMPT)
+    refuse_each(parse, {"options": DEVICE}, {"role": Spec((1, "PROMPT"))}, to_listen)
+    assert parse(DEVICE | {"llm.EnableCacheManager": "1"}, LLMRole.PROMPT).listen is None
+    assert parse(DEVICE | {"llm.listenIpInfo": "a:1"}, LLMRole.PROMPT).listen == ("a", 1)
+
+
+def test_mode_defaults() -> None:
+    hixl = {"llm.TransferBackend": "hixl", "llm.listenIpInfo": "a:1"}
+    cases: list[tuple[dict[str, str], bool, bool]] = [
+        ({}, False, False),
+        ({"llm.EnableCacheManager": "1"}, True, False),
+        ({"llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "1"}, True, True),
+        ({"llm.EnableCacheManager": "0"}, False, False),
+        ({"llm.EnableRemoteCacheAccessible": "1"}, False, False),
+        ({"llm.LocalCommRes": ""}, True, True),
+        ({"llm.LocalCommRes": "no JSON"}, True, True),
+        ({"llm.LocalCommRes": "", "llm.EnableRemoteCacheAccessible": "0"}, True, False),
+        ({"llm.LocalCommRes": "", "llm.EnableCacheManager": "1"}, True, True),
+        (hixl | {"llm.EnableCacheManager": "1"}, True, True),
+        (hixl | {"llm.LocalCommRes": ""}, True, True),
+    ]
+    for given, cache_manager, accessible in cases:
+        parsed = parse(DEVICE | given)
+        assert (parsed.cache_manager, parsed.remote_accessible) == (cache_manager, accessible), given
+
+
+SILENT = (
+    "ge.exec.rankId ge.resourceConfigPath ge.session_device_id ge.anything llm.ClusterInfo llm.EnableSetRole "
+    "llm.ListenIp llm.ListenPort llm.OutputMaxSize llm.RdmaServiceLevel llm.RdmaTrafficClass llm.RefInputShapes "
+    "llm.Role llm.deployResPath RESOURCE_CONFIG_PATH"
+)
+
+
+def test_known_option_without_effect_is_accepted_silently(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="LLM_DATADIST"):
+        for key in SILENT.split():
+            assert parse(DEVICE | {key: "whatever"}) == parse(DEVICE), key
+    assert caplog.records == []
+
+
+def test_unknown_options_are_one_warning_naming_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+        assert parse(DEVICE | {"llm.Typo": "1", "llm.MemPoolCfg": "2", "x.y": "3"}) == parse(DEVICE)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "llm.MemPoolCfg, llm.Typo" in caplog.text
+    assert "x.y" not in caplog.text
+
+
+def test_every_option_of_llm_config_is_known_and_parsed(caplog: pytest.LogCaptureFixture) -> None:
     config = LLMConfig()
     config.device_id = 0
-    config.enable_cache_manager = True
-    assert repr(config) == "LLMConfig(device_id=0, enable_cache_manager=True)"
-
-
-def test_generated_options_parse() -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.enable_remote_cache_accessible = True
     config.sync_kv_timeout = 5000
     config.listen_ip_info = "127.0.0.1:0"
-    config.rdma_traffic_class = 100
-    config.mem_pool_cfg = '{"memory_size": 1048576}'
-    parsed = parse(config.generate_options(), LLMRole.PROMPT)
+    config.enable_cache_manager = config.enable_remote_cache_accessible = config.enable_switch_role = True
+    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": 1048576}'
+    config.local_comm_res = config.global_resource_config = ""
+    config.transfer_backend = "hixl"
+    config.link_total_time = config.link_retry_count = config.output_max_size = 5
+    config.rdma_traffic_class = config.rdma_service_level = 4
+    config.buf_pool_cfg = '{"buf_cfg": []}'
+    config.deploy_res_path = "/x"
+    config.cluster_info = "{}"
+    with caplog.at_level(logging.DEBUG, logger="LLM_DATADIST"):
+        parsed = parse(config.generate_options(), LLMRole.PROMPT)
+    assert caplog.records == []
     assert (parsed.device_id, parsed.cache_manager, parsed.remote_accessible) == (0, True, True)
     assert (parsed.sync_kv_timeout_ms, parsed.listen) == (5000, ("127.0.0.1", 0))
-    assert parsed.mem_pool == PoolOptions(1048576, 16)
+    assert parsed.mem_pool == parsed.host_mem_pool == PoolOptions(1048576, 16)

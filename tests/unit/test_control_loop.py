@@ -29,24 +29,31 @@ def control() -> Iterator[ControlLoop]:
 
 
 def test_call_runs_on_the_control_thread_and_brings_back_result_and_error(control: ControlLoop) -> None:
-    assert control.call(lambda: threading.current_thread().name) == "llm-datadist-control"
     assert control.call(control.inside)
     assert not control.inside()
-    assert control.call(lambda: control.call(lambda: 7)) == 7
+    assert control.call(lambda: control.call(lambda: threading.current_thread().name)) == "llm-datadist-control"
     with pytest.raises(ZeroDivisionError):
         control.call(lambda: 1 // 0)
 
 
 def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(control: ControlLoop) -> None:
-    done: list[int] = []
+    done: list[object] = []
+
+    async def hold() -> None:
+        try:
+            done.append("begun")
+            await asyncio.sleep(600)
+        finally:
+            done.append("given back")
+
     for number in range(100):
         control.post(done.append, number)
+    control.post(lambda: control.spawn(hold()))
     control.stop()
-    assert done == list(range(100))
-    with pytest.raises(StateError, match="stopped"):
-        control.post(done.append, 0)
-    with pytest.raises(StateError, match="stopped"):
-        control.call(done.append, 0)
+    assert done == [*range(100), "begun", "given back"], "a coroutine has begun before it is cancelled"
+    for refused in (control.post, control.call):
+        with pytest.raises(StateError, match="stopped"):
+            refused(done.append, 0)
     control.stop()
     ControlLoop().stop()  # one that was never started
 
@@ -109,40 +116,21 @@ def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: Control
 def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:
     told: list[int] = []
     ours, theirs = socket.socketpair()
-    with theirs:
 
-        def close() -> None:
-            control.loop.remove_writer(ours)
-            ours.close()
+    def close() -> None:
+        control.loop.remove_writer(ours)
+        ours.close()
 
-        with served(control, close) as peer:
+    def both_at_once(peer: socket.socket) -> None:
+        # The loop finds what asyncio watches first, and what is served, when it looks next.
+        control.loop.add_writer(ours, told.append, 1)
+        peer.send(b"a")
 
-            def both_at_once() -> None:
-                # The loop finds what asyncio watches first, and what is served, when it looks next.
-                control.loop.add_writer(ours, told.append, 1)
-                peer.send(b"a")
-
-            control.call(both_at_once)
-            wait_until(lambda: ours.fileno() == -1)
-            alive: list[int] = []
-            control.post(alive.append, 1)
-            wait_until(lambda: alive == [1])
+    with theirs, served(control, close) as peer:
+        control.call(both_at_once, peer)
+        wait_until(lambda: ours.fileno() == -1)
+        assert control.call(lambda: "alive") == "alive"
     assert len(told) <= 1
-
-
-def test_a_coroutine_that_was_spawned_has_begun_before_it_is_cancelled(control: ControlLoop) -> None:
-    story: list[str] = []
-
-    async def hold() -> None:
-        try:
-            story.append("begun")
-            await asyncio.sleep(60)
-        finally:
-            story.append("given back")
-
-    control.post(lambda: control.spawn(hold()))
-    control.stop()
-    assert story == ["begun", "given back"]
 
 
 def test_what_fails_is_logged_and_the_loop_goes_on(control: ControlLoop, caplog: pytest.LogCaptureFixture) -> None:

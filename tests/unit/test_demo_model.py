@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
 from llm_datadist.demo.model import Array, Llama, ModelConfig, PagedKV, attend, rms_norm, rotate
 from llm_datadist.demo.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SMALL = Workload(
     model=ModelConfig(layers=4, hidden=128, heads=8, kv_heads=2, ffn=256, vocab=1024),
@@ -17,45 +22,8 @@ SMALL = Workload(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama(SMALL.model)
-
-
-def empty_cache(workload: Workload = SMALL, fill: float = np.nan) -> list[Array]:
-    return [np.full(workload.shape, fill, dtype=np.float32) for _ in range(workload.num_tensors)]
-
-
-@pytest.fixture(scope="module")
-def published(model: Llama) -> tuple[list[Array], int]:
-    """The prompt's cache in the source's blocks, and the first new token."""
-    tensors = empty_cache(fill=0)
-    return tensors, model.prefill(SMALL.prompt(), PagedKV(tensors, SMALL.source_blocks()), SMALL.chunk)
-
-
-@pytest.fixture
-def moved(published: tuple[list[Array], int]) -> list[Array]:
-    """What pull_blocks makes: the prompt's blocks at the decoder's block numbers of another cache, otherwise NaN."""
-    count, destination = SMALL.prompt_blocks, empty_cache()
-    for dst, src in zip(destination, published[0], strict=True):
-        dst[SMALL.destination_blocks()[:count]] = src[SMALL.source_blocks()[:count]]
-    return destination
-
-
-def copies(tensors: list[Array]) -> list[Array]:
-    return [tensor.copy() for tensor in tensors]
-
-
-def decoded(tensors: list[Array]) -> PagedKV:
-    return PagedKV(tensors, SMALL.destination_blocks(), SMALL.prompt_tokens)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Llama) -> list[int]:
-    """The single-process run: prompt and generation in one cache with neighbouring blocks."""
-    kv = PagedKV(empty_cache(), range(SMALL.pool_blocks))
-    first = model.prefill(SMALL.prompt(), kv, SMALL.chunk)
-    return model.generate(first, SMALL.generate, kv)
+def empty_cache() -> list[Array]:
+    return [np.full(SMALL.shape, np.nan, dtype=np.float32) for _ in range(SMALL.num_tensors)]
 
 
 def dense_attention(query: Array, keys: Array, values: Array) -> Array:
@@ -106,57 +74,58 @@ def test_rotation_is_relative_and_rows_are_normed_to_one() -> None:
     np.testing.assert_allclose(np.mean(rms_norm(rows) ** 2, axis=-1), 1, rtol=1e-4)
 
 
-def test_chunks_do_not_change_the_prompt(model: Llama) -> None:
-    """The cache of a prompt run in one step is, up to rounding, that of the prompt run in chunks."""
-    whole, chunked = (PagedKV(empty_cache(), range(SMALL.pool_blocks)) for _ in range(2))
-    model.prefill(SMALL.prompt(), whole, SMALL.prompt_tokens)
-    model.prefill(SMALL.prompt(), chunked, 37)
-    for one, other in zip(
-        whole.read(SMALL.model.layers - 1, whole.length), chunked.read(SMALL.model.layers - 1, 150), strict=True
-    ):
-        np.testing.assert_allclose(one, other, atol=1e-3)
+def prefilled(blocks: Sequence[int], chunk: int) -> tuple[list[Array], PagedKV, int]:
+    """Return the prompt's cache and the first new token."""
+    tensors = empty_cache()
+    kv = PagedKV(tensors, blocks)
+    return tensors, kv, Llama(SMALL.model).prefill(SMALL.prompt(), kv, chunk)
 
 
-def test_the_tokens_are_those_of_the_single_process_run_only_with_every_block_in_its_place(
-    model: Llama, published: tuple[list[Array], int], moved: list[Array], undisturbed: list[int]
-) -> None:
-    numbers = SMALL.destination_blocks()
+def test_tokens_and_digest_are_those_of_the_single_process_run_only_with_every_block_in_its_place() -> None:
+    """Keys carry their positions, so attention sees no order and the tokens may stay: the digest has to tell."""
+    model, count, numbers = Llama(SMALL.model), SMALL.prompt_blocks, SMALL.destination_blocks()
+    source, source_kv, first = prefilled(SMALL.source_blocks(), SMALL.chunk)
+    _, alone, again = prefilled(range(SMALL.pool_blocks), SMALL.chunk)
+    assert (alone.digest(), again) == (source_kv.digest(), first), "the same seed gives the same bits"
+    _, whole, _ = prefilled(range(SMALL.pool_blocks), SMALL.prompt_tokens)
+    last = SMALL.model.layers - 1
+    for one, other in zip(whole.read(last, whole.length), alone.read(last, alone.length), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)  # chunks do not change the prompt, up to rounding
+    undisturbed = model.generate(first, SMALL.generate, alone)
 
-    def tokens(tensors: list[Array]) -> list[int]:
-        return model.generate(published[1], SMALL.generate, decoded(tensors))
+    def moved() -> list[Array]:
+        """Return what pull_blocks makes: the prompt's blocks at the decoder's numbers, otherwise NaN."""
+        destination = empty_cache()
+        for dst, src in zip(destination, source, strict=True):
+            dst[numbers[:count]] = src[SMALL.source_blocks()[:count]]
+        return destination
 
-    for position in range(SMALL.prompt_blocks):
-        tensors = copies(moved)
+    def told(tensors: list[Array]) -> tuple[str, list[int]]:
+        kv = PagedKV(tensors, numbers, SMALL.prompt_tokens)
+        return kv.digest(), model.generate(first, SMALL.generate, kv)
+
+    right = source_kv.digest(), undisturbed
+    assert told(moved()) == right
+    assert len(set(undisturbed)) > SMALL.generate // 2, "tokens that repeat prove little"
+    for position in range(count):
+        tensors = moved()
         for tensor in tensors:
             tensor[numbers[position]] = 0
-        assert tokens(tensors) != undisturbed, f"block {position} does not matter"
-    tensors = copies(moved)
+        assert told(tensors)[1] != undisturbed, f"block {position} does not matter"
+    tensors = moved()
     for keys in tensors[::2]:
         keys[numbers[2:4]] = keys[numbers[3:1:-1]]
-    assert tokens(tensors) != undisturbed, "keys under the wrong values"
-    tensors = copies(moved)
+    assert told(tensors)[1] != undisturbed, "keys under the wrong values"
+    tensors = moved()
     tensors[3][numbers[0]] = np.nan
-    assert tokens(tensors) != undisturbed, "a block that did not arrive"
-    assert tokens(moved) == undisturbed
-    assert len(set(undisturbed)) > SMALL.generate // 2, "tokens that repeat prove little"
-
-
-def test_the_digest_follows_the_sequence_and_sees_swapped_blocks_and_single_bytes(
-    model: Llama, published: tuple[list[Array], int], moved: list[Array]
-) -> None:
-    """Keys carry their positions, so attention sees no order and the tokens may stay: the digest has to tell."""
-    source = PagedKV(published[0], SMALL.source_blocks(), SMALL.prompt_tokens)
-    again = empty_cache(fill=0)
-    first = Llama(SMALL.model).prefill(SMALL.prompt(), PagedKV(again, SMALL.source_blocks()), SMALL.chunk)
-    assert first == published[1], "the same seed gives the same bits"
-    assert all(np.array_equal(one, other) for one, other in zip(again, published[0], strict=True))
-    assert decoded(moved).digest() == source.digest()
-    swapped, numbers = copies(moved), SMALL.destination_blocks()
-    for tensor in swapped:
+    assert told(tensors)[1] != undisturbed, "a block that did not arrive"
+    tensors = moved()
+    for tensor in tensors:
         tensor[numbers[2:4]] = tensor[numbers[3:1:-1]]
-    assert decoded(swapped).digest() != source.digest()
-    moved[-1][decoded(moved).used_blocks()[-1], 0, 0, 0] += 1
-    assert decoded(moved).digest() != source.digest()
+    assert told(tensors)[0] != right[0], "blocks that changed places"
+    tensors = moved()
+    tensors[-1][PagedKV(tensors, numbers, SMALL.prompt_tokens).used_blocks()[-1], 0, 0, 0] += 1
+    assert told(tensors)[0] != right[0], "one value"
 
 
 @pytest.mark.parametrize("workload", [SMALL, Workload()], ids=["small", "demo"])

@@ -37,35 +37,24 @@ def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
             decode_geometry(msgspec.msgpack.encode(sent))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+@pytest.mark.parametrize("shape", [(8, 12), (8, 12) + (1,) * 298])  # one whose text is kept, one whose is too long
+def test_a_geometry_travels_unchanged_and_one_that_lies_is_refused_however_often(shape: tuple[int, ...]) -> None:
+    honest = msgspec.structs.replace(HONEST, shape=shape)
+    largest = msgspec.structs.replace(honest, num_tensors=2**20, tensor_bytes=2**63 - 1)
+    lies = [
         *[{"num_tensors": count} for count in (0, -1, 2**20 + 1)],
         *[{"tensor_bytes": nbytes} for nbytes in (0, 8 * 12 - 1, 2**63)],
-        {"rows": 0},
-        {"rows": -1},
-        {"stride": 0},
-        {"stride": -12},
-        {"rows": 2**63, "stride": 2**63},
-        {"rows": -8, "stride": -12},
-    ],
-)
-@pytest.mark.parametrize("shape", [(8, 12), (8, 12) + (1,) * 298])  # one whose text is kept, one whose is too long
-def test_a_geometry_travels_unchanged_and_one_that_lies_is_refused_however_often(
-    shape: tuple[int, ...], change: dict[str, int]
-) -> None:
-    honest = msgspec.structs.replace(HONEST, shape=shape)
-    for _ in range(2):
-        assert decode_geometry(msgspec.msgpack.encode(honest)) == honest
+        *[{"rows": rows} for rows in (0, -1)],
+        *[{"stride": stride} for stride in (0, -12)],
+        *[{"rows": rows, "stride": stride} for rows, stride in ((2**63, 2**63), (-8, -12))],
+    ]
+    for change in lies * 2:
+        for sound in (honest, largest):
+            assert decode_geometry(msgspec.msgpack.encode(sound)) == sound
         with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
             decode_geometry(msgspec.msgpack.encode(msgspec.structs.replace(honest, **change)))
         assert caught.value.status_code is LLMStatusCode.LLM_FAILED
         assert "\n" not in str(caught.value)
-
-
-def test_the_largest_geometry_of_the_wire_is_taken() -> None:
-    largest = msgspec.structs.replace(HONEST, num_tensors=2**20, tensor_bytes=2**63 - 1)
-    assert decode_geometry(msgspec.msgpack.encode(largest)) == largest
 
 
 def test_what_is_no_wire_geometry_is_a_protocol_error() -> None:

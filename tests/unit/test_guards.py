@@ -34,32 +34,42 @@ def attach(table: GuardTable) -> SharedSegment:
     return SharedSegment.attach(os.dup(table.segment.fd), table.segment.nbytes, writable=False)
 
 
-def test_a_generation_is_never_zero_and_never_comes_back(table: GuardTable) -> None:
-    choose, seen = random.Random(7), dict.fromkeys(range(1, 9), 0)
-    handed_out: set[Guard] = set()
-    live: list[int] = []
-    for _ in range(500):
-        slot = choose.choice(live) if live else 0
-        others = {each: table.load(each) for each in live if each != slot}
-        if live and choose.random() < 0.5:
-            live.remove(slot)
+def test_a_generation_only_grows_by_one_in_its_own_slot_and_under_the_lock(
+    table: GuardTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A void promise, or one whose slot belongs to another promise by now, is void already."""
+
+    def watched(address: int) -> int:
+        assert table._lock.locked()
+        return advance_generation(address)
+
+    monkeypatch.setattr("llm_datadist._memory.guards.advance_generation", watched)
+    choose, shown = random.Random(7), dict.fromkeys(range(1, 9), 0)
+    handed_out: list[Guard] = []
+    live: dict[int, int] = {}  # slot -> generation
+    for _ in range(600):
+        action, slot = choose.choice(("allocate", "advance", "release", "void")), 0
+        if action == "allocate" and len(live) < 8:
+            handed_out.append(guard := table.allocate())
+            assert guard.slot not in live
+            slot, live[guard.slot] = guard.slot, guard.generation
+        elif action == "advance" and live:
+            slot = choose.choice([*live])
+            live[slot] = table.advance(slot)
+            handed_out.append(Guard(slot, live[slot]))
+        elif action == "release" and live:
+            slot = choose.choice([*live])
             table.release(slot)
-        elif len(live) < 8:
-            guard = table.allocate()
-            slot = guard.slot
-            assert table.load(slot) == guard.generation
-            assert guard not in handed_out
-            handed_out.add(guard)
-            live.append(slot)
-            others.pop(slot, None)
-        else:
-            generation = table.load(slot)
-            assert table.advance(slot) == table.load(slot) == generation + 1
-            handed_out.add(Guard(slot, generation + 1))
-        assert table.load(slot) > seen[slot]
-        assert {each: table.load(each) for each in others} == others
+            del live[slot]
+        elif action == "void" and handed_out:
+            guard = choose.choice(handed_out[-9:])
+            table.void(guard)
+            if live.get(guard.slot) == guard.generation:
+                slot, live[guard.slot] = guard.slot, guard.generation + 1
+        if slot:
+            shown[slot] += 1
+        assert {each: table.load(each) for each in shown} == shown == shown | live
         assert (table.live, table.capacity) == (len(live), 8)
-        seen[slot] = table.load(slot)
         table.check_integrity()
 
 
@@ -103,6 +113,10 @@ def test_a_peer_sees_every_change_and_the_cookie_and_cannot_write(table: GuardTa
         assert read_cookie(peer) == table.cookie
         assert len(table.cookie) == 16
         assert not peer.view().flags.writeable
+    memory = np.zeros(SLOT_BYTES, dtype=np.uint8)
+    assert read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES)) == bytes(16)
+    with pytest.raises(ProtocolError, match="no room for its header"):
+        read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES - 1))
     assert fcntl.fcntl(table.segment.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE
     with pytest.raises(ProtocolError, match="not permitted"):
         SharedSegment.attach(os.dup(table.segment.fd), table.segment.nbytes, writable=True)
@@ -110,18 +124,10 @@ def test_a_peer_sees_every_change_and_the_cookie_and_cannot_write(table: GuardTa
         mmap.mmap(table.segment.fd, table.segment.nbytes)
 
 
-def test_cookies_differ_and_a_table_without_a_header_has_none(table: GuardTable) -> None:
-    other = GuardTable(slots=2)
+def test_close_voids_what_is_live_for_peers_that_still_map_it() -> None:
+    table, other = GuardTable(slots=4), GuardTable(slots=2)
     assert other.cookie != table.cookie
     other.close()
-    memory = np.zeros(SLOT_BYTES, dtype=np.uint8)
-    assert read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES)) == bytes(16)
-    with pytest.raises(ProtocolError, match="no room for its header"):
-        read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES - 1))
-
-
-def test_close_voids_what_is_live_for_peers_that_still_map_it() -> None:
-    table = GuardTable(slots=4)
     guard = table.allocate()
     with attach(table) as peer:
         table.close()
@@ -142,11 +148,9 @@ def test_close_voids_what_is_live_for_peers_that_still_map_it() -> None:
 
 def test_the_default_table_is_large_and_sparse() -> None:
     table = GuardTable()
-    assert table.segment.nbytes == 64 << 20
-    for _ in range(100):
-        table.allocate()
+    table.allocate_many(100)
+    assert (table.segment.nbytes, repr(table)) == (64 << 20, "<GuardTable 1048575 guards: 100 live>")
     assert os.fstat(table.segment.fd).st_blocks * 512 <= 1 << 20
-    assert repr(table) == "<GuardTable 1048575 guards: 100 live>"
     table.close()
 
 
@@ -162,34 +166,6 @@ def test_the_integrity_check_sees_damage(table: GuardTable) -> None:
     with pytest.raises(AssertionError, match="once each"):
         table.check_integrity()
     table._reusable.pop()
-
-
-def test_generations_change_only_under_the_lock(table: GuardTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: list[bool] = []
-
-    def watched(address: int) -> int:
-        locked.append(table._lock.locked())
-        return advance_generation(address)
-
-    monkeypatch.setattr("llm_datadist._memory.guards.advance_generation", watched)
-    guard = table.allocate()
-    table.advance(guard.slot)
-    table.release(guard.slot)
-    assert locked == [True, True, True]
-
-
-def test_a_promise_is_made_void_once_and_nobody_elses_with_it(table: GuardTable) -> None:
-    first = table.allocate()
-    table.void(first)
-    assert table.load(first.slot) == first.generation + 1
-    table.void(first)
-    assert table.load(first.slot) == first.generation + 1, "it was void already"
-    table.release(first.slot)
-    table.void(first)
-    second = table.allocate()
-    assert second.slot == first.slot
-    table.void(first)
-    assert table.load(second.slot) == second.generation, "the slot belongs to another promise now"
 
 
 def test_promises_hold_until_one_of_them_is_void_and_none_is_outside_the_table(table: GuardTable) -> None:

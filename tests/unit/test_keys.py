@@ -57,82 +57,66 @@ def test_keys_hold_the_whole_uint64_and_take_numpy_integers() -> None:
     assert type(CacheKeyByIdAndIndex(np.int32(1), 2).cluster_id) is int  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("cls", "args", "kwargs", "parts"),
-    [
-        (CacheKey, (1, 2, 3, 4, 5), {}, ("CacheKey", "5 arguments", "at most 4")),
-        (CacheKey, (), {}, ("cluster_id is required",)),
-        (CacheKey, (), {"req_id": 1}, ("cluster_id is required",)),
-        (CacheKey, (1,), {}, ("req_id is required",)),
-        (CacheKey, (), {"cluster_id": 1}, ("req_id is required",)),
-        (CacheKey, (1, 2), {"modelid": 3}, ("Unsupported", "modelid=3")),
-        (CacheKey, (1, 2), {"cluster_id": 3}, ("cluster_id=3", "already 1")),
-        (CacheKey, (1, 2), {"prompt_cluster_id": 1}, ("prompt_cluster_id=1", "already 1")),
-        (CacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1, "req_id": 2}, ("prompt_cluster_id=1", "already 1")),
-        (BlocksCacheKey, (1, 2, 3), {}, ("BlocksCacheKey", "3 arguments", "at most 2")),
-        (BlocksCacheKey, (), {}, ("cluster_id is required",)),
-        (BlocksCacheKey, (1,), {"req_id": 3}, ("Unsupported", "req_id=3")),
-        (BlocksCacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1}, ("prompt_cluster_id=1", "already 1")),
-    ],
-)
-def test_r1_wrong_names_and_numbers_of_arguments_are_refused(
-    refused: Callable[..., None], cls: type, args: tuple[int, ...], kwargs: dict[str, int], parts: tuple[str, ...]
-) -> None:
-    refused(ParamError, lambda: cls(*args, **kwargs), *parts)
+TWICE = ("prompt_cluster_id=1", "already 1")
+WRONG_CALLS: list[tuple[type, tuple[int, ...], dict[str, int], tuple[str, ...]]] = [
+    (CacheKey, (1, 2, 3, 4, 5), {}, ("CacheKey", "5 arguments", "at most 4")),
+    (CacheKey, (), {"req_id": 1}, ("cluster_id is required",)),
+    (CacheKey, (1,), {}, ("req_id is required",)),
+    (CacheKey, (), {"cluster_id": 1}, ("req_id is required",)),
+    (CacheKey, (1, 2), {"modelid": 3}, ("Unsupported", "modelid=3")),
+    (CacheKey, (1, 2), {"cluster_id": 3}, ("cluster_id=3", "already 1")),
+    (CacheKey, (1, 2), {"prompt_cluster_id": 1}, TWICE),
+    (CacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1, "req_id": 2}, TWICE),
+    (BlocksCacheKey, (1, 2, 3), {}, ("BlocksCacheKey", "3 arguments", "at most 2")),
+    (BlocksCacheKey, (), {}, ("cluster_id is required",)),
+    (BlocksCacheKey, (1,), {"req_id": 3}, ("Unsupported", "req_id=3")),
+    (BlocksCacheKey, (), {"cluster_id": 1, "prompt_cluster_id": 1}, TWICE),
+]
+
+
+def test_r1_wrong_names_and_numbers_of_arguments_are_refused(refused: Callable[..., None]) -> None:
+    for cls, args, kwargs, parts in WRONG_CALLS:
+        refused(ParamError, lambda: cls(*args, **kwargs), *parts)  # noqa: B023
     refused(TypeError, lambda: CacheKeyByIdAndIndex(1), "cache_id")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("cls", "limits"),  # for each field in its place: the first numbers that are too small and too large, their type
-    [
-        (CacheKey, dict.fromkeys(("cluster_id", "req_id", "model_id", "prefix_id"), (-1, 2**64, "uint64"))),
-        (BlocksCacheKey, dict.fromkeys(("cluster_id", "model_id"), (-1, 2**64, "uint64"))),
-        (
-            CacheKeyByIdAndIndex,
-            {
-                "cluster_id": (-1, 2**64, "uint64"),
-                "cache_id": (-(2**63) - 1, 2**63, "int64"),
-                "batch_index": (-1, 2**32, "uint32"),
-            },
-        ),
-    ],
-)
-def test_r1_every_field_refuses_what_is_no_such_integer(
-    refused: Callable[..., None], cls: type, limits: dict[str, tuple[int, int, str]]
-) -> None:
-    for place, (name, (low, high, integer)) in enumerate(limits.items()):
-        wrong_values: list[tuple[object, type[Exception], tuple[str, ...]]] = [
-            (low, ParamError, (str(low), integer)),
-            (high, ParamError, (str(high), integer)),
-            ("1", TypeError, ("only support", "'1'")),
-            (2.0, TypeError, ("2.0",)),
-            ([4], TypeError, ("list",)),
-            (None, NoneArgument, ()),
-        ]
-        for wrong, kind, parts in wrong_values:
-            args: list[Any] = [1] * len(limits)
-            args[place] = wrong
-            refused(kind, lambda: cls(*args), name, *parts)  # noqa: B023
+def test_r1_every_field_refuses_what_is_no_such_integer(refused: Callable[..., None]) -> None:
+    uint64 = (-1, 2**64, "uint64")
+    ints = {"cluster_id": uint64, "cache_id": (-(2**63) - 1, 2**63, "int64"), "batch_index": (-1, 2**32, "uint32")}
+    # For each field in its place: the first numbers that are too small and too large, and their type.
+    all_limits: list[tuple[type, dict[str, tuple[int, int, str]]]] = [
+        (CacheKey, dict.fromkeys(("cluster_id", "req_id", "model_id", "prefix_id"), uint64)),
+        (BlocksCacheKey, dict.fromkeys(("cluster_id", "model_id"), uint64)),
+        (CacheKeyByIdAndIndex, ints),
+    ]
+    for cls, limits in all_limits:
+        for place, (name, (low, high, integer)) in enumerate(limits.items()):
+            wrong_values: list[tuple[object, type[Exception], tuple[str, ...]]] = [
+                (low, ParamError, (str(low), integer)),
+                (high, ParamError, (str(high), integer)),
+                ("1", TypeError, ("only support", "'1'")),
+                (2.0, TypeError, ("2.0",)),
+                (None, NoneArgument, ()),
+            ]
+            for wrong, kind, parts in wrong_values:
+                args: list[Any] = [1] * len(limits)
+                args[place] = wrong
+                refused(kind, lambda: cls(*args), name, *parts)  # noqa: B023
 
 
-@pytest.mark.parametrize(
-    ("key", "other", "text"),
-    [
+def test_keys_are_frozen_hashable_values() -> None:
+    by_id = CacheKeyByIdAndIndex(1, 2)
+    cases: list[tuple[Any, Any, str]] = [
         (CacheKey(1, 2), CacheKey(1, 3), f"CacheKey(cluster_id=1, req_id=2, model_id=0, prefix_id={MAX64})"),
         (BlocksCacheKey(1), BlocksCacheKey(1, 1), "BlocksCacheKey(cluster_id=1, model_id=0)"),
-        (
-            CacheKeyByIdAndIndex(1, 2),
-            CacheKeyByIdAndIndex(1, 2, 1),
-            "CacheKeyByIdAndIndex(cluster_id=1, cache_id=2, batch_index=0)",
-        ),
-    ],
-)
-def test_keys_are_frozen_hashable_values(key: Any, other: Any, text: str) -> None:
-    again = copy.deepcopy(pickle.loads(pickle.dumps(key)))
-    assert again == key
-    assert hash(again) == hash(key)
-    assert key != other
-    assert len({key, again, other, BlocksCacheKey(1, 2), CacheKeyByIdAndIndex(1, 2, 3), CacheKey(1, 2, 3)}) == 5
-    assert repr(key) == text
-    with pytest.raises(AttributeError):
-        key.cluster_id = 5
+        (by_id, CacheKeyByIdAndIndex(1, 2, 1), "CacheKeyByIdAndIndex(cluster_id=1, cache_id=2, batch_index=0)"),
+    ]
+    for key, other, text in cases:
+        again = copy.deepcopy(pickle.loads(pickle.dumps(key)))
+        assert again == key
+        assert hash(again) == hash(key)
+        assert key != other
+        assert len({key, again, other, BlocksCacheKey(1, 2), CacheKeyByIdAndIndex(1, 2, 3), CacheKey(1, 2, 3)}) == 5
+        assert repr(key) == text
+        with pytest.raises(AttributeError):
+            key.cluster_id = 5

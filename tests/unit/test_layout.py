@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -100,42 +101,34 @@ def test_r14_default_ranges_need_equal_tensor_counts_and_given_ones_whole_layers
     mismatch(CacheMismatch, lambda: ALL.tensors(geometry(4), geometry(6)), "source has 4", "destination 6")
     for count, per_layer in ((5, 2), (4, 3), (4, 8), (4, 2**32 - 1)):
         for src, dst in ((range(1), None), (None, range(1)), (range(1), range(1))):
-            selection, parts = LayerSelection(src, dst, per_layer), (f"tensor_num_per_layer={per_layer}", f"{count} te")
-            mismatch(ParamError, lambda: selection.check_local("src_layer_range", count), *parts)  # noqa: B023
-            mismatch(ParamError, lambda: selection.check_local("dst_layer_range", count), *parts)  # noqa: B023
-            mismatch(ParamError, lambda: selection.tensors(geometry(count), geometry(count)), *parts)  # noqa: B023
+            selection, cache = LayerSelection(src, dst, per_layer), geometry(count)
+            for check in (
+                partial(selection.check_local, "src_layer_range", count),
+                partial(selection.check_local, "dst_layer_range", count),
+                partial(selection.tensors, cache, cache),
+            ):
+                mismatch(ParamError, check, f"tensor_num_per_layer={per_layer}", f"{count} te")
 
 
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        (range(2), range(1)),
-        (range(1), None),
-        (None, range(1, 2)),
-        (range(BEYOND), range(1)),
-        (range(1), range(BEYOND)),
-        (range(BEYOND), None),
-    ],
-)
-def test_r14_unequal_lengths_are_refused_and_none_stands_for_all_layers(src: range | None, dst: range | None) -> None:
-    selection = LayerSelection(src, dst, 2)
-    with pytest.raises(ParamError, match="layer") as caught:
-        selection.tensors(geometry(), geometry())
-    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-    # The end that knows both lengths by itself says so before it asks the peer.
-    for remote, local_name in ((src, "dst_layer_range"), (dst, "src_layer_range")):
-        if remote is not None:
-            with pytest.raises(ParamError, match=r"layer_range=.*( stands for all 2 layers|has 2 layers of 2 tensors)"):
-                selection.check_local(local_name, 4)
-
-
-@pytest.mark.parametrize("layers", [range(3), range(2, 3), range(1, BEYOND), range(BEYOND, BEYOND + 1)])
-def test_r14_a_range_outside_its_cache_is_refused_at_either_end(layers: range) -> None:
-    both, to, from_ = (LayerSelection(*ends, 2) for ends in ((layers, layers), (range(1), layers), (layers, range(1))))
-    source, target = f"src_layer_range={layers}", f"dst_layer_range={layers}"
-    mismatch(ParamError, lambda: both.check_local("src_layer_range", 4), source, "2 layers of 2 tensors")
-    mismatch(ParamError, lambda: to.tensors(geometry(), geometry()), target)
-    mismatch(ParamError, lambda: from_.tensors(geometry(), geometry()), source)
+def test_r14_unequal_lengths_and_ranges_outside_a_cache_are_refused_at_either_end() -> None:
+    far = range(BEYOND)
+    pairs = ((range(2), range(1)), (range(1), None), (None, range(1, 2)), (far, range(1)), (range(1), far), (far, None))
+    for src, dst in pairs:
+        selection = LayerSelection(src, dst, 2)
+        with pytest.raises(ParamError, match="layer") as caught:
+            selection.tensors(geometry(), geometry())
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        # The end that knows both lengths by itself says so before it asks the peer.
+        for remote, local_name in ((src, "dst_layer_range"), (dst, "src_layer_range")):
+            if remote is not None:
+                with pytest.raises(ParamError, match=r"range=.*( stands for all 2 layers|has 2 layers of 2 tensors)"):
+                    selection.check_local(local_name, 4)
+    for layers in (range(3), range(2, 3), range(1, BEYOND), range(BEYOND, BEYOND + 1)):
+        one, source, target = range(1), f"src_layer_range={layers}", f"dst_layer_range={layers}"
+        both, to, from_ = (LayerSelection(*ends, 2) for ends in ((layers, layers), (one, layers), (layers, one)))
+        mismatch(ParamError, partial(both.check_local, "src_layer_range", 4), source, "2 layers of 2 tensors")
+        mismatch(ParamError, partial(to.tensors, geometry(), geometry()), target)
+        mismatch(ParamError, partial(from_.tensors, geometry(), geometry()), source)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -150,8 +143,8 @@ def test_i7_plan_row_moves_bytes_inside_one_row(src: Geometry, dst: Geometry, da
     size = data.draw(st.just(-1) | st.integers(1, 12))
     length = dst.stride - dst_at if size == -1 else size
 
-    def plan() -> Plan:
-        return layout.plan_row(src, dst, RowRange(src_row, src_at), RowRange(dst_row, dst_at), size=size, layers=ALL)
+    rows = RowRange(src_row, src_at), RowRange(dst_row, dst_at)
+    plan = partial(layout.plan_row, src, dst, *rows, size=size, layers=ALL)
 
     def move(to: Tensor, from_: Tensor) -> None:
         to[dst_row, dst_at : dst_at + length] = from_[src_row, src_at : src_at + length]
@@ -186,8 +179,7 @@ def test_r08_plan_copy_row_moves_a_range_of_a_row_to_the_same_offset(
     src_row, dst_row = (data.draw(st.integers(0, end.rows - 1)) for end in (src, dst))
     end, most = src.stride if size == -1 else offset + size, min(src.stride, dst.stride)
 
-    def plan() -> Plan:
-        return layout.plan_copy_row(src, dst, src_row=src_row, dst_row=dst_row, offset=offset, size=size)
+    plan = partial(layout.plan_copy_row, src, dst, src_row=src_row, dst_row=dst_row, offset=offset, size=size)
 
     def move(to: Tensor, from_: Tensor) -> None:
         to[dst_row, offset:end] = from_[src_row, offset:end]
@@ -203,12 +195,9 @@ def test_r08_plan_copy_row_moves_a_range_of_a_row_to_the_same_offset(
 
 def test_r08_equal_bytes_of_another_row_shape_need_a_size() -> None:
     src, dst = geometry(), msgspec.structs.replace(geometry(), shape=(8, 3, 4))
-
-    def plan(size: int) -> Plan:
-        return layout.plan_copy_row(src, dst, src_row=0, dst_row=0, offset=0, size=size)
-
-    mismatch(CacheMismatch, lambda: plan(-1), "[12]", "[3, 4]")
-    assert plan(12).nbytes == 4 * 12
+    plan = partial(layout.plan_copy_row, src, dst, src_row=0, dst_row=0, offset=0)
+    mismatch(CacheMismatch, partial(plan, size=-1), "[12]", "[3, 4]")
+    assert plan(size=12).nbytes == 4 * 12
 
 
 # --- blocks and pieces ------------------------------------------------------------------------------------------------
@@ -261,9 +250,7 @@ def test_i8_plan_pieces_cuts_a_row_and_the_last_piece_may_be_short(
 ) -> None:
     dst, row = blocks(3, 8, unit), data.draw(st.integers(0, src.rows - 1))
     pieces = math.ceil(src.stride / unit)
-
-    def plan() -> Plan:
-        return layout.plan_pieces(src, dst, src_row=row, dst_blocks=np.array(targets, np.int64), layers=ALL)
+    plan = partial(layout.plan_pieces, src, dst, src_row=row, dst_blocks=np.array(targets, np.int64), layers=ALL)
 
     def move(to: Tensor, from_: Tensor) -> None:
         for i, d in enumerate(targets):

@@ -19,14 +19,8 @@ LEFT = {
 
 #: Written down a second time, from interface B3 and docs/architecture.md: state -> event -> targets.
 ROWS = {
-    State.LIVE: {
-        Event.BIND: "live",
-        Event.UNBIND: "live",
-        Event.PIN: "live",
-        Event.UNPIN: "live",
-        Event.DROP_OWNER: "deferred draining freed",
-        Event.WITHDRAW: "draining freed",
-    },
+    State.LIVE: dict.fromkeys((Event.BIND, Event.UNBIND, Event.PIN, Event.UNPIN), "live")
+    | {Event.DROP_OWNER: "deferred draining freed", Event.WITHDRAW: "draining freed"},
     State.DEFERRED: {
         Event.UNBIND: "deferred draining freed",
         Event.PIN: "deferred",
@@ -53,41 +47,37 @@ def in_state(state: State) -> Lifecycle:
     return life
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
-def test_a_pair_of_state_and_event_leads_where_the_table_says_or_raises_with_the_story(
-    state: State, event: Event
-) -> None:
-    targets = {State(name) for name in ROWS[state].get(event, "").split()}
-    assert TRANSITIONS.get((state, event), frozenset()) == targets
-    if targets:
-        assert in_state(state).require(event) == targets
-    else:
-        with pytest.raises(StateError, match=f"^cache 7: {event.value} is illegal when {state.value}; story: bind "):
-            in_state(state).require(event)
-    for target, (owner, keys, pins) in LEFT.items():
-        life = in_state(state)
-        story = life.story()
-        assert story.startswith("bind (keys 1, pins 0) -> live; pin (keys 1, pins 1) -> live")
-        if target in targets:
-            assert life.settle(event, owner=owner, keys=keys, pins=pins) is life.state is target
-            assert life.story() == f"{story}; {event.value} (keys {keys}, pins {pins}) -> {target.value}"
-            continue
-        told = f"cannot lead from {state.value} to {target.value}" if targets else f"is illegal when {state.value}"
-        with pytest.raises(StateError) as caught:
-            life.settle(event, owner=owner, keys=keys, pins=pins)
-        assert str(caught.value) == f"cache 7: {event.value} {told}; story: {story}"
-        assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-        assert (life.state, life.story()) == (state, story)
+def test_a_pair_of_state_and_event_leads_where_the_table_says_or_raises_with_the_story() -> None:
+    for state, event in itertools.product(State, Event):
+        targets = {State(name) for name in ROWS[state].get(event, "").split()}
+        assert TRANSITIONS.get((state, event), frozenset()) == targets
+        illegal = f"is illegal when {state.value}"
+        if targets:
+            assert in_state(state).require(event) == targets
+        else:
+            with pytest.raises(StateError, match=f"^cache 7: {event.value} {illegal}; story: bind "):
+                in_state(state).require(event)
+        for target, (owner, keys, pins) in LEFT.items():
+            life = in_state(state)
+            story = life.story()
+            assert story.startswith("bind (keys 1, pins 0) -> live; pin (keys 1, pins 1) -> live")
+            if target in targets:
+                assert life.settle(event, owner=owner, keys=keys, pins=pins) is life.state is target
+                assert life.story() == f"{story}; {event.value} (keys {keys}, pins {pins}) -> {target.value}"
+                continue
+            told = f"cannot lead from {state.value} to {target.value}" if targets else illegal
+            with pytest.raises(StateError) as caught:
+                life.settle(event, owner=owner, keys=keys, pins=pins)
+            assert str(caught.value) == f"cache 7: {event.value} {told}; story: {story}"
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert (life.state, life.story()) == (state, story)
 
 
-def test_the_state_follows_from_what_is_left() -> None:
+def test_the_state_follows_from_what_is_left_and_a_story_keeps_the_last_events_in_order() -> None:
     for owner, keys, pins in itertools.product((True, False), (0, 2), (0, 3)):
         expected = State.LIVE if owner else State.DEFERRED if keys else State.DRAINING if pins else State.FREED
         event = Event.BIND if owner else Event.DROP_OWNER
         assert Lifecycle("c").settle(event, owner=owner, keys=keys, pins=pins) is expected
-
-
-def test_a_story_begins_empty_and_keeps_the_last_events_in_order() -> None:
     life = Lifecycle("cache 1")
     assert life.story() == "added"
     for pins in range(1, 40):

@@ -25,7 +25,7 @@ def pool_addresses(world: World) -> list[int]:
     return list(cache.tensor_addrs)
 
 
-def test_children_have_a_pipe_and_no_descriptor_of_their_siblings() -> None:
+def test_children_have_a_pipe_and_no_descriptor_of_their_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
     before = residue()
     ends = [ChildEnd(f"child {number}") for number in range(3)]
     seen = [end.do(look) for end in ends]
@@ -37,14 +37,9 @@ def test_children_have_a_pipe_and_no_descriptor_of_their_siblings() -> None:
     assert [each["fds"] for each in seen] == [fresh.do(look)["fds"]] * 3
     one, other = (end.do(pool_addresses) for end in ends[:2])
     assert set(one).isdisjoint(other), "pools lie at different addresses"
-    for end in (*ends, fresh):
+    monkeypatch.setenv("LLM_DATADIST_TEST_OF_THE_NURSERY", "1")
+    elsewhere = ChildEnd("in another environment")
+    assert elsewhere.do(look)["parent"] == os.getpid()
+    for end in (*ends, fresh, elsewhere):
         end.close()
     assert settled(before) == before
-
-
-def test_in_another_environment_an_end_starts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    ChildEnd("first").close()
-    monkeypatch.setenv("LLM_DATADIST_TEST_OF_THE_NURSERY", "1")
-    end = ChildEnd("second")
-    assert end.do(look)["parent"] == os.getpid()
-    end.close()

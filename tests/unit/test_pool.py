@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -18,14 +17,12 @@ from llm_datadist.testing.staged_device import StagedDevice
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist._memory.device import Device
 
-KIB = 1 << 10
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096  # of memory without a pool
-PAGE_EXAMPLE = 18_737_418_240  # the page's own memory_size (interface R11)
 
 
 def create(nbytes: int = MIB, page_shift: int = 16, device: Device | None = None) -> MemoryPool:
@@ -64,6 +61,14 @@ def test_an_allocation_knows_its_place_and_is_given_back_once(pool: MemoryPool) 
         page_bytes=64 * KIB,
         peak_used_bytes=MIB,
     )
+    pool._peak_used = 0
+    with pytest.raises(AssertionError, match="peak 0 is below"):
+        pool.check_integrity()
+    pool._peak_used = MIB
+    pool._allocator.used_bytes += 1
+    with pytest.raises(AssertionError, match="is not the sum"):
+        pool.check_integrity()
+    pool._allocator.used_bytes -= 1
 
 
 def test_allocate_many_is_all_or_nothing_and_says_every_number(pool: MemoryPool) -> None:
@@ -102,18 +107,6 @@ def test_close_ends_allocation_and_tolerates_live_ones() -> None:
     parts[0].free()
 
 
-def test_the_integrity_check_covers_allocator_and_peak(pool: MemoryPool) -> None:
-    pool.allocate_many(1, 1)
-    pool._peak_used = 0
-    with pytest.raises(AssertionError, match="peak 0 is below"):
-        pool.check_integrity()
-    pool._peak_used = MIB
-    pool._allocator.used_bytes += 1
-    with pytest.raises(AssertionError, match="is not the sum"):
-        pool.check_integrity()
-    pool._allocator.used_bytes -= 1
-
-
 def test_the_allocator_is_only_ever_used_under_the_lock(pool: MemoryPool) -> None:
     """Deterministic where a race would need luck: every use of the allocator looks whether the lock is held."""
     allocator, uses = pool._allocator, []
@@ -137,7 +130,9 @@ def test_nothing_and_impossible_pages_are_refused(pool: MemoryPool) -> None:
         for memory in (pool, direct):
             with pytest.raises(ParamError, match=f"count {count} and nbytes {nbytes} must both be positive"):
                 memory.allocate_many(count, nbytes)
-    direct.close()
+    direct.close()  # with memory in use: tests/api/test_v1_caches.py
+    with pytest.raises(StateError, match="memory device is closed"):
+        direct.allocate_many(1, 1)
     with pytest.raises(ParamError, match="memory_size is 65535 bytes, must hold a page of 65536"):
         create(65_535)
     for page_shift in (-1, 63):
@@ -145,52 +140,37 @@ def test_nothing_and_impossible_pages_are_refused(pool: MemoryPool) -> None:
             create(page_shift=page_shift)
 
 
-def test_r11_larger_than_the_cgroup_is_out_of_memory_naming_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r11_larger_than_the_host_is_out_of_memory_naming_both_figures_and_the_pages_own_example_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, limit = StagedDevice(), (MIB, "cgroup limit /sys/fs/cgroup/job/memory.max")
     monkeypatch.setattr(pools, "host_memory_limit", lambda: limit)
     with pytest.raises(OutOfMemory) as caught:
         create(MIB + 1, device=device)
-    assert str(caught.value) == (
+    error = caught.value
+    assert str(error) == (
         "pool device: memory_size is 1048577 bytes, larger than the 1048576 bytes of "
         "cgroup limit /sys/fs/cgroup/job/memory.max"
     )
-    error = caught.value
     assert (error.requested, error.largest_hole, error.status_code) == (MIB + 1, MIB, LLMStatusCode.LLM_OUT_OF_MEMORY)
     assert device.allocated_bytes == 0
     create(device=device).close()
-
-
-def test_r11_the_pages_own_example_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = 18_737_418_240  # the page's own memory_size (interface R11)
     monkeypatch.setattr(pools, "host_memory_limit", lambda: (24 << 30, "host memory"))
-    pool = create(PAGE_EXAMPLE)
-    last = pool.allocate_many(2, PAGE_EXAMPLE // 2 - 65_536)
+    pool = create(example)
+    last = pool.allocate_many(2, example // 2 - 65_536)
     pool.segment.view(last.offsets[1] + last.nbytes - 1)[0] = 1
     assert isinstance(pool.segment, SharedSegment)
     assert 0 < os.fstat(pool.segment.fd).st_blocks * 512 <= 2 * MIB
-    last.free()
-    pool.check_integrity()
     pool.close()
 
 
-# --- memory straight from a device ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bounded(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DirectMemory]:
-    """Return what makes memory of a host that has so many bytes."""
-
-    def make(most: int) -> DirectMemory:
-        monkeypatch.setattr(pools, "host_memory_limit", lambda: (most, "a test"))
-        return DirectMemory("device", HostDevice())
-
-    return make
-
-
-def test_an_allocation_is_whole_pages_of_zeros_of_its_own_and_leaves_nothing(
-    bounded: Callable[[int], DirectMemory],
+def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(pools, "host_memory_limit", lambda: (10 * PAGE, "a test"))
+    memory = DirectMemory("device", HostDevice())
     before = residue()
-    memory = bounded(1 << 20)
     taken = memory.allocate_many(3, PAGE + 1)
     now = memory.statistics()
     assert (now.used_bytes, now.live_allocations) == (6 * PAGE, 3)
@@ -199,61 +179,20 @@ def test_an_allocation_is_whole_pages_of_zeros_of_its_own_and_leaves_nothing(
     assert not view.any()
     assert [address - taken.addresses[0] for address in taken.addresses] == [0, 2 * PAGE, 4 * PAGE]
     memory.check_integrity()
+    for quarantined in (0, 6 * PAGE):  # which is worth waiting for
+        with pytest.raises(OutOfMemory) as caught:
+            memory.allocate_many(5, PAGE)
+        error = caught.value
+        assert (error.requested, error.free, error.quarantined) == (5 * PAGE, 4 * PAGE, quarantined)
+        assert f"{5 * PAGE} bytes are wanted and {6 * PAGE} taken, of the {10 * PAGE} bytes of a test" in str(error)
+        assert memory.statistics().used_bytes == 6 * PAGE
+        taken.detain()
     taken.free()
     taken.free()
     del view
     now = memory.statistics()
     assert (now.used_bytes, now.peak_used_bytes) == (0, 6 * PAGE)
     memory.check_integrity()
-    memory.close()
-    assert settled(before) == before
-
-
-def test_more_than_the_host_has_is_refused_with_every_figure(bounded: Callable[[int], DirectMemory]) -> None:
-    memory = bounded(10 * PAGE)
-    first = memory.allocate_many(2, 3 * PAGE)
-    with pytest.raises(OutOfMemory) as caught:
-        memory.allocate_many(5, PAGE)
-    assert (caught.value.requested, caught.value.free, caught.value.quarantined) == (5 * PAGE, 4 * PAGE, 0)
-    for part in (str(5 * PAGE), str(6 * PAGE), str(10 * PAGE), "a test"):
-        assert part in str(caught.value)
-    assert memory.statistics().used_bytes == 6 * PAGE
-    first.detain()
-    with pytest.raises(OutOfMemory) as waiting:
-        memory.allocate_many(5, PAGE)
-    assert waiting.value.quarantined == 6 * PAGE  # worth waiting for
-    first.free()
     memory.allocate_many(5, PAGE).free()
     memory.close()
-
-
-def test_a_device_that_refuses_leaves_nothing_behind_and_nothing_counted() -> None:
-    device = StagedDevice(refuse_after_bytes=PAGE)
-    memory = DirectMemory("device", device)
-    for take in (lambda: memory.allocate_many(1, PAGE + 1), lambda: create(2 * MIB, device=device)):
-        with pytest.raises(OutOfMemory, match="device staged refuses"):
-            take()
-        assert (memory.statistics().used_bytes, device.allocated_bytes) == (0, 0)
-    memory.allocate_many(1, PAGE).free()
-    assert device.allocated_bytes == 0
-    memory.close()
-
-
-def test_what_is_in_use_at_the_end_stays_mapped_and_is_told(
-    caplog: pytest.LogCaptureFixture, bounded: Callable[[int], DirectMemory]
-) -> None:
-    memory = bounded(1 << 20)
-    taken = memory.allocate_many(1, PAGE)
-    try:
-        with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-            memory.close()
-            memory.close()
-        assert caplog.text.count("stay mapped") == 1
-        taken.free()  # late, as the end of a quarantine is: nothing is unmapped
-        (kept,) = pools._kept_mapped
-        assert (kept.ctypes.data, kept.nbytes) == (taken.addresses[0], PAGE)
-        kept[:] = 1
-        with pytest.raises(StateError, match="closed"):
-            memory.allocate_many(1, PAGE)
-    finally:
-        pools._kept_mapped.clear()
+    assert settled(before) == before

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Binding, Entry, Key, Registry, State, key_of
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Binding, Entry, Key, Namespace, Registry, State, key_of
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError
 from tests.unit.registry_model import Ledger, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-UNSET = 2**64 - 1
-LATER = 100.0
+UNSET, LATER = 2**64 - 1, 100.0
 
 
 def req(number: int) -> Key:
-    key = key_of(CacheKey(9, number))
-    assert key is not None
-    return key
+    return Namespace.REQUEST, number, 0
 
 
 def add(registry: Registry, name: str, *keys: Key, tensors: int = 4) -> Entry:
@@ -119,27 +116,18 @@ def test_the_integrity_check_sees_damage(break_it: Callable[[Entry, Binding], ob
         registry.check_integrity()
 
 
-def test_walk_2_goes_through_every_state_and_statistics_show_it() -> None:
-    """Allocate, pull twice at once, deallocate, consumed, freed: walk 2 of docs/architecture.md."""
+def test_a_cache_whose_owner_is_gone_is_freed_by_the_last_of_the_pulls_that_consume_its_key_part_by_part() -> None:
     registry, done = Registry(), Ledger()
     entry = add(registry, "a", req(1))
-    pins = [registry.pin(peer, LATER, key=req(1)) for peer in ("p", "q")]
-    done.apply(registry.release("p", registry.pin("p", LATER, key=req(1)).pin_id, 0, 1, consume=True))
-
-    def shown() -> tuple[object, ...]:
-        caches, keys, held = registry.statistics()
-        states = (entry.life.state, caches.live, caches.deferred, caches.draining, held)
-        return *states, caches.nbytes, [(key.key, key.row, key.unconsumed_bytes) for key in keys]
-
-    key = (repr(req(1)), 0, 3 * 8)
-    assert shown() == (State.LIVE, 1, 0, 0, 2, 4 * 24, [key])
+    pins = [registry.pin(peer, LATER, key=req(1)).pin_id for peer in ("p", "p", "q")]
     done.apply(registry.drop_owner(entry.cache_id))
-    assert shown() == (State.DEFERRED, 0, 1, 0, 2, 4 * 24, [key])
-    done.apply(registry.release("p", pins[0].pin_id, 1, 3, consume=True))
-    assert shown() == (State.DRAINING, 0, 0, 1, 1, 4 * 24, [])
-    assert done.advanced == done.freed == set()
-    done.apply(registry.release("q", pins[1].pin_id, 0, 4, consume=True))
-    assert shown() == (State.FREED, 0, 0, 0, 0, 0, [])
+    for pin, peer, first, count, left, state in (
+        (0, "p", 0, 1, [3 * 8], State.DEFERRED),
+        (1, "p", 1, 3, [], State.DRAINING),
+        (2, "q", 0, 4, [], State.FREED),
+    ):
+        done.apply(registry.release(peer, pins[pin], first, count, consume=True))
+        assert ([key.unconsumed_bytes for key in registry.statistics()[1]], entry.life.state) == (left, state)
     assert (done.freed, done.retired, done.advanced) == ({"a"}, {"a", "a row 0"}, set())
 
 
@@ -157,24 +145,19 @@ def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> N
 
 def test_many_threads_free_every_cache_exactly_once() -> None:
     registry = Registry()
-    lock = threading.Lock()
-    freed: list[object] = []
 
-    def live(number: int) -> None:
+    def live(number: int) -> list[object]:
+        effects = []
         for turn in range(200):
             key = req(number * 1000 + turn)
             entry = add(registry, f"{number}.{turn}", key, tensors=1)
             pins = [registry.pin(number, LATER, key=key) for _ in range(2)]
-            effects = [registry.drop_owner(entry.cache_id)]
+            effects.append(registry.drop_owner(entry.cache_id))
             effects += [registry.release(number, pin.pin_id, 0, 1, consume=True) for pin in pins]
-            with lock:
-                freed.extend(entry.storage for each in effects for entry in each.free)
+        return [entry.storage for each in effects for entry in each.free]
 
-    threads = [threading.Thread(target=live, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(map(str, freed)) == sorted(f"{n}.{turn}" for n in range(4) for turn in range(200))
+    with ThreadPoolExecutor(4) as threads:
+        for number, freed in enumerate(threads.map(live, range(4))):
+            assert freed == [f"{number}.{turn}" for turn in range(200)]
     assert registry.snapshot() == ([], [], 0)
     registry.check_integrity()

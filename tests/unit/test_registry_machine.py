@@ -13,32 +13,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Entry, Namespace, Registry
 from llm_datadist.errors import CacheNotFound, KeyInUse
+from llm_datadist.metrics import CacheStatistics
 from tests.unit import registry_model as model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PEERS = (object(), object())
-NORMAL_KEYS = [
-    (Namespace.REQUEST, 0, 0),
-    (Namespace.REQUEST, 1, 0),
-    (Namespace.REQUEST, 0, 1),
-    (Namespace.PREFIX, 0, 0),
-]
+NORMAL_KEYS = [*[(Namespace.REQUEST, number, m) for number, m in ((0, 0), (1, 0), (0, 1))], (Namespace.PREFIX, 0, 0)]
 BLOCKS_KEYS = [(Namespace.BLOCKS, 0, m) for m in range(2)]
 #: What a call of the owner, or a message of a peer, may be: the common ones are said more often.
-OWNER_OPS = ["deallocate", "deallocate", "deallocate", "remove_key", "unregister", "hold", "let_go"]
+OWNER_OPS = [*["deallocate"] * 3, "remove_key", "unregister", "hold", "let_go"]
 PULL_OPS = ["pin", "pin", "pull_ends"]
-PEER_OPS = [
-    "release_whatever",
-    "release_whatever",
-    "reach",
-    "reach",
-    "consume_row",
-    "consume_row",
-    "drop_peer",
-    "expire",
-]
+PEER_OPS = [*["release_whatever", "reach", "consume_row"] * 2, "drop_peer", "expire"]
 
 
 class Args(NamedTuple):
@@ -84,9 +71,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.held: list[int] = []
         self.made = self.bound = self.unknown = self.pinned = 0
 
-    # --- what happens ----------------------------------------------------------------------------------------------
-
-    @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([1, 2]))
+    @initialize(keys=st.permutations(NORMAL_KEYS), tensors=st.sampled_from([2, 3]))
     def begin(self, keys: list[Any], tensors: int) -> None:
         """Something to pull from the first step on."""
         self.make_cache(True, keys[:2], tensors, mix=False)
@@ -136,8 +121,6 @@ class RegistryMachine(RuleBasedStateMachine):
         self.ledger.apply(self.registry.clear())
         self.model.clear()
 
-    # --- owners, keys, local calls ---------------------------------------------------------------------------------
-
     def deallocate(self, a: Args) -> None:
         cache_id = self.some_id(a.pick, self.owned(True))
         self.ledger.apply(self.registry.drop_owner(cache_id))
@@ -158,8 +141,6 @@ class RegistryMachine(RuleBasedStateMachine):
         cache = self.model.at(cache_id)
         if cache is not None and not cache.owned:
             self.model.withdraw(cache)
-
-    # --- pins ------------------------------------------------------------------------------------------------------
 
     def pin(self, a: Args) -> None:
         row = a.row
@@ -237,8 +218,6 @@ class RegistryMachine(RuleBasedStateMachine):
             self.ledger.apply(self.registry.end_use(self.entries[cache_id]))
             self.model.caches[cache_id].holds -= 1
 
-    # --- after every step ------------------------------------------------------------------------------------------
-
     @invariant()
     def tables_are_sound(self) -> None:
         self.registry.check_integrity()
@@ -259,13 +238,22 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def statistics_count_the_same(self) -> None:
-        entries, bindings, pins = self.registry.snapshot()
-        alive = {c.name for c in self.model.caches.values() if not self.model.freed(c)}
-        assert {entry.storage for entry in entries} == alive
-        assert {b.guard for b in bindings} == {b.name for b in self.model.bindings if b.bound}
-        left = {b.name: sum(1 << tensor for tensor in b.left) for b in self.model.bindings}
-        assert all(b.remaining == left[b.guard] for b in bindings)
-        assert pins == len(self.model.pins)
+        caches, keys, pins = self.registry.statistics()
+        alive = [c for c in self.model.caches.values() if not self.model.freed(c)]
+        assert {entry.storage for entry in self.registry.snapshot()[0]} == {c.name for c in alive}
+        findable = sum(self.model.findable(c) for c in alive)
+        owners, owned = sum(c.owner for c in alive), sum(c.owned for c in alive)
+        assert caches == CacheStatistics(
+            live=owners,
+            deferred=findable - owners,
+            draining=len(alive) - findable,
+            allocated=owned,
+            registered=len(alive) - owned,
+            nbytes=sum(8 * c.rows * c.tensors for c in alive),
+        )
+        bound = [(repr(b.key), b.row, b.cache.name, 8 * len(b.left)) for b in self.model.bindings if b.bound]
+        shown = [(k.key, k.row, self.entries[k.cache_id].storage, k.unconsumed_bytes) for k in keys]
+        assert (sorted(shown), pins) == (sorted(bound), len(self.model.pins))
         assert self.registry.unknown_releases == self.unknown
 
     def owned(self, owned: bool) -> list[int]:

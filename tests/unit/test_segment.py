@@ -24,7 +24,6 @@ from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -91,36 +90,28 @@ def test_a_segment_is_zero_sealed_and_not_even_its_owner_can_resize_it(peers_may
         assert os.fstat(segment.fd).st_size == 10_000
 
 
-def test_a_peer_reads_along_and_writes_only_where_it_may() -> None:
+def test_a_peer_reads_along_and_writes_only_where_it_may_keeps_no_descriptor_and_outlives_the_owner() -> None:
     with new(peers_may_write=True) as segment, attach(segment, writable=True) as writer:
         writer.view(MIB - 2)[:] = 9
         assert (segment.view()[-3:].tolist(), writer.writable) == ([0, 9, 9], True)
-    with new() as segment, attach(segment, writable=False) as reader:
+    segment, before = new(), open_fds()
+    with attach(segment, writable=False) as reader:
+        assert open_fds() == before
         for mapped in (mmap.mmap, lambda fd, nbytes: os.pwrite(fd, b"x", 0)):
             with pytest.raises(PermissionError):
                 mapped(segment.fd, MIB)
         with pytest.raises(ProtocolError, match=r"writable=True.*not permitted"):
             attach(segment, writable=True)
         segment.view()[:] = 7  # our own mapping stays writable
+        segment.close()
         view = reader.view()
         assert ((view == 7).all(), reader.writable) == (True, False)
         with pytest.raises(ValueError, match="read-only"):
             view[5] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
             view.flags.writeable = True
-
-
-def test_an_attachment_keeps_no_descriptor_and_outlives_the_owner() -> None:
-    segment = new()
-    segment.view()[:] = 3
-    before = open_fds()
-    peer = attach(segment, writable=False)
-    assert open_fds() == before
-    segment.close()
-    with peer:
-        assert (peer.view() == 3).all()
         with pytest.raises(StateError, match="no descriptor"):
-            _ = peer.fd
+            _ = reader.fd
 
 
 def test_a_receiver_refuses_what_is_unsealed_empty_of_another_size_or_no_memory(tmp_path: Path) -> None:
@@ -140,7 +131,7 @@ def test_a_receiver_refuses_what_is_unsealed_empty_of_another_size_or_no_memory(
             SharedSegment.attach(fd, nbytes, writable=False)
 
 
-def test_what_cannot_be_created_is_refused_by_its_reason() -> None:
+def test_what_cannot_be_created_or_viewed_is_refused_by_its_reason() -> None:
     for nbytes in (0, -1, 1 << 64):
         with pytest.raises(ParamError, match=f"nbytes is {nbytes}"):
             new(nbytes)
@@ -153,6 +144,12 @@ def test_what_cannot_be_created_is_refused_by_its_reason() -> None:
     assert not isinstance(caught.value, OutOfMemory)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EINVAL
+    with new(4096) as segment:
+        assert [segment.view(*where).shape for where in ((100, 50), (100,), (4096,))] == [(50,), (3996,), (0,)]
+        assert segment.view(100).ctypes.data == segment.address + 100
+        for offset, size in ((-1, 1), (0, 4097), (4096, 1), (5000, None), (1, -1)):
+            with pytest.raises(ParamError, match=f"offset {offset}"):
+                segment.view(offset, size)
 
 
 def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> None:
@@ -164,29 +161,19 @@ def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> No
         assert 0 < resident_bytes(segment) <= 2 * MIB
 
 
-def test_close_is_idempotent_and_gives_back_descriptor_and_mapping() -> None:
-    before = open_fds()
-    segment = new()
-    address = segment.address
-    assert (open_fds(), mappings(address)) == (before + 1, True)
-    assert repr(segment) == f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>"
-    segment.close()
-    segment.close()
-    assert segment.closed
-    assert (open_fds(), mappings(address)) == (before, False)
-    assert repr(segment) == f"<SharedSegment 'pool' {MIB} bytes closed>"
-    for use in (lambda: segment.address, segment.view, lambda: segment.fd):
-        with pytest.raises(StateError, match="'pool'"):
-            use()
-
-
-def test_views_outlive_it_and_the_last_one_unmaps_in_any_thread() -> None:
+def test_close_is_idempotent_and_the_mapping_goes_with_the_last_view_in_any_thread() -> None:
     before = open_fds()
     segment = new()
     address = segment.address
     words = segment.view(4096, 8192).view(np.uint64)[2:].reshape(2, -1)
+    assert (open_fds(), repr(segment)) == (before + 1, f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>")
     segment.close()
-    assert open_fds() == before
+    segment.close()
+    assert segment.closed
+    assert (open_fds(), repr(segment)) == (before, f"<SharedSegment 'pool' {MIB} bytes closed>")
+    for use in (lambda: segment.address, segment.view, lambda: segment.fd):
+        with pytest.raises(StateError, match="'pool'"):
+            use()
     words[:] = 0x0102030405060708
     assert int(words.sum() & np.uint64(0xFF)) == len(words.ravel()) * 8 % 256
     assert mappings(address)
@@ -209,15 +196,6 @@ def test_a_forgotten_one_is_a_resource_warning_and_is_closed_all_the_same() -> N
     assert open_fds() == before
 
 
-def test_a_view_is_where_it_should_be_or_refused() -> None:
-    with new(4096) as segment:
-        assert [segment.view(*where).shape for where in ((100, 50), (100,), (4096,))] == [(50,), (3996,), (0,)]
-        assert segment.view(100).ctypes.data == segment.address + 100
-        for offset, nbytes in ((-1, 1), (0, 4097), (4096, 1), (5000, None), (1, -1)):
-            with pytest.raises(ParamError, match=f"offset {offset}"):
-                segment.view(offset, nbytes)
-
-
 # --- memory of the user, devices --------------------------------------------------------------------------------------
 
 
@@ -237,115 +215,81 @@ def test_an_external_segment_reads_and_writes_the_users_bytes_and_never_owns_the
             ExternalSegment(address, nbytes)
 
 
-@pytest.mark.parametrize("device", [HostDevice(), StagedDevice()])
-def test_copies_of_a_device_arrive(device: Device) -> None:
-    host = np.arange(100, dtype=np.uint8)
-    with device.allocate(300, "staging", peers_may_write=False, prefault=False) as segment:
-        device.copy_to_device(segment.address, host.ctypes.data, 100)
-        device.copy_on_device(segment.address + 50, segment.address, 100)
-        assert segment.view(50, 100).tolist() == host.tolist()
-        host[:] = 0
-        device.copy_from_device(host.ctypes.data, segment.address + 100, 50)
-        assert host.tolist() == list(range(50, 100)) + [0] * 50
-    assert device.needs_staging is isinstance(device, StagedDevice)
-    if not device.needs_staging:
-        assert (device.name, repr(device)) == ("host", "<HostDevice>")
-
-
-def test_the_staged_device_counts_by_direction_and_thread() -> None:
-    device, memory = StagedDevice(), np.zeros(64, dtype=np.uint8)
+def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told() -> None:
+    device, memory = StagedDevice(refuse_after_bytes=3 * MIB), np.zeros(64, dtype=np.uint8)
     base = memory.ctypes.data
+    memory[32:] = np.arange(32)
     device.copy_to_device(base, base + 32, 32)
+    assert memory.tolist() == [*range(32)] * 2
     thread = threading.Thread(target=device.copy_to_device, args=(base, base + 32, 8), name="swap-1")
     thread.start()
     thread.join()
-    device.copy_on_device(base, base, 1)
+    device.copy_on_device(base, base + 7, 1)
+    assert memory[:2].tolist() == [7, 1]
     main = threading.current_thread().name
     assert device.count("to_device") == CopyCount(2, 40, frozenset({main, "swap-1"}))
     assert device.count("on_device") == CopyCount(1, 1, frozenset({main}))
     assert device.count("from_device") == CopyCount()
-
-
-def test_the_staged_device_refuses_when_told() -> None:
-    device = StagedDevice(refuse_after_bytes=3 * MIB)
+    host = HostDevice()
+    assert (host.name, repr(host), host.needs_staging, device.needs_staging) == ("host", "<HostDevice>", False, True)
     first = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
     with pytest.raises(OutOfMemory, match=f"{2 * MIB} bytes for staging: {2 * MIB} of {3 * MIB}") as caught:
         device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
     assert (caught.value.requested, caught.value.free) == (2 * MIB, MIB)
     assert repr(device) == f"<StagedDevice staged: {2 * MIB} bytes allocated>"
     device.refuse_after(None)
-    second = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
-    assert device.allocated_bytes == 4 * MIB
-    first.close()
-    second.close()
+    with first, device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False):
+        assert device.allocated_bytes == 4 * MIB
     assert device.allocated_bytes == 0
 
 
 # --- the limit of host memory -----------------------------------------------------------------------------------------
 
-V1_NO_LIMIT = str((1 << 63) - 4096)
-MEMINFO = "MemTotal:       16384 kB\nMemFree:        1 kB\n"
-V2_MOUNT = "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-V1_MOUNT = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
-
-
-def limit(tmp_path: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -> tuple[int, str]:
-    """Ask under a procfs with 16 MiB of host memory and a cgroup tree in ``tmp_path``."""
-    for path, text in limits.items():
-        file = tmp_path / "cgroup fs" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
-    own = tmp_path / "proc" / "self"
-    own.mkdir(parents=True)
-    (own / "cgroup").write_text(cgroup)
-    (own / "mountinfo").write_text(mountinfo.replace("{top}", str(tmp_path / "cgroup fs").replace(" ", "\\040")))
-    (own.parent / "meminfo").write_text(MEMINFO)
-    return host_memory_limit(own.parent)
-
-
-V1_GROUPS = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
-V1_LIMIT = "memory.limit_in_bytes"
+V1_LIMIT, V1_NO_LIMIT = "memory.limit_in_bytes", str((1 << 63) - 4096)
 OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
+V2 = "0::/a/b\n", "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def v1(root: str, group: str) -> tuple[str, str]:
+    mount = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
+    groups = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
+    return groups.replace("{group}", group), mount.replace("{root}", root)
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected", "setter"),
+    ("told", "limits", "setter"),  # what procfs tells of groups and mounts, the files of limits, the one that counts
     [
-        ({"a/b/memory.max": "max", "a/memory.max": "max"}, 16 * MIB, None),
-        ({"a/b/memory.max": str(MIB), "a/memory.max": "max"}, MIB, "a/b/memory.max"),
-        ({"a/b/memory.max": "max", "a/memory.max": str(2 * MIB)}, 2 * MIB, "a/memory.max"),
-        ({"a/b/memory.max": str(8 * MIB), "memory.max": str(3 * MIB)}, 3 * MIB, "memory.max"),
-        ({"a/b/memory.max": str(64 * MIB)}, 16 * MIB, None),
-        ({"c/memory.max": "1"}, 16 * MIB, None),
+        (("", ""), {}, None),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": "max"}, None),
+        (V2, {"a/b/memory.max": str(MIB), "a/memory.max": "max"}, "a/b/memory.max"),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": str(2 * MIB)}, "a/memory.max"),
+        (V2, {"a/b/memory.max": str(8 * MIB), "memory.max": str(3 * MIB)}, "memory.max"),
+        (V2, {"a/b/memory.max": str(64 * MIB)}, None),
+        (V2, {"c/memory.max": "1"}, None),
+        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, f"x/{V1_LIMIT}"),
+        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, f"x/job/{V1_LIMIT}"),
+        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, V1_LIMIT),
+        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, f"job/{V1_LIMIT}"),
+        (v1("/", "/../outside"), OUTSIDE, V1_LIMIT),  # outside of the mount: the limit is the one at its top
+        (v1("/docker/x", "/not/under/root"), OUTSIDE, V1_LIMIT),
     ],
 )
-def test_v2_takes_the_smallest_of_host_group_and_ancestors(
-    tmp_path: Path, limits: dict[str, str], expected: int, setter: str | None
+def test_the_smallest_of_the_host_the_group_and_its_ancestors_counts_also_where_only_a_subtree_is_mounted(
+    tmp_path: Path, told: tuple[str, str], limits: dict[str, str], setter: str | None
 ) -> None:
-    source = "host memory" if setter is None else f"cgroup limit {tmp_path / 'cgroup fs' / setter}"
-    assert limit(tmp_path, "0::/a/b\n", V2_MOUNT, limits) == (expected, source)
+    top, own = tmp_path / "cgroup fs", tmp_path / "proc" / "self"
+    for path, text in limits.items():
+        (top / path).parent.mkdir(parents=True, exist_ok=True)
+        (top / path).write_text(text + "\n")
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text(told[0])
+    (own / "mountinfo").write_text(told[1].replace("{top}", str(top).replace(" ", "\\040")))
+    (own.parent / "meminfo").write_text("MemTotal:       16384 kB\nMemFree:        1 kB\n")
+    expected = (16 * MIB, "host memory") if setter is None else (int(limits[setter]), f"cgroup limit {top / setter}")
+    assert host_memory_limit(own.parent) == expected
 
 
-@pytest.mark.parametrize(
-    ("root", "group", "limits", "expected"),
-    [
-        ("/", "/x/job", {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, MIB),
-        ("/", "/x/job", {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, MIB),
-        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, MIB),
-        ("/docker/x", "/docker/x/job", {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, MIB),
-        ("/", "/../outside", OUTSIDE, 5 * MIB),  # outside of the mount: the limit is the one at its top
-        ("/docker/x", "/not/under/root", OUTSIDE, 5 * MIB),
-    ],
-)
-def test_v1_counts_too_also_where_only_a_subtree_is_mounted(
-    tmp_path: Path, root: str, group: str, limits: dict[str, str], expected: int
-) -> None:
-    mount = V1_MOUNT.replace("{root}", root)
-    assert limit(tmp_path, V1_GROUPS.replace("{group}", group), mount, limits)[0] == expected
-
-
-def test_without_any_cgroup_it_is_the_host_and_the_real_one_is_no_more_than_physical_memory(tmp_path: Path) -> None:
-    assert limit(tmp_path, "", "", {}) == (16 * MIB, "host memory")
+def test_the_real_limit_is_no_more_than_physical_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemFree: 1 kB\n")
     with pytest.raises(OSError, match="no MemTotal"):
         host_memory_limit(tmp_path)

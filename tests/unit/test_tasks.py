@@ -14,8 +14,7 @@ from llm_datadist.errors import DeadlineExceeded, StateError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OK, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
-FINALIZED = LLMStatusCode.LLM_ENGINE_FINALIZED
+OK, FAILED, FINALIZED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED, LLMStatusCode.LLM_ENGINE_FINALIZED
 BOUND_S = 20.0
 
 
@@ -56,8 +55,8 @@ def _job(tasks: Tasks, *deliveries: Delivered, **more: Any) -> tuple[TransferJob
     return job, released
 
 
-def test_the_source_is_given_back_once_before_the_results_are_seen(tasks: Tasks) -> None:
-    one = Delivered(range(3))
+def test_the_source_is_given_back_once_before_the_results_are_seen_and_a_time_out_has_its_name(tasks: Tasks) -> None:
+    one, code = Delivered(range(3)), LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
     job, released = _job(tasks, one)
     assert CacheTask(job).get_results(0) == [LLMStatusCode.LLM_TIMEOUT]
     task = tasks.start(job)
@@ -65,6 +64,10 @@ def test_the_source_is_given_back_once_before_the_results_are_seen(tasks: Tasks)
     assert (released, one.sent) == (["source"], [0, 1, 2])
     job.end(StateError("late"))
     assert (released, task.get_results()) == (["source"], [OK])
+    late = DeadlineExceeded("late", phase="copy", budget_ms=1, elapsed_ms=2)
+    job, _ = _job(tasks, Delivered(range(1), late), timeout_code=code)
+    assert CacheTask(job).synchronize(0) is code
+    assert tasks.start(job).get_results() == [code]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), ValueError("x")], ids=repr)
@@ -96,11 +99,3 @@ def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until
     gate.set()
     assert task.synchronize() is FINALIZED
     assert (released, one.sent) == (["source"], [0])
-
-
-def test_a_time_out_is_called_what_the_interface_calls_it(tasks: Tasks) -> None:
-    late = DeadlineExceeded("late", phase="copy", budget_ms=1, elapsed_ms=2)
-    code = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-    job, _ = _job(tasks, Delivered(range(1), late), timeout_code=code)
-    assert CacheTask(job).synchronize(0) is code
-    assert tasks.start(job).get_results() == [code]

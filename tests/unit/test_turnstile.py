@@ -21,9 +21,6 @@ def test_an_open_gate_lets_all_in_and_a_shut_one_none_and_the_last_one_out_knows
     assert [use_gate.try_enter(), use_gate.try_leave()] == [False, False]
     assert use_gate.inside == 2  # neither has counted
     assert [use_gate.leave(), use_gate.leave()] == [1, 0]
-
-
-def test_it_opens_again_and_may_begin_shut() -> None:
     use_gate = UseGate(is_open=False)
     assert not use_gate.try_enter()
     use_gate.enter()  # with another right to

@@ -1,91 +1,89 @@
-"""Enumerations, CacheDesc and Cache: every documented check, the geometry and the text (interface §1.2, §4, §5)."""
+"""The value types: enumerations, CacheDesc, Cache, configs of transfers, LLMClusterInfo (interface §1.2, §2.1, §4,
+§5)."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
-from llm_datadist.errors import NoneArgument, ParamError
-from llm_datadist.types import Cache, CacheDesc, DataType, LLMRole, Memtype, Placement, PushType, RegisterMemStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from llm_datadist.types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMRole,
+    MemInfo,
+    Memtype,
+    Placement,
+    PushType,
+    RegisterMemStatus,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
+from tests.support.refusals import INT64, NONE, RULE, TYPE, UINT32, UINT64, Spec, assign, bad, integer, refuse_each
 
 pytestmark = pytest.mark.covers(
     "Cache",
-    "CacheDesc",
-    "DataType",
+    "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs",
+    "CacheDesc*",
+    "DataType*",
+    "LLMClusterInfo*",
     "LLMRole",
+    "LayerSynchronizer*",
+    "MemInfo*",
     "Memtype",
     "Placement",
-    "PushType",
     "RegisterMemStatus",
-    "Registry",
-    "dtype_to_np_dtype",
-    "np_dtype_to_dtype",
-    "valid_np_dtypes",
-    "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs",
-    "CacheDesc: batch_dim batch_size data_type kv_tensor_format num_tensors seq_len_dim_index shape size",
-    "CacheDesc: update_dim",
-    "DataType.itemsize",
+    "TransferConfig*",
+    "TransferWithCacheKeyConfig*",
 )
 
 HALF = DataType.DT_FLOAT16
+MAX64 = 2**64 - 1
+BLOCKS, ROW = BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1)
 
 
-# --- enumerations --------------------------------------------------------------------------------------------------
-
-
-def test_r01_a_number_that_no_member_has_is_a_value_error() -> None:
+def test_r01_enumerations_are_ints_with_the_name_as_text_and_another_number_is_a_value_error() -> None:
     """The documented members and their values are in test_public_api.py."""
-    assert {member.name: member.value for member in PushType} == {
-        "NO_CACHE_KEY": 0,
-        "BLOCKS_CACHE_KEY": 1,
-        "CACHE_KEY_BY_ID": 2,
-    }
+    assert [member.name for member in PushType] == ["NO_CACHE_KEY", "BLOCKS_CACHE_KEY", "CACHE_KEY_BY_ID"]
+    assert [member.value for member in PushType] == [0, 1, 2]
     every: list[type[Any]] = [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType]
     for enum in every:
         for value in (-1, 5_000, "PROMPT", None, 0.5):
             with pytest.raises(ValueError, match=f"{value!r} is not a valid {enum.__name__}"):
                 enum(value)
-
-
-def test_int_enums_are_ints_with_the_name_as_text() -> None:
     assert str(LLMRole.MIX) == f"{LLMRole.MIX}" == "LLMRole.MIX"
-    assert str(Placement.DEVICE) == f"{Placement.DEVICE}" == "Placement.DEVICE"
     assert f"{LLMRole.MIX:d}" == "3"
 
 
-#: Bytes and numpy type; the codes are in test_public_api.py.
-SIZES = {
-    DataType.DT_FLOAT: (4, np.float32),
-    DataType.DT_FLOAT16: (2, np.float16),
-    DataType.DT_INT8: (1, np.int8),
-    DataType.DT_INT32: (4, np.int32),
-    DataType.DT_UINT8: (1, np.uint8),
-    DataType.DT_INT16: (2, np.int16),
-    DataType.DT_UINT16: (2, np.uint16),
-    DataType.DT_UINT32: (4, np.uint32),
-    DataType.DT_INT64: (8, np.int64),
-    DataType.DT_UINT64: (8, np.uint64),
-    DataType.DT_DOUBLE: (8, np.float64),
-    DataType.DT_BOOL: (1, np.bool_),
-    DataType.DT_STRING: (16, np.bytes_),
-    DataType.DT_BF16: (2, np.float16),
+#: The types of each size; the codes are in test_public_api.py.
+SIZES: dict[int, dict[str, type]] = {
+    1: {"INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_},
+    2: {"FLOAT16": np.float16, "INT16": np.int16, "UINT16": np.uint16, "BF16": np.float16},
+    4: {"FLOAT": np.float32, "INT32": np.int32, "UINT32": np.uint32},
+    8: {"INT64": np.int64, "UINT64": np.uint64, "DOUBLE": np.float64},
+    16: {"STRING": np.bytes_},
 }
 
 
 def test_every_data_type_has_its_size_and_numpy_type() -> None:
-    for dtype in DataType:
-        assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == SIZES[dtype]
-        assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * SIZES[dtype][0], "bytes of one tensor"
-    assert len(dtype_to_np_dtype) == 14
+    for size, types in SIZES.items():
+        for name, numpy_type in types.items():
+            dtype = DataType[f"DT_{name}"]
+            assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, numpy_type)
+            assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * size, "bytes of one tensor"
+    assert len(dtype_to_np_dtype) == len(DataType) == sum(map(len, SIZES.values())) == 14
 
 
 def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
@@ -101,9 +99,6 @@ def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
         np_dtype_to_dtype[np.dtype(np.complex64)]
 
 
-# --- CacheDesc -----------------------------------------------------------------------------------------------------
-
-
 def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     shape = [4, 8, 2]
     desc = CacheDesc(3, shape, HALF, Placement.HOST, 1, 2, "BSH")
@@ -113,72 +108,48 @@ def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     desc = CacheDesc(0, (4, 8), DataType.DT_INT8)
     assert desc.placement is Placement.DEVICE
     assert (desc.batch_dim, desc.batch_size, desc.seq_len_dim_index, desc.kv_tensor_format) == (0, 4, -1, None)
-
-
-def test_desc_accepts_numpy_integers_without_overflow() -> None:
     desc = CacheDesc(np.int32(2), [np.int32(2**20), np.int32(2**20)], HALF)  # type: ignore[arg-type, list-item]
     assert desc.size == 2**41
     assert type(desc.batch_size) is int
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value", "parts"),
-    [
-        (TypeError, "num_tensors", "2", ["int", "'2'"]),
-        (NoneArgument, "num_tensors", None, []),
-        (ParamError, "num_tensors", -1, ["-1", "uint32"]),
-        (ParamError, "num_tensors", 2**32, [str(2**32)]),
-        (TypeError, "shape", "12", ["list, tuple", "'12'"]),
-        (NoneArgument, "shape", None, []),
-        (TypeError, "shape", [1, 2.0], ["shape[1]", "2.0"]),
-        (ParamError, "shape", [1, 2**63], ["shape[1]", str(2**63), "int64"]),
-        (NoneArgument, "shape", [None], ["shape[0]"]),
-        (ParamError, "shape", [-(2**63) - 1], ["shape[0]", "int64"]),
-        (TypeError, "data_type", 1, ["DataType", "1"]),
-        (NoneArgument, "data_type", None, []),
-        (TypeError, "placement", 1, ["Placement"]),
-        (NoneArgument, "placement", None, []),
-        (ParamError, "batch_dim_index", 2, ["2", "[0, 2)"]),
-        (ParamError, "batch_dim_index", -1, ["-1"]),
-        (TypeError, "batch_dim_index", 0.0, []),
-        (NoneArgument, "batch_dim_index", None, []),
-        (ParamError, "seq_len_dim_index", 2, ["2"]),
-        (ParamError, "seq_len_dim_index", -2, ["-2"]),
-        (ParamError, "seq_len_dim_index", 2**31, ["int32"]),
-        (TypeError, "seq_len_dim_index", "0", []),
-        (NoneArgument, "seq_len_dim_index", None, []),
-        (TypeError, "kv_tensor_format", 1, ["str"]),
-    ],
-)
-def test_r1_desc_refuses(
-    refused: Callable[..., None], kind: type[Exception], field: str, value: object, parts: list[str]
-) -> None:
-    arguments: dict[str, Any] = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF} | {field: value}
-    refused(kind, partial(CacheDesc, **arguments), field, *parts)
+def test_r01_desc_refuses() -> None:
+    specs = {
+        "num_tensors": UINT32,
+        "shape": Spec(
+            ("12", {1, 2}),
+            (TYPE, "{}[1]", [1, 2.0]),
+            (NONE, "{}[0]", [None]),
+            (RULE, f"{{}}[1]: {2**63}", [1, 2**63]),
+            (RULE, "{}[0]", [-(2**63) - 1]),
+        ),
+        "data_type": Spec((1,)),
+        "placement": Spec((1,)),
+        "batch_dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)),
+        "seq_len_dim_index": integer(-(2**31), 2**31 - 1, 2, -2),
+        "kv_tensor_format": Spec((1,), none_ok=True),
+    }
+    good = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF}
+    refuse_each(CacheDesc, good, specs, bad(RULE, "batch_dim_index", "[0, 0)", shape=[]))
 
 
-def test_r1_desc_refuses_a_shape_without_its_batch_dimension(refused: Callable[..., None]) -> None:
-    refused(ParamError, partial(CacheDesc, 1, [], HALF), "batch_dim_index", "0", "[0, 0)")
+def test_r01_update_dim_refuses() -> None:
+    specs = {"dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)), "dim_value": INT64}
+    good = {"dim_index": 0, "dim_value": 1}
+    refuse_each(CacheDesc(1, [4, 8], HALF).update_dim, good, specs)
+    refuse_each(CacheDesc(1, (4, 8), HALF).update_dim, good, {}, bad(TYPE, "shape", "(4, 8)", "list"))
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts"),
-    [
-        ([4, 0], ("shape", "[4, 0]", "not positive")),
-        ([4, -8], ("shape", "-8", "not positive")),
-        ([1] * 32, ("shape", "32 dimensions", "31")),
-        ([2**62, 2**62], ("shape", str(2**62), "beyond")),
-        ([2**62], ("shape", "DT_FLOAT16", "beyond")),
-    ],
-)
-def test_r29_size_of_an_impossible_shape_is_param_invalid(
-    refused: Callable[..., None], shape: list[int], parts: tuple[str, ...]
-) -> None:
-    desc = CacheDesc(1, shape, HALF)
-    refused(ParamError, lambda: desc.size, *parts)
-
-
-def test_r29_size_of_31_dimensions_is_possible() -> None:
+def test_r29_size_of_an_impossible_shape_is_param_invalid() -> None:
+    for shape, *texts in (
+        ([4, 0], "[4, 0]", "not positive"),
+        ([4, -8], "-8", "not positive"),
+        ([1] * 32, "32 dimensions", "31"),
+        ([2**62, 2**62], str(2**62), "beyond"),
+        ([2**62], "DT_FLOAT16", "beyond"),
+    ):
+        desc = CacheDesc(1, shape, HALF)
+        refuse_each(lambda desc=desc: desc.size, {}, {}, bad(RULE, "shape", *texts))
     assert CacheDesc(1, [1] * 30 + [5], HALF).size == 10
 
 
@@ -192,23 +163,6 @@ def test_update_dim_and_the_callers_own_list_change_shape_and_size_but_not_batch
     assert (desc.size, desc.batch_size) == (12, 4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "arguments", "parts"),
-    [
-        (ParamError, [4, 8], (2, 1), ["dim_index", "2", "[0, 2)"]),
-        (ParamError, [4, 8], (-1, 1), ["dim_index", "-1"]),
-        (ParamError, [4, 8], (0, 2**63), ["dim_value", str(2**63)]),
-        (TypeError, (4, 8), (0, 1), ["shape", "(4, 8)", "list"]),
-        (TypeError, [4, 8], (0, "1"), ["dim_value"]),
-        (NoneArgument, [4, 8], (None, 1), ["dim_index"]),
-    ],
-)
-def test_r1_update_dim_refuses(
-    refused: Callable[..., None], kind: type[Exception], shape: Any, arguments: tuple[Any, Any], parts: list[str]
-) -> None:
-    refused(kind, partial(CacheDesc(1, shape, HALF).update_dim, *arguments), *parts)
-
-
 def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
     assert repr(CacheDesc(2, [0, 3], HALF, Placement.HOST)) == (
         "CacheDesc(num_tensors=2, shape=[0, 3], data_type=DataType.DT_FLOAT16, placement=Placement.HOST, "
@@ -216,38 +170,25 @@ def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
     )
 
 
-# --- Cache ---------------------------------------------------------------------------------------------------------
+HOST_DESC = CacheDesc(2, [4, 8], HALF, Placement.HOST)
 
 
-def _host_desc(num_tensors: int = 2) -> CacheDesc:
-    return CacheDesc(num_tensors, [4, 8], HALF, Placement.HOST)
-
-
-def test_cpu_cache_is_an_unregistered_blocks_cache() -> None:
-    desc, addresses = _host_desc(), [4096, 8192]
-    cache = Cache.create_cpu_cache(desc, addresses)
+def test_r01_r16_cpu_cache_is_an_unregistered_blocks_cache_on_the_host() -> None:
+    addresses = [4096, 8192]
+    cache = Cache.create_cpu_cache(HOST_DESC, addresses)
     assert (cache.cache_id, cache.is_blocks_cache, cache.tensor_addrs) == (-1, True, addresses)
-    assert cache.cache_desc is desc
+    assert cache.cache_desc is HOST_DESC
     assert cache.tensor_addrs is not addresses
-
-
-@pytest.mark.parametrize(
-    ("kind", "cache_desc", "addrs", "parts"),
-    [
-        (NoneArgument, None, [1], ["cache_desc"]),
-        (TypeError, "d", [1], ["cache_desc", "CacheDesc"]),
-        (NoneArgument, _host_desc(), None, ["addrs"]),
-        (TypeError, _host_desc(), (1, 2), ["addrs", "tuple"]),
-        (TypeError, _host_desc(), [1, "2"], ["addrs[1]", "'2'"]),
-        (ParamError, _host_desc(), [1, -2], ["addrs[1]", "-2"]),
-        (ParamError, _host_desc(), [1], ["addrs", "1 addresses", "num_tensors=2"]),
-        (ParamError, CacheDesc(1, [4, 8], HALF), [1], ["cache_desc", "Placement.DEVICE", "Placement.HOST"]),
-    ],
-)
-def test_r16_r1_cpu_cache_refuses(
-    refused: Callable[..., None], kind: type[Exception], cache_desc: Any, addrs: Any, parts: list[str]
-) -> None:
-    refused(kind, partial(Cache.create_cpu_cache, cache_desc, addrs), *parts)
+    specs = {
+        "cache_desc": Spec(("d",), (RULE, "{}: placement is Placement.DEVICE", CacheDesc(2, [4, 8], HALF))),
+        "addrs": Spec(
+            ((1, 2),),
+            (TYPE, "{}[1]", [1, "2"]),
+            (RULE, "{}[1]: -2", [1, -2]),
+            (RULE, "{}: 1 addresses for num_tensors=2", [1]),
+        ),
+    }
+    refuse_each(Cache.create_cpu_cache, {"cache_desc": HOST_DESC, "addrs": addresses}, specs)
 
 
 class _Mapping:
@@ -257,7 +198,7 @@ class _Mapping:
 def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
     memory = _Mapping()
     alive = weakref.ref(memory)
-    cache = Cache(3, _host_desc(), [1, 2], memory=memory)
+    cache = Cache(3, HOST_DESC, [1, 2], memory=memory)
     del memory
     gc.collect()
     assert alive() is not None
@@ -270,9 +211,127 @@ def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
 
 
 def test_cache_repr_tells_kind_geometry_and_state_and_fields_cannot_be_replaced() -> None:
-    cache = Cache(3, _host_desc(), [1, 2], is_blocks_cache=True)
+    cache = Cache(3, HOST_DESC, [1, 2], is_blocks_cache=True)
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST>"
     cache._empty()
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
     with pytest.raises(AttributeError):
         cache.cache_id = 4  # type: ignore[misc]
+
+
+def test_r01_mem_info_checks_types_only() -> None:
+    good = {"mem_type": Memtype.MEM_TYPE_HOST, "addr": 0, "size": -1}
+    assert MemInfo(**good) == MemInfo(**good)  # type: ignore[arg-type]
+    refuse_each(MemInfo, good, {"mem_type": Spec((0,)), "addr": Spec(("1",)), "size": Spec((1.0,))})
+
+
+def test_transfer_config_has_defaults_and_keeps_the_kind_of_sequence_and_its_own_copy() -> None:
+    addresses = [10, 20]
+    config = TransferConfig(1, addresses)
+    assert (config.dst_cluster_id, config.dst_addrs, config.src_layer_range) == (1, [10, 20], None)
+    assert (config.src_batch_index, config.dst_layer_range) == (0, None)
+    assert repr(config) == (
+        "TransferConfig(dst_cluster_id=1, dst_addrs=<2 addresses>, src_layer_range=None, src_batch_index=0)"
+    )
+    addresses.append(30)
+    assert config.dst_addrs == [10, 20]
+    config.dst_addrs = (1, 2)
+    assert config.dst_addrs == (1, 2)
+
+
+def test_r01_configs_refuse_in_constructor_and_setter() -> None:
+    layers = (
+        (RULE, "step 2", range(0, 4, 2)),
+        (RULE, "starts at -1", range(-1, 2)),
+        (RULE, "empty", range(2, 2), range(3, 1)),
+    )
+    by_address = {
+        "dst_cluster_id": UINT64,
+        "dst_addrs": Spec((5,), (TYPE, "{}[1]", [1, "2"]), (TYPE, "{}[0]", [1.0]), (RULE, "{}[1]: -1", [1, -1])),
+        "src_layer_range": Spec(([0],), *layers, none_ok=True),
+        "src_batch_index": UINT32,
+    }
+    by_key = {
+        "cache_key": Spec((1, CacheKey(1, 2))),
+        "src_layer_range": Spec(((0, 1),), *layers),
+        "dst_layer_range": Spec(((0, 1),), *layers),
+        "src_batch_index": UINT32,
+    }
+    keyed: dict[str, Any] = {"cache_key": ROW, "src_layer_range": range(2), "dst_layer_range": range(2)}
+    for made, good, specs in (
+        (TransferConfig, {"dst_cluster_id": 1, "dst_addrs": [10, 20]}, by_address),
+        (TransferWithCacheKeyConfig, keyed, by_key),
+    ):
+        config = made(**good)
+        before = repr(config)
+        refuse_each(made, good, specs)
+        refuse_each(partial(assign, config), {}, specs)
+        assert repr(config) == before
+
+
+def test_key_config_gives_back_what_it_was_made_of_and_follows_a_changed_key() -> None:
+    config = TransferWithCacheKeyConfig(ROW, range(2), range(3, 5), 7)
+    assert (config.cache_key, config.dst_cluster_id, config.src_batch_index) == (ROW, 1, 7)
+    assert (config.src_layer_range, config.dst_layer_range) == (range(2), range(3, 5))
+    assert repr(config).startswith("TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(cluster_id=1")
+    config.src_batch_index = 0
+    config.cache_key = BlocksCacheKey(9)
+    assert config.dst_cluster_id == 9
+
+
+def test_r01_key_config_refuses_a_row_of_a_blocks_cache_and_ranges_of_unequal_length() -> None:
+    good = {"cache_key": ROW, "src_layer_range": range(2), "dst_layer_range": range(2)}
+    of_blocks = bad(RULE, "src_batch_index: 2", "BlocksCacheKey", cache_key=BLOCKS, src_batch_index=2)
+    unequal = bad(RULE, "src_layer_range: range(0, 2)", "dst_layer_range: range(0, 3)", dst_layer_range=range(3))
+    refuse_each(TransferWithCacheKeyConfig, good, {}, of_blocks, unequal)
+    blocks, row = (TransferWithCacheKeyConfig(key, range(2), range(2)) for key in (BLOCKS, ROW))
+    refuse_each(partial(assign, blocks), {}, {}, bad(RULE, "src_batch_index: 1", src_batch_index=1))
+    row.src_batch_index = 1
+    refuse_each(partial(assign, row), {}, {}, bad(RULE, "src_batch_index: 1", cache_key=BLOCKS))
+    assert row.cache_key is ROW
+    row.src_layer_range = range(4)
+    refuse_each(row.check_lengths, {}, {}, bad(RULE, "range(0, 4)", "range(0, 2)"))
+    row.dst_layer_range = range(4, 8)
+    row.check_lengths()
+
+
+def test_layer_synchronizer_must_be_implemented() -> None:
+    with pytest.raises(TypeError, match="synchronize_layer"):
+        LayerSynchronizer()  # type: ignore[abstract]
+
+    class Ready(LayerSynchronizer):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            return layer_index == 0 and timeout_in_millis is None
+
+    assert Ready().synchronize_layer(0, None)
+
+
+def test_ip_is_packed_first_octet_lowest() -> None:
+    packed = {"1.2.3.4": 0x04030201, "127.0.0.1": 0x0100007F, "0.0.0.0": 0, "255.255.255.255": 2**32 - 1}
+    for text, number in packed.items():
+        assert (trans_str_ip(text), trans_int_ip(number)) == (number, text)
+
+
+def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints() -> None:
+    info = LLMClusterInfo()
+    assert info.remote_cluster_id is None
+    assert info.local_ip_info_list == info.remote_ip_info_list == []
+    info.remote_cluster_id = MAX64
+    info.remote_role_type = LLMRole.PROMPT
+    info.append_local_ip_info("10.0.0.1", 0)
+    info.append_remote_ip_info("10.0.0.2", 26000)
+    info.append_remote_ip_info(0x0300000A, 65535)
+    assert (info.remote_cluster_id, info.remote_role_type) == (MAX64, LLMRole.PROMPT)
+    assert info.local_ip_info_list == [(0x0100000A, 0)]
+    assert info.remote_ip_info_list == [(0x0200000A, 26000), (0x0300000A, 65535)]
+    assert repr(info) == (f"<LLMClusterInfo {MAX64}: local [10.0.0.1:0], remote [10.0.0.2:26000, 10.0.0.3:65535]>")
+
+
+def test_r01_cluster_info_refuses() -> None:
+    info = LLMClusterInfo()
+    no_ips = ("1.2.3", "300.1.1.1", "::1", "localhost", "", "1.2.3.4\0", -1, 2**32)
+    endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in no_ips)), "port": integer(0, 2**16 - 1)}
+    refuse_each(info.append_local_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    refuse_each(info.append_remote_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
+    assert info.local_ip_info_list == info.remote_ip_info_list == []

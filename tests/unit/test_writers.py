@@ -1,13 +1,17 @@
-"""Pages of writers: which are found, which are waited for, which may not begin; and the quarantine on top of them."""
+"""Pages of writers: which are found, which are waited for, which may not begin; and the quarantine on top of them.
+
+What waits for the quarantine, and what it says: tests/api/test_quarantine.py."""
 
 from __future__ import annotations
 
 import gc
 import os
 import subprocess
-import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,15 +24,14 @@ from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
-from llm_datadist.errors import DeadlineExceeded, LinkError, OutOfMemory, ParamError, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError
 from tests.support.world import residue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOON, NOW = 10_000, 0
-GUARD, OTHER = 5, 6
-KIB = 1 << 10
+GUARD, OTHER, KIB = 5, 6, 1 << 10
 NONE_LEFT = "<WriteIntents 0 pages, 0 of lost peers>"
 NONE_AT_WORK = "<IntentWriter open: 0 at work>"
 
@@ -69,18 +72,12 @@ def mapped(page: WriterPage) -> IntentWriter:
         return IntentWriter(theirs.view())
 
 
+@dataclass
 class Sleeper:
-    """Another process, of which only the end matters."""
+    """Another process, of which only the end matters; its pidfd is the page's in the end."""
 
-    def __init__(self) -> None:
-        self.child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-        self.pidfd = os.pidfd_open(self.child.pid)
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        assert self.child.stdin is not None
-        self.child.stdin.close()
+    child: subprocess.Popen[bytes]
+    pidfd: int
 
     def page(self, writers: WriteIntents) -> WriterPage:
         page = writers.open()
@@ -88,19 +85,14 @@ class Sleeper:
         return page
 
     def pidfd_is_closed(self) -> bool:
-        try:
-            os.fstat(self.pidfd)
-        except OSError:
-            return True
-        return False
+        return not Path(f"/proc/self/fd/{self.pidfd}").is_symlink()
 
 
 @pytest.fixture
 def sleeper() -> Iterator[Sleeper]:
-    """A living process; its pidfd is the page's in the end."""
-    sleeper = Sleeper()
-    yield sleeper
-    sleeper.kill()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield Sleeper(child, os.pidfd_open(child.pid))
+        child.kill()
 
 
 # --- announcements ----------------------------------------------------------------------------------------------------
@@ -122,12 +114,7 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
     with pytest.raises(ZeroDivisionError), announce(intent_writer):
         1 / 0  # noqa: B018
     assert writers.busy(GUARD) == ()
-    assert repr(intent_writer) == NONE_AT_WORK
-
-
-def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: WriteIntents, page: WriterPage) -> None:
-    """As a signal's exception between the announcement and its block leaves it. Readers count only if asked for."""
-    intent_writer = page.intent_writer()
+    # Lost, as a signal's exception between the announcement and its block leaves it. Readers count only if asked for.
     announced = intent_writer.announce(GUARD, Deadline(SOON), reading=True)
     assert writers.busy(GUARD) == writers.busy(OTHER, readers=True) == ()
     assert len(writers.busy(GUARD, readers=True)) == 1
@@ -137,9 +124,15 @@ def test_an_announcement_that_was_lost_ends_with_its_last_reference(writers: Wri
     assert repr(intent_writer) == NONE_AT_WORK
 
 
-def test_after_finalize_nothing_begins_and_what_is_inside_ends(writers: WriteIntents, page: WriterPage) -> None:
+def test_impossible_guards_finalized_owners_and_closed_writers_announce_nothing(
+    writers: WriteIntents, page: WriterPage
+) -> None:
     intent_writer = page.intent_writer()
     announced = announce(intent_writer)
+    for guard in (0, -1, 1 << 62, 2**64):
+        with pytest.raises(ProtocolError, match=f"guard slot {guard} cannot be announced"):
+            announce(intent_writer, guard)
+    announce(intent_writer, (1 << 62) - 1).end()
     writers.shut()
     with pytest.raises(LinkError, match="the owner of the memory has closed the link") as caught:
         announce(intent_writer)
@@ -152,15 +145,6 @@ def test_after_finalize_nothing_begins_and_what_is_inside_ends(writers: WriteInt
     for make in (writers.open_here, writers.open):
         with pytest.raises(LinkError, match="being finalized"):
             make()
-
-
-def test_a_closed_announcer_and_impossible_guards_announce_nothing(page: WriterPage) -> None:
-    intent_writer = page.intent_writer()
-    for guard in (0, -1, 1 << 62, 2**64):
-        with pytest.raises(ProtocolError, match=f"guard slot {guard} cannot be announced"):
-            announce(intent_writer, guard)
-    announce(intent_writer, (1 << 62) - 1).end()
-    assert repr(intent_writer) == NONE_AT_WORK
     intent_writer.close()
     with pytest.raises(LinkError, match="link again"):
         announce(intent_writer)
@@ -185,7 +169,9 @@ def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page
 # --- pages and the processes they belong to ---------------------------------------------------------------------------
 
 
-def test_a_page_of_a_lost_peer_is_kept_until_its_write_ends(writers: WriteIntents, sleeper: Sleeper) -> None:
+def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
+    writers: WriteIntents, sleeper: Sleeper
+) -> None:
     page = sleeper.page(writers)
     intent_writer = mapped(page)
     announced = announce(intent_writer)
@@ -203,20 +189,18 @@ def test_a_page_of_a_lost_peer_is_kept_until_its_write_ends(writers: WriteIntent
     assert writers.pending([hazard]) == ()
     assert writers.lost == 0
     assert sleeper.pidfd_is_closed()
-
-
-def test_the_end_of_the_process_ends_its_writes(writers: WriteIntents, sleeper: Sleeper) -> None:
-    page = sleeper.page(writers)
-    announced = announce(mapped(page))
+    sleeper.pidfd = os.pidfd_open(sleeper.child.pid)
+    announced = announce(mapped(page := sleeper.page(writers)))
     (hazard,) = writers.busy(GUARD)
-    sleeper.kill()
+    sleeper.child.kill()
+    sleeper.child.wait()
     assert writers.pending([hazard]) == ()
     page.retire()
     assert writers.lost == 0
     announced.end()
 
 
-def test_a_page_goes_when_its_link_ends_without_a_write_or_without_a_peer(
+def test_a_page_goes_when_its_link_ends_without_a_write_or_a_peer_also_while_the_ledger_is_locked(
     writers: WriteIntents, sleeper: Sleeper
 ) -> None:
     page = sleeper.page(writers)
@@ -229,6 +213,18 @@ def test_a_page_goes_when_its_link_ends_without_a_write_or_without_a_peer(
     page.retire()
     assert repr(writers) == NONE_LEFT
     announced.end()
+    page = writers.open()
+    with writers._lock:  # as a __del__ does that interrupts the holder of the lock
+        page.retire()
+    assert writers.lost == 0
+    assert repr(writers) == NONE_LEFT
+    page = writers.open()  # a peer can say what it likes, and harms itself only
+    assert page.segment is not None
+    page.segment.view()[:] = 0xFF
+    assert writers.busy(GUARD) == ()
+    assert len(_native.find_writers(np.array([page.address], np.uint64), [], True)) == WRITER_SLOTS
+    page.retire()
+    assert writers.lost == 0
 
 
 def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_links(sleeper: Sleeper) -> None:
@@ -250,15 +246,6 @@ def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_link
     announced.end()
 
 
-def test_a_page_may_be_given_up_while_its_ledger_is_locked(writers: WriteIntents) -> None:
-    """As a ``__del__`` does that interrupts the holder of the lock."""
-    page = writers.open()
-    with writers._lock:
-        page.retire()
-    assert writers.lost == 0
-    assert repr(writers) == NONE_LEFT
-
-
 def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:
     shared = writers.open()
     intent_writer = mapped(shared)
@@ -275,16 +262,6 @@ def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, pa
     announce(intent_writer).end()
     announced.end()
     shared.retire()
-
-
-def test_a_peer_can_say_what_it_likes_and_harms_itself_only(writers: WriteIntents) -> None:
-    page = writers.open()
-    assert page.segment is not None
-    page.segment.view()[:] = 0xFF
-    assert writers.busy(GUARD) == ()
-    assert len(_native.find_writers(np.array([page.address], np.uint64), [], True)) == WRITER_SLOTS
-    page.retire()
-    assert writers.lost == 0
 
 
 def test_what_is_no_page_or_slot_is_refused() -> None:
@@ -341,45 +318,19 @@ def test_quarantined_memory_is_used_and_counted_until_its_writers_end(
         assert pool.statistics().used_bytes == 0
 
 
-def test_an_allocation_waits_for_writers_that_can_help_and_names_them(
-    writers: WriteIntents, page: WriterPage, pool: MemoryPool
-) -> None:
-    quarantine, announced = Quarantine(writers), announce(page.intent_writer())
-    quarantine.free(pool.allocate_many(1, 200 * KIB), writers.busy(GUARD))
-    kept = quarantine.allocate(pool, 1, 4 * KIB, Deadline(NOW))
-    for nbytes, budget_ms in ((100 * KIB, 20), (256 * KIB, 3_600_000)):  # the second can never be had: no wait
-        with pytest.raises(OutOfMemory) as caught:
-            quarantine.allocate(pool, 1, nbytes, Deadline(budget_ms))
-        assert (caught.value.quarantined, caught.value.free) == (200 * KIB, 52 * KIB)
-        assert f"{200 * KIB} bytes were given back but may still be written by {page.who}" in str(caught.value)
-    kept.free()
-    ender = threading.Timer(0.02, announced.end)
-    ender.start()
-    quarantine.allocate(pool, 1, 256 * KIB, Deadline(SOON)).free()
-    ender.join()
-
-
 def test_many_threads_sweep_and_free_and_nothing_is_lost(
     writers: WriteIntents, page: WriterPage, pool: MemoryPool
 ) -> None:
     quarantine, intent_writer, start = Quarantine(writers), page.intent_writer(), threading.Barrier(4)
-    errors: list[BaseException] = []
 
     def live(guard: int) -> None:
-        try:
-            start.wait(10)
-            for _ in range(200):
-                allocation = quarantine.allocate(pool, 3, 4096, Deadline(SOON))
-                with announce(intent_writer, guard):
-                    quarantine.free(allocation, writers.busy(guard))
-        except BaseException as error:  # noqa: BLE001 (carried to the test)
-            errors.append(error)
+        start.wait(10)
+        for _ in range(200):
+            allocation = quarantine.allocate(pool, 3, 4096, Deadline(SOON))
+            with announce(intent_writer, guard):
+                quarantine.free(allocation, writers.busy(guard))
 
-    threads = [threading.Thread(target=live, args=(guard,)) for guard in (1, 2, 3, 4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(live, (1, 2, 3, 4), timeout=60))
     quarantine.sweep()
     assert (quarantine.nbytes, pool.statistics().used_bytes, pool.statistics().live_allocations) == (0, 0, 0)
