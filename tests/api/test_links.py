@@ -182,7 +182,7 @@ def kernel_threads(world: World) -> set[int]:
 
 
 def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pair) -> None:
-    shm_pair.start(extra={"llm.PeerTimeout": "600"})  # strangers send no beats
+    shm_pair.start(extra={"llm.PeerTimeout": "600", "llm.MaxLinks": "2000"})  # strangers send no beats
     prompt = shm_pair.prompt
     threads = prompt.do(kernel_threads)
     with ExitStack() as leaving:

@@ -196,6 +196,7 @@ def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_froze
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4096, 8192))
     given = dict(DEVICE)
     parsed = parse(given)
     assert repr(parsed) == (
@@ -203,7 +204,7 @@ def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_froze
         "remote_accessible=False, mem_pool=None, host_mem_pool=None, local_comm_res=None, "
         "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
-        "checksum=False)"
+        "checksum=False, max_links=256, write_by_address=True)"
     )
     assert given == DEVICE
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -227,6 +228,8 @@ PARSED: list[tuple[str, str, dict[str, object]]] = [
     ("llm.CopyThreads", "copy_threads", {"1": 1}),
     ("llm.PeerTimeout", "peer_timeout", {"0.5": 0.5, "30": 30.0}),
     ("llm.Checksum", "checksum", {"0": False, "1": True}),
+    ("llm.MaxLinks", "max_links", {"1": 1, "4294967295": 2**32 - 1}),
+    ("llm.WriteByAddress", "write_by_address", {"0": False, "1": True}),
 ]
 
 
@@ -235,6 +238,14 @@ def test_option_is_parsed() -> None:
         for text, value in texts.items():
             assert getattr(parse(DEVICE | {option: text}), field) == value, option
     assert parse({"llm.DeviceId": "7"}).device_id == 7
+
+
+@pytest.mark.parametrize(("descriptors", "links"), [(8, 1), (1024, 64), (1 << 20, 1024), (-1, 1024)])
+def test_a_sixteenth_of_the_descriptors_may_be_links(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int, links: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (descriptors, -1))
+    assert parse(DEVICE).max_links == links
 
 
 def test_link_total_time_zero_is_the_environment_or_120_s(monkeypatch: pytest.MonkeyPatch) -> None:

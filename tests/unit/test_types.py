@@ -329,7 +329,7 @@ def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints() -> None:
 
 def test_r01_cluster_info_refuses() -> None:
     info = LLMClusterInfo()
-    no_ips = ("1.2.3", "300.1.1.1", "::1", "localhost", "", "1.2.3.4\0", -1, 2**32)
+    no_ips = ("1.2.3", "300.1.1.1", "::g", "localhost", "", "1.2.3.4\0", -1, 2**32)
     endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in no_ips)), "port": integer(0, 2**16 - 1)}
     refuse_each(info.append_local_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
     refuse_each(info.append_remote_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
