@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of
-from llm_datadist.bench.memory import available_memory
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.rows import Measured, Row, make_rows
 from llm_datadist.bench.suite import floors, standard

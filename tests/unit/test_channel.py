@@ -80,7 +80,7 @@ class Ends:
         self._on_message = on_message
         self.channel = Channel(control, self.ours, self._message, self._end, self._answer)
         if first is not None:
-            self.channel.lead(first)
+            self.channel.send_first(first)
 
     def begin(self) -> Ends:
         self.channel.begin()

@@ -173,7 +173,7 @@ class Channel:
         self._open = False
         self._watch.close()
 
-    def lead(self, first: Message) -> None:
+    def send_first(self, first: Message) -> None:
         """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
         self._backlog += frame(first)
         self._flushing = True

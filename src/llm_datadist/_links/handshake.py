@@ -38,7 +38,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import PeerMemory, agree, inproc
-from llm_datadist._transport.address import new_socket, show_address
+from llm_datadist._transport.address import new_socket
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
@@ -47,6 +47,7 @@ from llm_datadist._transport.connect import (
 )
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,7 @@ class Endpoint:
     transport: str | None  # forced, or None
     exports: Exports
     lanes: Lanes
-    secrets: PeerSecrets = field(default_factory=PeerSecrets)
+    peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of :class:`Greeting`."""
@@ -277,7 +278,7 @@ class Dial:
         welcome = self._frames.receive(Welcome)
         self._here = inproc.answer(self._token)
         self._transcript = _transcript(hello, welcome)
-        known = self._endpoint.secrets
+        known = self._endpoint.peer_secrets
         proven = known.is_proven(welcome.incarnation, _TARGET, self._transcript, welcome.proof)
         self._proven = proven or self._here is not None
         try:
@@ -325,7 +326,7 @@ class Dial:
 
         ``present``: the link with that number is to be used, not this one.
         """
-        reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.secrets, self.peer.incarnation
+        reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
         proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
         self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present, proof, share)))
@@ -440,8 +441,10 @@ class _AsyncFrames:
         return _expect(kind, message)
 
 
-class _Visit:
-    """One handshake in progress at the target. Owns the initiator's memory until that is taken.
+class _Handshake:
+    """What one handshake has come to at the target. Owns the initiator's memory until that is taken.
+
+    Threads: control.
 
     ``here`` is what the initiator exports if it is in this process, ``source`` its address. ``choice``, ``transcript``
     and ``proven`` are there once the initiator has chosen.
@@ -571,25 +574,25 @@ class Listener:
         hello = await frames.receive(Hello)
         self._silent.pop(sock, None)
         group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
-        visit = _Visit(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports), source)
+        handshake = _Handshake(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports), source)
         try:
-            self._check(visit)
+            self._check(handshake)
             self._host.refuse_if_full(hello, source)
             await self._host.admit(hello, proven=True)  # as it says; its proof comes with its choice
-            await self._exchange_memory(visit)
-            if not visit.proven:
+            await self._exchange_memory(handshake)
+            if not handshake.proven:
                 await self._host.admit(hello, proven=False)
-            if visit.choice.present:
-                await self._recognise(visit)
+            if handshake.choice.present:
+                await self._recognise(handshake)
                 return False
-            self._settle(visit)
+            self._settle(handshake)
         except BaseException as error:
             self._endpoint.lanes.shut(group)
             if isinstance(error, LLMException):
                 await self._refuse(frames, hello, error)
             raise
         finally:
-            visit.close()
+            handshake.close()
         return True
 
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
@@ -600,15 +603,15 @@ class Listener:
             if self._admission is not None:
                 self._admission.refused(hello, error)
 
-    async def _recognise(self, visit: _Visit) -> None:
+    async def _recognise(self, handshake: _Handshake) -> None:
         """Answer with the number of the present link; keep nothing of this handshake."""
-        if not visit.proven:
+        if not handshake.proven:
             raise LinkRefused(
-                f"cluster {visit.hello.cluster_id} cannot prove that it is the linked process",
+                f"cluster {handshake.hello.cluster_id} cannot prove that it is the linked process",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
-        self._endpoint.lanes.shut(visit.group)
-        await visit.frames.send(Linked(self._host.recognise(visit.hello), b""))
+        self._endpoint.lanes.shut(handshake.group)
+        await handshake.frames.send(Linked(self._host.recognise(handshake.hello), b""))
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
@@ -619,10 +622,10 @@ class Listener:
         self._greetings.pop(sock, None)
         lanes.add(group, sock)
 
-    def _check(self, visit: _Visit) -> None:
-        mine, hello = self._endpoint, visit.hello
+    def _check(self, handshake: _Handshake) -> None:
+        mine, hello = self._endpoint, handshake.hello
         _check_version(hello)
-        _check_place(hello, visit.here)
+        _check_place(hello, handshake.here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
                 f"remote_cluster_id={hello.wanted}: the listener at {show_address(self.address)} is cluster "
@@ -634,45 +637,40 @@ class Listener:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         _check_access(mine, hello)
 
-    async def _exchange_memory(self, visit: _Visit) -> None:
+    async def _exchange_memory(self, handshake: _Handshake) -> None:
         """Admit the peer to the rendezvous; take its choice, its proof, and the memory that it left."""
-        frames, hello, known = visit.frames, visit.hello, self._endpoint.secrets
+        frames, hello, known = handshake.frames, handshake.hello, self._endpoint.peer_secrets
         outcome: list[PeerMemory | LinkError] = []
         self._rendezvous.expect(hello.token, outcome.append)
         try:
             welcome = Welcome(
                 **self._endpoint.greeting(),
                 rendezvous=self._rendezvous.name,
-                lane_token=visit.group.token,
+                lane_token=handshake.group.token,
                 proof=b"",
             )
             transcript = _transcript(hello, welcome)
             welcome = msgspec.structs.replace(welcome, proof=known.prove(hello.incarnation, _TARGET, transcript))
             await frames.send(welcome)
-            visit.choice = choice = await frames.receive(TransportChoice)
+            handshake.choice = choice = await frames.receive(TransportChoice)
             if frames.socket not in self._greetings:
                 # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
                 raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            visit.memory = outcome.pop() if outcome else None
-            visit.transcript = transcript
+            handshake.memory = outcome.pop() if outcome else None
+            handshake.transcript = transcript
             shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
-            visit.proven = shown or visit.here is not None
+            handshake.proven = shown or handshake.here is not None
         finally:
             self._rendezvous.forget(hello.token)
             for unused in outcome:
                 if not isinstance(unused, LinkError):
                     unused.close()
 
-    def _settle(self, visit: _Visit) -> None:
+    def _settle(self, handshake: _Handshake) -> None:
         """Open the connection if both ends chose alike, and install the link."""
-        lanes, hello, theirs, frames, group = (
-            self._endpoint.lanes,
-            visit.hello,
-            visit.choice,
-            visit.frames,
-            visit.group,
-        )
-        with closing(self._endpoint.builder(hello, visit.take_memory(), visit.here)) as builder:
+        lanes, group = self._endpoint.lanes, handshake.group
+        hello, theirs, frames = handshake.hello, handshake.choice, handshake.frames
+        with closing(self._endpoint.builder(hello, handshake.take_memory(), handshake.here)) as builder:
             mine = builder.choice
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
@@ -685,13 +683,13 @@ class Listener:
                 sequence=0,  # the host gives it one
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
-                source=visit.source,
+                source=handshake.source,
                 by_communicator=by_communicator,
                 greetings=[hello] if by_communicator else [],
             )
             sock, leftover = frames.socket, frames.parser.rest()
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
-            agree = partial(visit.agree, self._endpoint.secrets, share)
+            agree = partial(handshake.agree, self._endpoint.peer_secrets, share)
             self._host.install(NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree))
         except BaseException:
             connection.close()

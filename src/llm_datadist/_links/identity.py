@@ -1,8 +1,9 @@
 """Proof that a peer is the process which this end has met before: a secret that only the two of them know.
 
 The first handshake of two incarnations agrees on a secret, of which each end sends one half. In every later handshake
-of these two, each end proves with it that it is no stranger who has learnt the other's incarnation. The secret keeps no
-one out who read or changed the first handshake: that takes authentication, for which greetings have room.
+of these two, each end proves by the secret that it is the same process as before, and not a stranger who has learnt the
+incarnation. This does not protect against an attacker that has read or changed the first handshake. That takes
+authentication, for which greetings have a field.
 
 Threads: any; single dict operations only. Nothing fails: without a secret there is no proof.
 """

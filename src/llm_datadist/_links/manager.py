@@ -34,7 +34,6 @@ from llm_datadist._links.retry import Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
 from llm_datadist._native import steps
-from llm_datadist._transport.address import show_address
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
@@ -46,6 +45,7 @@ from llm_datadist.errors import (
     ProtocolError,
     StateError,
 )
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     import socket
@@ -353,7 +353,7 @@ class LinkManager:
             raise
         new.admitted()
         # Usable here before the initiator hears of it, and it hears of it before anything else.
-        channel.lead(Linked(link.origin.sequence, new.share))
+        channel.send_first(Linked(link.origin.sequence, new.share))
         link.ready(channel)
         self._bring_up(link, channel, new.leftover, old)
 

@@ -17,9 +17,9 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import readable
 from llm_datadist._transport import inproc
-from llm_datadist._transport.address import show_address
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,13 +25,13 @@ _libc = ctypes.CDLL(None)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munmap.restype = ctypes.c_int
 
-_hurried: Final[set[int]] = set()  # the threads that must not wait
+_must_not_wait: Final[set[int]] = set()  # the threads that must not wait
 _waiting: Final[deque[tuple[int, int]]] = deque()  # (address, bytes)
 _state: Final = {"running": threading.Lock()}  # held by the thread that unmaps
 
 
 def _forget() -> None:
-    _hurried.clear()
+    _must_not_wait.clear()
     _waiting.clear()
     _state["running"] = threading.Lock()
 
@@ -42,16 +42,16 @@ os.register_at_fork(after_in_child=_forget)
 @contextmanager
 def never_wait_here() -> Iterator[None]:
     """Leave large unmappings of the calling thread to another one, during a ``with`` block."""
-    _hurried.add(threading.get_ident())
+    _must_not_wait.add(threading.get_ident())
     try:
         yield
     finally:
-        _hurried.discard(threading.get_ident())
+        _must_not_wait.discard(threading.get_ident())
 
 
 def unmap(address: int, nbytes: int) -> None:
     """Unmap memory, soon if the calling thread must not wait, else now."""
-    if nbytes <= _SMALL_BYTES or threading.get_ident() not in _hurried:
+    if nbytes <= _SMALL_BYTES or threading.get_ident() not in _must_not_wait:
         _libc.munmap(address, nbytes)
         return
     _waiting.append((address, nbytes))

@@ -33,10 +33,11 @@ from llm_datadist._transfer.meters import Meters
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
-from llm_datadist._transport.address import is_loopback, show_address
+from llm_datadist._transport.address import is_loopback
 from llm_datadist._transport.lanes import Lanes
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, OutOfMemory, StateError
 from llm_datadist.metrics import Statistics
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,14 +1,8 @@
-"""Addresses of listeners, (host, port): IPv4, IPv6, or a name of an IPv4 host."""
+"""Sockets for addresses of listeners, (host, port): IPv4, IPv6, or a name of an IPv4 host."""
 
 from __future__ import annotations
 
 import socket
-
-
-def show_address(address: tuple[str, int]) -> str:
-    """Return "host:port", or "[host]:port" of IPv6."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def new_socket(address: tuple[str, int]) -> socket.socket:

@@ -22,7 +22,6 @@ import numpy as np
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
-from llm_datadist._transport.address import show_address
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkRefused,
@@ -32,6 +31,7 @@ from llm_datadist.errors import (
     PeerLost,
     ProtocolError,
 )
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     import asyncio

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final, ParamSpec, Protocol
 
 import msgspec
 
+from llm_datadist._memory.host import available_memory
 from llm_datadist.bench import BenchError, sides
 from llm_datadist.bench.cases import size_text
-from llm_datadist.bench.memory import available_memory
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.rows import Measured, make_rows
 

@@ -1,4 +1,4 @@
-"""Memory of a comparison: how much it may take now, and the pages of sides that do not bring their own."""
+"""Memory of a comparison: the pages of sides that do not bring their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.workload import Memory
 
 if TYPE_CHECKING:
     from llm_datadist.bench.workload import Bytes, Workload
 
-__all__ = ["available_memory", "private_tensors", "tensors_like"]
+__all__ = ["private_tensors", "tensors_like"]
 
 
 def private_tensors(workload: Workload) -> list[Bytes]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
-from llm_datadist.bench.memory import available_memory
 from llm_datadist.bench.workload import Op
 
 if TYPE_CHECKING:

@@ -37,6 +37,12 @@ def host_of(ip: int | str) -> str:
     return ip if isinstance(ip, str) else trans_int_ip(ip)
 
 
+def show_address(address: tuple[str, int]) -> str:
+    """Return "host:port", or "[host]:port" of IPv6."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _endpoint(ip: object, port: object) -> tuple[int | str, int]:
     if isinstance(ip, str):
         if is_ipv6(inner := ip.removeprefix("[").removesuffix("]")):
@@ -93,8 +99,6 @@ class LLMClusterInfo:
         self._remote_ip_info_list.append(_endpoint(ip, port))
 
     def __repr__(self) -> str:
-        local, remote = (
-            ", ".join(f"[{ip}]:{port}" if isinstance(ip, str) else f"{trans_int_ip(ip)}:{port}" for ip, port in each)
-            for each in (self._local_ip_info_list, self._remote_ip_info_list)
-        )
+        local = ", ".join(show_address((host_of(ip), port)) for ip, port in self._local_ip_info_list)
+        remote = ", ".join(show_address((host_of(ip), port)) for ip, port in self._remote_ip_info_list)
         return f"<LLMClusterInfo {self._remote_cluster_id}: local [{local}], remote [{remote}]>"
