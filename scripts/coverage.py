@@ -83,7 +83,7 @@ def _public() -> Iterator[str]:
 def _members(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         for name, value in vars(base).items() if base.__module__.startswith("llm_datadist") else ():
-            wrapped = isinstance(value, property | staticmethod | classmethod) or inspect.isfunction(value)
+            wrapped = isinstance(value, property | staticmethod | classmethod) or inspect.isroutine(value)
             if not name.startswith("_") and (wrapped or hasattr(value, "__set_name__")):
                 yield name
 

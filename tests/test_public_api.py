@@ -183,7 +183,7 @@ def _callables(cls: type) -> Iterator[tuple[str, Callable[..., object]]]:
             yield from ((name, function) for function in (value.fget, value.fset) if function is not None)
         elif isinstance(value, staticmethod | classmethod):
             yield name, value.__func__
-        elif inspect.isfunction(value):
+        elif inspect.isroutine(value):
             yield name, value
 
 
@@ -280,7 +280,7 @@ def test_kv_cache_manager_has_the_documented_methods_and_no_others() -> None:
 
 def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
     cls = llm_datadist.LLMDataDist
-    methods = {name: _strip(value) for name, value in _own(cls) if inspect.isfunction(value)}
+    methods = {name: _strip(value) for name, value in _own(cls) if inspect.isroutine(value)}
     assert methods == DATADIST | DATADIST_EXTENSIONS
     properties = {name for name, value in _own(cls) if isinstance(value, property)}
     assert properties == DATADIST_PROPERTIES | DATADIST_EXTENSION_PROPERTIES
@@ -373,7 +373,7 @@ def test_status_codes_are_ints_with_the_documented_text() -> None:
 def test_every_public_name_is_documented_and_annotated(cls: type) -> None:
     assert (cls.__doc__ or "").strip(), f"{cls.__name__} has no docstring"
     for name, value in _own(cls):
-        documented = not (inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod))
+        documented = not (inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod))
         assert documented or (inspect.getdoc(value) or "").strip(), f"{cls.__name__}.{name} has no docstring"
     for name, function in _callables(cls):
         where = f"{cls.__name__}.{name}"

@@ -1,19 +1,30 @@
-"""The deadline of one public call: built once at the public method, passed down, never renewed."""
+"""The deadline of one public call: built once at the public method, passed down, never renewed. How its caller waits.
+
+A caller waits in turns of at most 50 ms. Between two of them, without a lock, handlers of signals run, which may raise,
+and a cancellation is noticed.
+"""
 
 from __future__ import annotations
 
+import select
 import time
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from llm_datadist._native.signals import deliver_signals
 from llm_datadist.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
+    import socket
+    import threading
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 _NS_PER_MS: Final = 1_000_000
 _SHORTEST_POLL_S: Final = 0.0005
 _LONGEST_POLL_S: Final = 0.02
-_LONGEST_WAIT_S: Final = 0.05
+_LONGEST_TURN_S: Final = 0.05
 
 
 class Deadline:
@@ -39,9 +50,10 @@ class Deadline:
         """Return the seconds left, never below zero: what a wait may take."""
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
-    def wait_at_most(self) -> float:
-        """Return the seconds that one wait may take before the deadline must be checked again."""
-        return self.remaining()
+    def next_turn(self) -> float:
+        """Return the seconds that the next turn of a wait may take. The caller holds no lock: handlers run."""
+        deliver_signals()
+        return min(self.remaining(), _LONGEST_TURN_S)
 
     def remaining_ms(self) -> int:
         """Return the whole milliseconds left, rounded up, never below zero."""
@@ -65,9 +77,28 @@ class Deadline:
         while not done():
             if self.expired():
                 return False
-            time.sleep(min(pause, self.remaining()))
+            time.sleep(min(pause, self.next_turn()))
             pause = min(2 * pause, _LONGEST_POLL_S)
         return True
+
+    def ready(self, sock: socket.socket, event: int) -> bool:
+        """Wait until a socket is ready for ``event`` (of ``select.poll``) or has failed; False when no time is left."""
+        poll = select.poll()
+        poll.register(sock, event)
+        while not poll.poll(self.next_turn() * 1e3):
+            if self.expired():
+                return False
+        return True
+
+    def wait_for(self, condition: threading.Condition, done: Callable[[], bool]) -> bool:
+        """Wait until ``done``, called under the lock at every change; return False when no time is left."""
+        while True:
+            seconds = self.next_turn()
+            with condition:
+                if condition.wait_for(done, seconds):
+                    return True
+            if self.expired():
+                return False
 
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error that says ``what`` ran out of time in which ``phase``."""
@@ -104,13 +135,24 @@ class CancellableDeadline(Deadline):
         self.cancelled[0] = 1
         self.expires_ns = 0
 
-    def wait_at_most(self) -> float:
-        """Return the seconds left, at most the time in which a cancellation has to be noticed."""
-        return min(self.remaining(), _LONGEST_WAIT_S)
-
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error, which says so if the call was cancelled."""
         error = super().error(what, phase, peer)
         if self.was_cancelled():
             error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)
         return error
+
+
+def wait_all(futures: list[Future[T]], cancel: Callable[[], object]) -> list[T]:
+    """Wait for all futures and return their results, or raise the first error.
+
+    If the handler of a signal raises, ``cancel`` must make them end soon: they have ended when this raises.
+    """
+    try:
+        while wait(futures, _LONGEST_TURN_S).not_done:
+            deliver_signals()
+    except BaseException:
+        cancel()
+        wait(futures)
+        raise
+    return [each.result() for each in futures]

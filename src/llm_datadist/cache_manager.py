@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import check_rule, check_type
 from llm_datadist._native import parse_blocks
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall, awaited, blocking
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 __all__ = ["CacheManager"]
 
 
+@public_calls_hold_signals(
+    allocate_cache="deallocate_cache",
+    allocate_blocks_cache="deallocate_blocks_cache",
+    register_cache="unregister_cache",
+    register_blocks_cache="unregister_cache",
+)
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
 

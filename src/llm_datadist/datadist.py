@@ -23,8 +23,9 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist._deadline import Deadline
+from llm_datadist._deadline import CancellableDeadline, Deadline, wait_all
 from llm_datadist._log import logger
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Pending = Callable[[Deadline], Statuses]
+    Pending = Callable[[CancellableDeadline], Statuses]
     Report = Callable[[str, LLMClusterInfo, LLMException], None]
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
@@ -65,6 +66,7 @@ def check_timeout(timeout: object) -> None:
     check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
+@public_calls_hold_signals(whole=("init", "finalize", "switch_role"), link="unlink")
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
@@ -203,7 +205,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._linking(clusters, timeout)(Deadline(timeout))
+        return self._linking(clusters, timeout)(CancellableDeadline(timeout))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`: the same arguments and results.
@@ -230,13 +232,13 @@ class LLMDataDist:
             )
         mutual = engine.options.transfer_backend is not None
 
-        def link_each(deadline: Deadline) -> Statuses:
+        def link_each(deadline: CancellableDeadline) -> Statuses:
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
-            return _each(clusters, link, "link", report)
+            return _each(clusters, link, "link", report, deadline)
 
-        def link_all(deadline: Deadline) -> Statuses:
+        def link_all(deadline: CancellableDeadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline))
@@ -266,7 +268,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._unlinking(clusters, timeout, force)(Deadline(timeout))
+        return self._unlinking(clusters, timeout, force)(CancellableDeadline(timeout))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`: the same arguments and results.
@@ -290,22 +292,22 @@ class LLMDataDist:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
         forced = force or engine.options.transfer_backend is not None
 
-        def unlink_each(deadline: Deadline) -> Statuses:
+        def unlink_each(deadline: CancellableDeadline) -> Statuses:
             def unlink(cluster: LLMClusterInfo) -> None:
                 if not forced:
                     _remote_address(cluster)
                 engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-            return _each(clusters, unlink, "unlink", report)
+            return _each(clusters, unlink, "unlink", report, deadline)
 
-        def unlink_each_v1(deadline: Deadline) -> Statuses:
+        def unlink_each_v1(deadline: CancellableDeadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             def unlink(cluster: LLMClusterInfo) -> None:
                 cluster_id = check_uint64("id", cluster.remote_cluster_id)
                 v1.unlink_cluster(engine.links, cluster_id, deadline, force=forced)
 
-            return v1.unlink_result(_each(clusters, unlink, "unlink", report)[1])
+            return v1.unlink_result(_each(clusters, unlink, "unlink", report, deadline)[1])
 
         return unlink_each if engine.options.cache_manager else unlink_each_v1
 
@@ -588,7 +590,13 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
     return host_of(ip), port
 
 
-def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report) -> Statuses:
+def _each(
+    clusters: Clusters,
+    work: Callable[[LLMClusterInfo], None],
+    verb: str,
+    report: Report,
+    deadline: CancellableDeadline,
+) -> Statuses:
     """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
@@ -605,7 +613,7 @@ def _each(clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str,
         codes = [status(clusters[0])]
     else:
         with ThreadPoolExecutor(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = list(threads.map(status, clusters))
+            codes = wait_all([threads.submit(status, each) for each in clusters], deadline.cancel)
     failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
     return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 

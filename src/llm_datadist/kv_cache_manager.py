@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_int32, check_rule, check_type
 from llm_datadist._native import parse_blocks
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall
@@ -61,6 +62,7 @@ _ARGUMENTS: Final[Rules] = {
 }
 
 
+@public_calls_hold_signals(allocate_cache="deallocate_cache", allocate_blocks_cache="deallocate_cache")
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
 

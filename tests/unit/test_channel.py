@@ -462,19 +462,3 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
             assert not ends.lost
     finally:
         signal.signal(signal.SIGUSR1, handler)
-
-
-def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel() -> None:
-    def interrupted(message: Message) -> bool:
-        raise Interrupt
-
-    with channel() as ends:
-        ends.channel._on_answer = interrupted
-        peer = ends.once_led(lambda: ends.say(UnlinkAck(1), UnlinkAck(2)))
-        with pytest.raises(Interrupt):
-            ends.channel.wait(ends.expect(1), Deadline(PATIENCE_MS))
-        join(peer)
-        assert ends.channel._role_held, "no thread may read what follows"
-        wait_until(ends.ended)
-        assert ends.lost == ["a caller was interrupted while it read an answer"]
-        assert ends.heard == []

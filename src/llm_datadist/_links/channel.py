@@ -38,8 +38,6 @@ _ABORT_BYTES: Final = 16 << 20
 _READ_BYTES: Final = 1 << 16
 #: A plain number: combining the flags costs more than encoding a message.
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-#: One poll of a waiting caller: the system call allows some weeks at most.
-_POLL_SECONDS: Final = 3600.0
 
 
 def tune(sock: socket.socket) -> None:
@@ -71,7 +69,7 @@ class Waiter:
         """Return when woken, or when the time is over. Called once, by the caller."""
         woken = self._gate.acquire(blocking=False)  # as a rule the caller has read its answer itself
         while not woken and not deadline.expired():
-            woken = self._gate.acquire(timeout=deadline.wait_at_most())
+            woken = self._gate.acquire(timeout=deadline.next_turn())
 
     def wake(self, answer: Message | None) -> None:
         """Deliver the answer, or None where there will be none. Called once at most."""
@@ -144,7 +142,6 @@ class Channel:
         # Used by the holder of the reader role only.
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
-        self._whole = True  # False while received bytes are not delivered yet
         self._for_control = False  # the role must go to the control thread
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -303,9 +300,8 @@ class Channel:
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
         """Caller holds the reader role. Deliver answers until its own or another message comes."""
-        while waiter.waiting and self._open and (seconds := deadline.wait_at_most()):
-            if self._poll.poll(min(seconds, _POLL_SECONDS) * 1e3):
-                self._whole = False
+        while waiter.waiting and self._open and (seconds := deadline.next_turn()):
+            if self._poll.poll(seconds * 1e3):
                 go_on = self._receive()
                 try:
                     while go_on and (payload := self._parser.take()) is not None:
@@ -314,7 +310,6 @@ class Channel:
                             self._set_aside = None
                 except ProtocolError:
                     go_on = False
-                self._whole = True
                 if not go_on:
                     self._for_control = True
                     return
@@ -322,13 +317,7 @@ class Channel:
     def _stop_reading(self) -> None:
         self._reader = None
         handed, self._for_control = self._for_control, False
-        if not self._whole:
-            # By the handler of a signal: what was received may be lost, so nothing that follows may be read.
-            self._parked = True
-            self.close("a caller was interrupted while it read an answer")
-            if self._released:
-                self.close_files()
-        elif not handed or not self._post(self._dispatch_and_release):
+        if not handed or not self._post(self._dispatch_and_release):
             self._release_role()
 
     def _take_role(self, reader: Waiter | None = None) -> bool:

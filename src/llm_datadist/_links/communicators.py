@@ -160,10 +160,15 @@ class Communicators:
                 self._open_link(peer)  # no more, if only communicators hold it that are not ready
         self._dials.cancel(communicator)
         self._control.call(self._shut, communicator)
-        self._dials.wait(communicator, deadline)
-        for peer in communicator.others:
-            if self._spare(peer) is not None:
-                self._links.unlink(peer, deadline, force=True)
+        try:
+            self._dials.wait(communicator, deadline)
+            for peer in communicator.others:
+                if self._spare(peer) is not None:
+                    self._links.unlink(peer, deadline, force=True)
+        except BaseException:  # of the handler of a signal
+            for peer in communicator.others:
+                self._drop_spare(peer, "unlinked")
+            raise
         logger.info("%s unlinked", communicator)
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:

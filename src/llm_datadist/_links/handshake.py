@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import select
 import socket
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -185,21 +186,23 @@ class _BlockingFrames:
         self._what = what
         try:
             self.socket = new_socket(address)
+            self.socket.setblocking(False)
         except OSError as error:
             raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
 
     def connect(self, address: tuple[str, int]) -> None:
-        self._call("connect", lambda: self.socket.connect(address))
-        self._call("connect", lambda: tune(self.socket))
+        self._call("connect", select.POLLOUT, lambda: self.socket.connect(address))
+        self._call("connect", select.POLLOUT, lambda: tune(self.socket))
 
     def send(self, data: bytes) -> None:
-        self._call("handshake", lambda: self.socket.sendall(data))
+        while data:
+            data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def receive(self, kind: type[M]) -> M:
         """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
             while (message := _take(self.parser)) is None:
-                data = self._call("handshake", lambda: self.socket.recv(_RECEIVE_BYTES))
+                data = self._call("handshake", select.POLLIN, lambda: self.socket.recv(_RECEIVE_BYTES))
                 if not data:
                     text = f"{self._what}: the peer closed the connection in the handshake"
                     raise LinkRefused(text, phase="handshake")
@@ -210,17 +213,16 @@ class _BlockingFrames:
         except ProtocolError as error:
             raise LinkRefused(f"{self._what}: it does not speak this protocol: {error}") from error
 
-    def _call(self, phase: str, operation: Callable[[], R]) -> R:
-        """Do one socket call within what is left of the deadline."""
-        self._deadline.check(self._what, phase)
-        self.socket.settimeout(max(self._deadline.remaining(), 1e-6))
-        try:
-            return operation()
-        except OSError as error:
-            # The timeout set above has no number; ETIMEDOUT is the network's own verdict.
-            if isinstance(error, TimeoutError) and error.errno is None:
-                raise self._deadline.error(self._what, phase) from error
-            raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}", phase=phase) from error
+    def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:
+        """Do one socket call, repeated when the socket is ready for ``event``, within what is left of the deadline."""
+        while True:
+            self._deadline.check(self._what, phase)
+            try:
+                return operation()
+            except BlockingIOError:
+                self._deadline.ready(self.socket, event)
+            except OSError as error:
+                raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}", phase=phase) from error
 
 
 class Dial:

@@ -392,8 +392,7 @@ class Link:
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no operation runs, after :meth:`begin_unlink`; return False when the deadline passed first."""
-        with self._lock:
-            return self._idle.wait_for(lambda: not self.busy, deadline.remaining())
+        return deadline.wait_for(self._idle, lambda: not self.busy)
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
         """Take this end's unlink back, or the peer's; resume unless the other end unlinks too."""

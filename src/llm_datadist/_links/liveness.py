@@ -24,7 +24,7 @@ _SUSPECT_SECONDS: Final = 3.0
 _BEATS_PER_TIMEOUT: Final = 4
 #: How long a peer may take to answer a ping: after its data connection broke, and when another process claims its id.
 _RESPONSE_MS: Final = 1000
-_ANSWER_SECONDS: Final = 1.0
+_ANSWER_MS: Final = 1000
 _ANSWER_POLL_SECONDS: Final = 0.01
 
 
@@ -109,8 +109,8 @@ class LinkConflicts:
     def answers(self, link: Link, deadline: Deadline) -> bool:
         """Return True when the peer answers a ping over this link in time."""
         ping = link.ping()
-        seconds = min(_ANSWER_SECONDS, deadline.remaining())
-        self._table.wait(lambda: link.last_pong >= ping or not link.usable, seconds)
+        answer = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
+        self._table.wait(lambda: link.last_pong >= ping or not link.usable, answer)
         return link.usable and link.last_pong >= ping
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
@@ -135,7 +135,7 @@ class LinkConflicts:
         if old is None:
             return
         ping = old.ping()
-        give_up = time.monotonic() + _ANSWER_SECONDS
+        give_up = time.monotonic() + _ANSWER_MS / 1e3
         # A restarted peer may dial before the end of its old connection has been read.
         while self._table.conflict(peer, proven=proven) is old and time.monotonic() < give_up:
             if old.last_pong >= ping:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, Listener
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
-    from llm_datadist._deadline import Deadline
     from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from llm_datadist.metrics import LinkStatistics, RedialStatistics
 
 #: A peer whose unlink request was acknowledged closes within that time.
-_UNLINK_SECONDS: Final = 1.0
+_UNLINK_MS: Final = 1000
 #: When both ends dialled at once, the one that gave way looks that often for the other's link.
-_CROSSING_POLL_SECONDS: Final = 0.05
+_CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified)
 _ANSWERS: Final = (Resolved, *_FINAL)
@@ -173,7 +173,9 @@ class LinkManager:
 
     def settle_unlinks(self) -> None:
         """Wait a moment until the links that peers have unlinked end."""
-        self._table.wait(lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), _UNLINK_SECONDS)
+        self._table.wait(
+            lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), Deadline(_UNLINK_MS)
+        )
 
     def refuse_if_linked(self) -> None:
         """Raise StateError (``LLM_EXIST_LINK``) while a link exists or is being prepared."""
@@ -254,7 +256,7 @@ class LinkManager:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
                 # Both ends dialled at once, and this one gives way: it tries again unless the other's link comes.
-                if not self._table.wait(lambda: self._is_new(wanted, since), _CROSSING_POLL_SECONDS):
+                if not self._table.wait(lambda: self._is_new(wanted, since), Deadline(_CROSSING_POLL_MS)):
                     deadline.check(f"link to {show_address(address)}: both ends dial", "link", wanted)
                 continue
             if present is None or self._conflicts.answers(present, deadline):
@@ -471,23 +473,23 @@ class LinkManager:
         what, cluster_id = f"unlink of {link.peer}", link.peer.cluster_id
         if not link.begin_unlink():
             # Another call, of either end, unlinks it.
-            gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline.remaining())
+            gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline)
             if not gone and not force:
                 raise deadline.error(what, "drain", cluster_id)
-        elif force:
-            link.wait_idle(deadline)
-        else:
-            try:
-                if not link.wait_idle(deadline):
-                    raise deadline.error(what, "drain", cluster_id)
+            return
+        try:
+            if not link.wait_idle(deadline) and not force:
+                raise deadline.error(what, "drain", cluster_id)
+            if not force:
                 link.request(UnlinkRequest, deadline, what, "unlink")
-            except DeadlineExceeded:
-                link.tell(UnlinkCancel())
-                link.cancel_unlink()
-                self._table.touch()
-                raise
-            except LLMException as error:
+        except BaseException as error:
+            if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):
                 logger.info("%s: %s", what, error)  # a link that breaks meanwhile is unlinked too
+                return
+            link.tell(UnlinkCancel())
+            link.cancel_unlink()
+            self._table.touch()
+            raise
 
     def end(self, link: Link, reason: str, *, lost: bool) -> None:
         """End a link at once: operations that run on it fail."""

@@ -171,8 +171,7 @@ class RetryQueue(Generic[A]):
 
     def wait(self, owner: object, deadline: Deadline) -> None:
         """Wait until no attempt of an owner is in progress, or for the deadline."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(each.owner != owner for each in self._current), deadline.remaining())
+        deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
 
     def stop(self) -> None:
         """Dial nothing any more, and join the threads. Not from one of them."""

@@ -73,22 +73,28 @@ class LinkTable:
         Waits while another dial or an unlink goes on. Raises AlreadyLinked when the cluster id is linked to another
         process, DeadlineExceeded, and LinkRefused once the table is closed.
         """
-        with self._changed:
-            while True:
-                self._refuse_if_closed()
-                old = self._links.get(peer.cluster_id)
-                if old is None and peer.incarnation not in self._dialling:
-                    self._dialling.add(peer.incarnation)
-                    return self._next()
-                if old is not None and old.usable:
-                    if old.peer.incarnation == peer.incarnation:
-                        return old
+        committed: int | Link | None = None
+
+        def try_commit() -> bool:
+            nonlocal committed
+            self._refuse_if_closed()
+            old = self._links.get(peer.cluster_id)
+            if old is None and peer.incarnation not in self._dialling:
+                self._dialling.add(peer.incarnation)
+                committed = self._next()
+            elif old is not None and old.usable:
+                if old.peer.incarnation != peer.incarnation:
                     raise AlreadyLinked(
                         f"cluster {peer.cluster_id} is linked to {old.peer}; {peer} must have another cluster id",
                         peer=peer.cluster_id,
                     )
-                if not self._changed.wait(deadline.remaining()):
-                    raise deadline.error(f"link to {peer}: another call links or unlinks it", "link", peer.cluster_id)
+                committed = old
+            return committed is not None
+
+        deadline.wait_for(self._changed, try_commit)
+        if committed is None:
+            raise deadline.error(f"link to {peer}: another call links or unlinks it", "link", peer.cluster_id)
+        return committed
 
     def withdraw(self, peer: Peer) -> None:
         """End a committed dial, successful or not."""
@@ -180,10 +186,9 @@ class LinkTable:
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until the condition holds, evaluated at every change; return False when time is over."""
-        with self._changed:
-            return self._changed.wait_for(condition, seconds)
+        return deadline.wait_for(self._changed, condition)
 
     def _next(self) -> int:
         self._sequence += 1

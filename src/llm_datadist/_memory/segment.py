@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 import numpy as np
 
 from llm_datadist._memory.unmap import unmap
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class SharedSegment(Segment):
     def _release(self) -> None:
         self.close_descriptor()
 
+    @hold_signals
     def __del__(self) -> None:
         if not self.closed:
             try:

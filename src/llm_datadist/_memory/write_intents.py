@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +33,7 @@ from llm_datadist._native import (
     retract_writer,
     writer_sequence,
 )
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ProtocolError
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-_FULL_PAGE_PAUSE_S: Final = 0.05  # how long to wait for a free slot before the deadline is checked again
 _MAX_GUARD: Final = 1 << 62
 
 
@@ -279,8 +280,6 @@ class IntentWriter:
         self._address: int = page.ctypes.data
         # Used as a stack: the owner scans up to the highest slot that was ever used.
         self._free = deque(range(WRITER_SLOTS, 0, -1))
-        self._waiting = 0
-        self._slot_freed = threading.Condition()
 
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
         """Announce a write, or a read, of the memory under guard slot ``guard``.
@@ -307,23 +306,16 @@ class IntentWriter:
         self._page = None
 
     def _wait_for_slot(self, deadline: Deadline) -> int:
-        with self._slot_freed:
-            self._waiting += 1
-            try:
-                while True:
-                    try:
-                        return self._free.pop()
-                    except IndexError:
-                        deadline.check(f"{WRITER_SLOTS} writes to this peer are going on already", "copy")
-                        self._slot_freed.wait(min(_FULL_PAGE_PAUSE_S, deadline.remaining()))
-            finally:
-                self._waiting -= 1
+        taken: list[int] = []
 
-    def _give_back(self, slot: int) -> None:
-        self._free.append(slot)
-        if self._waiting:
-            with self._slot_freed:
-                self._slot_freed.notify()
+        def take() -> bool:
+            with suppress(IndexError):
+                taken.append(self._free.pop())
+            return bool(taken)
+
+        if not deadline.poll(take):
+            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are going on already", "copy")
+        return taken[0]
 
     def __repr__(self) -> str:
         state = "closed" if self._page is None else "open"
@@ -346,7 +338,7 @@ class WriteIntent:
         if self._page is not None:
             retract_writer(self._address, self._slot)
             self._page = None
-            self._intent_writer._give_back(self._slot)
+            self._intent_writer._free.append(self._slot)
 
     def __enter__(self) -> None:
         pass
@@ -354,6 +346,7 @@ class WriteIntent:
     def __exit__(self, *exc_info: object) -> None:
         self.end()
 
+    @hold_signals
     def __del__(self) -> None:
         # An exception of a signal handler may prevent end(). In a forked child the work is the parent's, and goes on.
         if self._page is not None and os.getpid() == self._intent_writer.pid:

@@ -17,6 +17,7 @@
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
+#include "signals_python.hpp"
 #include "use_gate_python.hpp"
 #include "write_intents_python.hpp"
 
@@ -123,4 +124,5 @@ NB_MODULE(_native, m) {
     bind_writers(m);
     bind_digest(m);
     bind_limits(m);
+    bind_signals(m);
 }

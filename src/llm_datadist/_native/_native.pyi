@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -416,3 +416,14 @@ def limit_process(
     pid: int, write: bool, near: NDArray[np.uint64], far: NDArray[np.uint64], block_bytes: int, threads: int
 ) -> None: ...
 def limit_stream(fd: int, send: bool, addresses: NDArray[np.uint64], block_bytes: int) -> None: ...
+
+class HoldingCall:
+    """A function in Python during which the main thread holds signals; see ``signals.py``."""
+
+    def __init__(
+        self, function: Callable[..., Any], undo: Callable[[Any, Any], object] | None = None, whole: bool = False
+    ) -> None: ...
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+def deliver_signals() -> None:
+    """Run the handlers of signals that the calling thread holds; raises what a handler raises."""

@@ -78,7 +78,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
         const std::int64_t until = deadline_ns - now > look_every_ns ? now + look_every_ns : deadline_ns;
         if (const auto outcome = wait_without_gil(engine, id, until)) return outcome_tuple(*outcome);
         if (stop.now()) return outcome_tuple(give_up_without_gil(engine, id));
-        if (PyErr_CheckSignals() != 0) {
+        if (!deliver_signals()) {
             give_up_without_gil(engine, id);
             throw nb::python_error();
         }

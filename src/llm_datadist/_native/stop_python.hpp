@@ -15,6 +15,7 @@
 
 #include "chunks.hpp"
 #include "error.hpp"
+#include "signals_python.hpp"
 #include "ticket.hpp"
 
 namespace datadist {
@@ -64,8 +65,10 @@ private:
 
     // The exception stays set in this thread's state, where nothing runs Python before end().
     void look() noexcept {
-        const nb::gil_scoped_acquire acquired;
-        if (PyErr_CheckSignals() != 0) raised_.store(true, std::memory_order_relaxed);
+        if (may_deliver_signals()) {
+            const nb::gil_scoped_acquire acquired;
+            if (!deliver_signals()) raised_.store(true, std::memory_order_relaxed);
+        }
         next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;
     }
 

@@ -225,7 +225,7 @@ class Comparison:
                 if failure.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise self._refused(failure) from failure
             self.deadline.check(what, "verify", link.peer.cluster_id)
-            time.sleep(min(pause, self.deadline.remaining()))
+            time.sleep(min(pause, self.deadline.next_turn()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refused(self, failure: RemoteFailure) -> TransferFailed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule, check_type
 from llm_datadist._native import parse_indices
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist.errors import LLMStatusCode, StateError
 from llm_datadist.types.grant import Grant
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.store import CacheStore
 
 
+@public_calls_hold_signals(grant="revoke")
 class Grants:
     """Owns a guard for every grant that has not ended.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer.initiator import DestinationPin, TransferOp
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
@@ -51,6 +52,7 @@ TENSORS_PER_LAYER: Final = 2
 _WHAT: Final = "transfer_cache_async"
 #: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
 _GRACE_MS: Final = 1000
+_FOR_EVER_MS: Final = 1 << 40
 _POLL_SECONDS: Final = 0.01
 
 
@@ -216,7 +218,11 @@ class TransferJob:
             raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
         if threading.current_thread() is self._thread:
             raise StateError(f"{self.name}: its own synchronizer waits for it, and would for ever")
-        return self._done.wait(None if timeout_ms is None else timeout_ms / 1e3)
+        deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
+        while not self._done.wait(deadline.next_turn()):
+            if deadline.expired():
+                return False
+        return True
 
     def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
         """Return (first failure or success, results, errors) as they are now."""
@@ -224,6 +230,7 @@ class TransferJob:
             return self._first, list(self._results), list(self._errors)
 
 
+@public_calls_hold_signals()
 class CacheTask:
     """A layer-wise transfer that runs or is over. Returned by ``transfer_cache_async``. Threads: any.
 

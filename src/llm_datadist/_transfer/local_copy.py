@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -19,7 +19,9 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._deadline import wait_all
 from llm_datadist._native import Plan, Tensors
+from llm_datadist._native.signals import deliver_signals
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Placement
@@ -261,14 +263,17 @@ class SwapEngine:
         """
         if plan.nbytes == 0:
             return 0
-        with self._lock:
-            if not self._device.needs_staging:
+        if not self._device.needs_staging:
+            with self._lock:
                 # Not the engine's pool: interface R10 fixes the number of workers, llm.CopyThreads that of the
                 # engine's.
                 if self._copy_pool is None:
                     self._copy_pool = _native.CopyPool(self.workers)
-                _native.execute(plan, dst.tensors, src.tensors, self._copy_pool, _native.NO_DEADLINE)
-            elif dst.geometry.placement == Placement.DEVICE:
+                pool = self._copy_pool
+            _native.execute(plan, dst.tensors, src.tensors, pool, _native.NO_DEADLINE)
+            return plan.nbytes
+        with self._lock:
+            if dst.geometry.placement == Placement.DEVICE:
                 self._swap_in(plan, dst.tensors, src.tensors, dst.geometry.stride)
             else:
                 self._swap_out(plan, dst.tensors, src.tensors)
@@ -304,14 +309,19 @@ class SwapEngine:
         copies = list(_spans(plan, dst, src))
         if plan.ordered:
             for copy in copies:
+                deliver_signals()
                 self._device.copy_from_device(*copy)
             return
 
+        stopped = threading.Event()
+
         def work(first: int) -> None:
             for copy in copies[first :: self.workers]:
+                if stopped.is_set():
+                    return
                 self._device.copy_from_device(*copy)
 
-        _finish([self._executor().submit(work, worker) for worker in range(self.workers)])
+        wait_all([self._executor().submit(work, worker) for worker in range(self.workers)], stopped.set)
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -323,6 +333,7 @@ class SwapEngine:
         if plan.ordered:
             buffer = self._staging[0].address
             for target, source, nbytes in copies:
+                deliver_signals()
                 self._device.copy_to_device(buffer, source, nbytes)
                 self._device.copy_on_device(target, buffer, nbytes)
             return
@@ -368,7 +379,7 @@ class _Pipeline:
         drain = threads.submit(self._drain)
         fills = [threads.submit(self._fill, copies[worker::workers]) for worker in range(workers)]
         try:
-            _finish(fills)
+            wait_all(fills, self._failed.set)
         finally:
             self._full.put(None)
             drain.result()
@@ -411,10 +422,3 @@ def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, i
         target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])
         for to, at, nbytes in runs:
             yield target + to, source + at, nbytes
-
-
-def _finish(futures: list[Future[None]]) -> None:
-    """Wait for all, then raise the first error."""
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    if errors:
-        raise errors[0]

@@ -68,7 +68,14 @@ def link_clusters(
             logger.warning("link_clusters: %s: %s", status, reason)
         untried = ("", LLMStatusCode.LLM_LINK_FAILED)
         return list(refused.values())[-1][1], [refused.get(i, untried)[1] for i in range(len(clusters))]
-    overall, statuses = link_each()
+    before = links.all()
+    try:
+        overall, statuses = link_each()
+    except BaseException:  # of the handler of a signal
+        for made in links.all():
+            if made.origin.dialled and made not in before:
+                links.unlink(made.peer.cluster_id, Deadline(0), force=True)
+        raise
     codes = [v1_code(status) for status in statuses]
     if overall is _OK or not clusters:
         return overall, codes

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import CancellableDeadline
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMStatusCode, StateError
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from llm_datadist._deadline import Deadline
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(_MAX_WORKERS, "llm-datadist-async")
         self._pid = os.getpid()
 
-    async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
+    async def run(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> T:
         """Run ``call`` in a worker thread, with a deadline that begins when the thread does.
 
         If the awaiting task is cancelled, ``CancelledError`` comes after the call has ended, so that nothing of it
@@ -51,21 +51,17 @@ class Workers:
             raise StateError(f"the call is one of process {self._pid}, whose threads are not in this fork of it")
         awaited: _Call[T] = _Call(call, budget_ms)
         try:
-            future: Future[T] = self._threads.submit(awaited.run)
-        except RuntimeError as error:
-            raise _finalized() from error
-        waiting = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            if future.cancelled():  # by stop or close, not by the awaiting task
-                raise _finalized() from None
-            if not awaited.cancel(future):
-                await _end_of(waiting)
-            raise
-        except GeneratorExit:
-            awaited.cancel(future)
-            raise
+            waiting = asyncio.wrap_future(awaited.begin(self._threads))
+            try:
+                return await asyncio.shield(waiting)
+            except asyncio.CancelledError:
+                if awaited.dropped():  # by stop or close, not by the awaiting task
+                    raise _finalized() from None
+                if not awaited.cancel():
+                    await _end_of(waiting)
+                raise
+        finally:
+            awaited.cancel()
 
     def stop(self) -> None:
         """Drop calls that have not begun, and take no more; never waits. Idempotent."""
@@ -79,10 +75,11 @@ class Workers:
 class _Call(Generic[T]):
     """One call in a worker thread; any other thread may cancel it at any time."""
 
-    def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
+    def __init__(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> None:
         self._call = call
         self._budget_ms = budget_ms
         self._cancelled = False
+        self._future: Future[T] | None = None
         self._deadline: CancellableDeadline | None = None
 
     def run(self) -> T:
@@ -91,9 +88,23 @@ class _Call(Generic[T]):
             deadline.cancel()
         return self._call(deadline)
 
-    def cancel(self, future: Future[T]) -> bool:
-        """Make the call end soon; return True if it had not begun, and never will."""
-        if future.cancel():
+    @hold_signals
+    def begin(self, threads: ThreadPoolExecutor) -> Future[T]:
+        """Hand the call to a thread."""
+        try:
+            self._future = threads.submit(self.run)
+        except RuntimeError as error:
+            raise _finalized() from error
+        return self._future
+
+    def dropped(self) -> bool:
+        """Return True when the call was taken from the threads before it had begun."""
+        return self._future is not None and self._future.cancelled()
+
+    @hold_signals
+    def cancel(self) -> bool:
+        """Make the call end soon, if it has not ended; return True if it had not begun, and never will."""
+        if self._future is None or self._future.cancel():
             return True
         self._cancelled = True
         if self._deadline is not None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
@@ -397,6 +398,7 @@ class Connection(ABC):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @hold_signals
     def __del__(self) -> None:
         # Whatever the count says: this is the last reference. A constructor may have failed half way.
         if not hasattr(self, "_users") or self.closed:

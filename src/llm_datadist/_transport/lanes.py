@@ -155,11 +155,9 @@ def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: Ex
 
 
 def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
-    """Return when the socket is ready or has failed. Waits in turns, between which a cancellation is noticed."""
-    ready = select.poll()
-    ready.register(sock, event)
-    while not ready.poll(deadline.wait_at_most() * 1e3):
-        deadline.check(what, "connect")
+    """Return when the socket is ready or has failed."""
+    if not deadline.ready(sock, event):
+        raise deadline.error(what, "connect")
 
 
 def _tune(sock: socket.socket) -> None:
@@ -272,11 +270,9 @@ class LaneGroup:
         the same order, as they were dialled. Where the peer dials, lost lanes come back without this end: they are
         waited for until the ``deadline``.
         """
+        if deadline is not None and not self._loads:
+            deadline.wait_for(self._changed, lambda: self._closed or bool(self._loads))
         with self._changed:
-            while not self._closed and not self._loads:
-                if deadline is None or deadline.expired():
-                    break
-                self._changed.wait(deadline.wait_at_most())
             if not self._loads:
                 raise PeerLost("no data lane to the peer is left; link again", phase="copy")
             lanes = list(self._loads)

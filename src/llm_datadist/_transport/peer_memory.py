@@ -15,6 +15,7 @@ from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
+from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import Connection, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
@@ -187,6 +188,7 @@ class PeerMemory:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @hold_signals
     def __del__(self) -> None:
         if getattr(self, "pidfd", -1) >= 0:
             if os.getpid() == self._owner:

@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import secrets
+import select
 import socket
 import stat
 import threading
@@ -24,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, map_peer, peer_credentials
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode, send_packet
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
@@ -222,6 +224,7 @@ class SameHostListener:
         while self._pending:
             self._pending.popitem()[0].close()
 
+    @hold_signals
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
@@ -260,7 +263,7 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
         try:
             sock.connect(address)
         except BlockingIOError:
-            time.sleep(min(_CONNECT_PACE_S, deadline.remaining()))
+            time.sleep(min(_CONNECT_PACE_S, deadline.next_turn()))
         except OSError as error:
             raise LinkRefused(
                 f"no same-host listener {name!r} to be reached from here: {error}; the peer is on another host or in "
@@ -273,9 +276,9 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
 def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> Packet:
     try:
         offer.send(sock)
-        sock.settimeout(deadline.remaining())
+        deadline.ready(sock, select.POLLIN)
         return Packet.receive(sock)
-    except (BlockingIOError, TimeoutError) as error:
+    except BlockingIOError as error:
         raise deadline.error(f"same-host rendezvous with {name!r}", "link") from error
     except (OSError, ProtocolError) as error:
         raise LinkRefused(f"same-host listener {name!r} broke off: {error}") from error

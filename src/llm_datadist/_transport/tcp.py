@@ -90,8 +90,9 @@ class TcpConnection(Connection):
         """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
         if self._reconnect is None or len(self._group) >= self._wanted:
             return
-        if not self._reconnecting.acquire(timeout=deadline.remaining() if wait else 0):
-            return
+        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
+            if not wait or deadline.expired():
+                return
         try:
             missing = self._wanted - len(self._group)
             if missing > 0 and not self.closed:

@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
-from llm_datadist._deadline import Deadline
+from llm_datadist._deadline import CancellableDeadline, Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
+from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import calls
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
@@ -51,6 +52,7 @@ _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 
 
+@public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"))
 class LlmDataDist:
     """One end of the links, as C++ sees it.
 
@@ -513,7 +515,7 @@ class _Call:
             log_failure(verb, cluster, error)
             errors[id(cluster)] = error
 
-        overall, self.statuses = begin(report)(Deadline(timeout))
+        overall, self.statuses = begin(report)(CancellableDeadline(timeout))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
         failed = [

@@ -1,0 +1,56 @@
+"""Calls in which handlers of signals run only where the call waits, or when it has ended.
+
+The interpreter runs the handler of a signal in the main thread, between any two instructions, and the handler may
+raise: ``KeyboardInterrupt``, or what an engine raises to end itself. Inside of a ``finally`` that would leave a lock
+held, a pin that is never given back, or a lane that writes into memory which its owner believes free. So every public
+call, and every finaliser, *holds* signals. A caller that waits calls :func:`deliver_signals`, where it holds no lock
+and where an exception is one more way for the wait to fail. After one exception no handler runs until the call ends.
+
+Threads: signals concern the main thread only; in others a call is a plain call. What another thread raises here by
+``PyThreadState_SetAsyncExc`` is not held.
+"""
+
+from __future__ import annotations
+
+from functools import update_wrapper
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llm_datadist._native._native import HoldingCall, deliver_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["deliver_signals", "hold_signals", "public_calls_hold_signals"]
+
+F = TypeVar("F", bound="Callable[..., Any]")
+C = TypeVar("C", bound=type)
+
+
+def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False) -> F:
+    """Make a function hold signals.
+
+    ``undo(self, result)`` takes a call back that was done when the exception of a handler came: its caller never gets
+    the result. ``whole``: no handler runs before the call has ended, wherever it waits.
+    """
+    call = HoldingCall(function, undo, whole)
+    return update_wrapper(call, function)  # type: ignore[return-value]  # it is as callable
+
+
+def public_calls_hold_signals(*, whole: tuple[str, ...] = (), **undone_by: str) -> Callable[[C], C]:
+    """Make the public methods of a class hold signals, those in ``whole`` to their end.
+
+    ``undone_by`` names, for a method, the one that takes its result back.
+    """
+
+    def decorate(kind: C) -> C:
+        for name, member in list(vars(kind).items()):
+            if isinstance(member, FunctionType) and not name.startswith("_"):
+                setattr(kind, name, hold_signals(member, _undo(undone_by.get(name)), whole=name in whole))
+        return kind
+
+    return decorate
+
+
+def _undo(method: str | None) -> Callable[[Any, Any], object] | None:
+    return None if method is None else lambda self, result: getattr(self, method)(result)

@@ -1,0 +1,212 @@
+// Calls that hold signals, and the points at which they let handlers run. See signals.hpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include <cstddef>
+
+#include "signals.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+
+// What the main thread is doing. Changed by that thread only, with the interpreter lock.
+struct MainThread {
+    inline static unsigned long id = 0;    // 0: signals have not been taken over
+    inline static int depth = 0;           // calls of the library, one inside the other: handlers may call it
+    inline static bool interrupted = false;  // no handler may run before the end: one has raised, or the call is whole
+
+    static bool here() { return PyThread_get_thread_ident() == id; }
+};
+
+// Runs the handlers of signals that are kept, if this is the main thread; false: one has raised. Called where the caller
+// waits and holds no lock. After an exception no more handlers run before the call ends: it is being undone.
+inline bool deliver_signals() {
+    if (!MainThread::here() || MainThread::depth == 0) return PyErr_CheckSignals() == 0;
+    if (MainThread::interrupted) return true;
+    while (KeptSignals::pass_one()) {
+        if (PyErr_CheckSignals() == 0) continue;
+        MainThread::interrupted = true;
+        return false;
+    }
+    return true;
+}
+
+// False when deliver_signals() would find nothing. Without the interpreter lock, on the caller's thread.
+inline bool may_deliver_signals() { return MainThread::depth == 0 || KeptSignals::any(); }
+
+inline nb::object& original_set_handler() {
+    static nb::object* original = new nb::object();  // kept for ever
+    return *original;
+}
+
+// `_signal.signal`, by which every handler in Python is set.
+inline nb::object set_handler(const nb::args& args) {
+    nb::object before = original_set_handler()(*args);
+    KeptSignals::take_over(nb::cast<int>(nb::int_(args[0])), reinterpret_cast<const void*>(&PyErr_CheckSignals));
+    return before;
+}
+
+inline void in_forked_child() {
+    KeptSignals::forget();
+    if (MainThread::id == 0 || MainThread::here()) return;  // a fork inside of a call: that goes on here too
+    MainThread::id = PyThread_get_thread_ident();
+    MainThread::depth = 0;
+    MainThread::interrupted = false;
+    KeptSignals::let_go();
+}
+
+// Takes over the signals that have handlers in Python, and those that get one later. In the main thread, once.
+inline void take_signals_over() {
+    const nb::module_ signals = nb::module_::import_("_signal");
+    original_set_handler() = signals.attr("signal");
+    nb::setattr(signals, "signal", nb::module_::import_("llm_datadist._native._native").attr("set_signal_handler"));
+    for (nb::handle each : signals.attr("valid_signals")())
+        if (PyCallable_Check(signals.attr("getsignal")(each).ptr()))
+            KeptSignals::take_over(nb::cast<int>(each), reinterpret_cast<const void*>(&PyErr_CheckSignals));
+    pthread_atfork(nullptr, nullptr, &in_forked_child);
+    MainThread::id = PyThread_get_thread_ident();
+}
+
+// A function in Python during which signals are held, if the main thread calls it. `undo`, if not None, is called with
+// the first argument and the result when the exception of a handler replaces the result. `whole`: no handler runs before
+// the end, wherever the function waits.
+struct HoldingCall {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject* function;
+    PyObject* undo;
+    PyObject* dict;
+    bool whole;
+};
+
+// Handlers that raise do so before the result is lost, which is given to `undo`.
+inline PyObject* settle(HoldingCall* call, PyObject* self, PyObject* result) {
+    if (deliver_signals()) return result;
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject* undone = PyObject_CallFunctionObjArgs(call->undo, self, result, nullptr);
+    if (undone == nullptr) PyErr_WriteUnraisable(call->undo);
+    Py_XDECREF(undone);
+    Py_DECREF(result);
+    PyErr_Restore(kind, value, trace);
+    return nullptr;
+}
+
+inline bool is_main_thread() {
+    if (MainThread::id != 0) return MainThread::here();
+    try {
+        nb::module_ threading = nb::module_::import_("threading");
+        const nb::object main = threading.attr("main_thread")().attr("ident");
+        if (nb::cast<unsigned long>(main) != PyThread_get_thread_ident()) return false;
+        take_signals_over();
+        return true;
+    } catch (nb::python_error& error) {
+        error.discard_as_unraisable("llm_datadist: taking signals over");
+        return false;
+    }
+}
+
+inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size_t nargs, PyObject* names) {
+    auto* call = reinterpret_cast<HoldingCall*>(object);
+    if (!is_main_thread()) return PyObject_Vectorcall(call->function, args, nargs, names);
+    const bool before = MainThread::interrupted;
+    if (MainThread::depth++ == 0) KeptSignals::hold();
+    // Those that came before are handled here: between two instructions of the call it would be too late.
+    PyObject* result = nullptr;
+    if (PyErr_CheckSignals() == 0) {
+        if (call->whole) MainThread::interrupted = true;
+        result = PyObject_Vectorcall(call->function, args, nargs, names);
+        if (call->whole) MainThread::interrupted = before;
+    }
+    if (result != nullptr && call->undo != Py_None && PyVectorcall_NARGS(nargs) > 0)
+        result = settle(call, args[0], result);
+    if (--MainThread::depth == 0) {
+        MainThread::interrupted = false;
+        KeptSignals::let_go();  // the interpreter runs their handlers after this call
+    }
+    return result;
+}
+
+inline int traverse_call(PyObject* object, visitproc visit, void* arg) {
+    auto* call = reinterpret_cast<HoldingCall*>(object);
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(call->function);
+    Py_VISIT(call->undo);
+    Py_VISIT(call->dict);
+    return 0;
+}
+
+inline int clear_call(PyObject* object) {
+    auto* call = reinterpret_cast<HoldingCall*>(object);
+    Py_CLEAR(call->function);
+    Py_CLEAR(call->undo);
+    Py_CLEAR(call->dict);
+    return 0;
+}
+
+inline void free_call(PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    clear_call(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+inline PyObject* make_call(PyTypeObject* type, PyObject* args, PyObject* names) {
+    PyObject *function, *undo = Py_None;
+    int whole = 0;
+    static const char* keywords[] = {"function", "undo", "whole", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, names, "O|Op", const_cast<char**>(keywords), &function, &undo, &whole))
+        return nullptr;
+    PyObject* object = type->tp_alloc(type, 0);
+    if (object == nullptr) return nullptr;
+    auto* call = reinterpret_cast<HoldingCall*>(object);
+    call->vectorcall = &call_holding;
+    call->function = Py_NewRef(function);
+    call->undo = Py_NewRef(undo);
+    call->whole = whole != 0;
+    return object;
+}
+
+inline PyObject* repr_of_call(PyObject* object) {
+    return PyObject_Repr(reinterpret_cast<HoldingCall*>(object)->function);
+}
+
+inline PyObject* bind_call(PyObject* object, PyObject* instance, PyObject*) {
+    return instance == nullptr || instance == Py_None ? Py_NewRef(object) : PyMethod_New(object, instance);
+}
+
+inline void bind_signals(nb::module_& m) {
+    using namespace nb::literals;
+
+    static PyMemberDef members[] = {
+        {"__vectorcalloffset__", T_PYSSIZET, offsetof(HoldingCall, vectorcall), READONLY, nullptr},
+        {"__dictoffset__", T_PYSSIZET, offsetof(HoldingCall, dict), READONLY, nullptr},
+        {nullptr, 0, 0, 0, nullptr}};
+    static PyGetSetDef properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+                                       {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(&make_call)},
+                                  {Py_tp_dealloc, reinterpret_cast<void*>(&free_call)},
+                                  {Py_tp_traverse, reinterpret_cast<void*>(&traverse_call)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(&clear_call)},
+                                  {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+                                  {Py_tp_descr_get, reinterpret_cast<void*>(&bind_call)},
+                                  {Py_tp_repr, reinterpret_cast<void*>(&repr_of_call)},
+                                  {Py_tp_members, members},
+                                  {Py_tp_getset, properties},
+                                  {0, nullptr}};
+    static PyType_Spec spec{"llm_datadist._native._native.HoldingCall", sizeof(HoldingCall), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                Py_TPFLAGS_METHOD_DESCRIPTOR,
+                            slots};
+    m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
+    m.def("set_signal_handler", &set_handler);
+    m.def("deliver_signals", [] {
+        if (!deliver_signals()) throw nb::python_error();
+    });
+}
+
+}  // namespace datadist
