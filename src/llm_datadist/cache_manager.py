@@ -43,10 +43,10 @@ __all__ = ["CacheManager"]
 
 
 @public_calls_hold_signals(
-    allocate_cache="deallocate_cache",
-    allocate_blocks_cache="deallocate_blocks_cache",
-    register_cache="unregister_cache",
-    register_blocks_cache="unregister_cache",
+    allocate_cache="_discard",
+    allocate_blocks_cache="_discard",
+    register_cache="_unregister",
+    register_blocks_cache="_unregister",
 )
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
@@ -217,6 +217,10 @@ class CacheManager(EngineUser):
         with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
             entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
         return calls.new_handle(engine, entry, cache_desc)
+
+    def _unregister(self, cache: Cache) -> None:
+        """Undo a registration whose caller never gets the handle."""
+        self.unregister_cache(cache.cache_id)
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.

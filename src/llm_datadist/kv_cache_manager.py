@@ -62,7 +62,7 @@ _ARGUMENTS: Final[Rules] = {
 }
 
 
-@public_calls_hold_signals(allocate_cache="deallocate_cache", allocate_blocks_cache="deallocate_cache")
+@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard")
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
 

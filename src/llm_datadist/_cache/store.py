@@ -265,6 +265,13 @@ class CacheStore:
         """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2)."""
         self.apply(self.registry.drop_owner(cache_id))
 
+    def discard(self, cache_id: int) -> None:
+        """Give back an allocated cache of which nothing was told to the caller: its keys go too."""
+        for binding in self.registry.snapshot()[1]:
+            if binding.entry.cache_id == cache_id:
+                self.apply(self.registry.remove_key(binding.key))
+        self.deallocate(cache_id)
+
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; a placeholder or an unknown key is a no-op (interface R25)."""
         table_key = key_of(key)

@@ -79,6 +79,10 @@ class EngineUser:
         """
         arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
+    def _discard(self, cache: Cache) -> None:
+        """Undo an allocation whose caller never gets the handle."""
+        self._of.store.discard(cache.cache_id)
+
     def _deadline(self) -> Deadline:
         return Deadline(self._of.options.sync_kv_timeout_ms)
 
