@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -30,10 +29,10 @@ from tests.faults.harness import say
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always, raw
 from tests.support.linking import SUCCESS, info, link, links
-from tests.support.moves import Spec, call, forget, make, picture, show, wait_until
+from tests.support.moves import Spec, make, picture, show, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from tests.support.world import World
@@ -170,6 +169,12 @@ def _offer(world: World) -> None:
     world.memory["offered"] = world.cm.allocate_cache(Spec(rows=1, stride=4096).desc, [CacheKey(1, 9, 0)])
 
 
+def _apart(scene: Scene) -> None:
+    """Have no link at either end."""
+    scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000)
+    wait_until(lambda: not scene.here.do(links) and not scene.there.do(links))
+
+
 def _join_task(scene: Scene) -> None:
     """Wait for the end of a transfer whose caller was interrupted while it waited."""
     task = scene.world.memory.pop("task", None)
@@ -202,16 +207,10 @@ VERBS: Final[dict[str, Verb]] = {
     "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
     "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),
     "register_blocks_cache": Verb(_register, after=_give_back, transports=("shm",), at_random=False),
-    "link_clusters": Verb(_link, before=lambda scene: _apart(scene)),
+    "link_clusters": Verb(_link, before=_apart),
     "unlink_clusters": Verb(_unlink, before=Scene.link),
     "unlink_clusters, forced": Verb(_unlink_by_force, before=Scene.link),
 }
-
-
-def _apart(scene: Scene) -> None:
-    """Have no link at either end."""
-    scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000)
-    wait_until(lambda: not scene.here.do(links) and not scene.there.do(links))
 
 
 @contextmanager
@@ -342,16 +341,16 @@ def _busy(world: World) -> list[str]:
     """Return what a link still holds of calls that are over."""
     assert world.dd._engine is not None
     there = world.dd._engine.links.peek(1)
-    assert there is not None and there.channel is not None
+    assert there is not None
+    assert there.channel is not None
     found = []
     if there.busy or there.requests.waiters:
         found.append(f"{there!r}, {len(there.requests.waiters)} waiting")
     if there.channel._reader is not None:
         found.append("a reader of the channel")
     for connection in there.connection.connections:
-        for value in vars(connection).values():
-            if isinstance(value, LaneGroup) and any(value._loads.values()):
-                found.append(f"load of lanes {value._loads}")
+        groups = [each for each in vars(connection).values() if isinstance(each, LaneGroup)]
+        found += [f"load of lanes {each._loads}" for each in groups if any(each._loads.values())]
         writer = connection._intent_writer(write=False)
         if isinstance(writer, IntentWriter) and len(writer._free) != WRITER_SLOTS:
             found.append(f"{writer!r}")
@@ -469,6 +468,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from tests.faults import interrupts  # the functions that the peer runs travel by the name of their module
+    from tests.faults import interrupts  # noqa: PLW0406 (the functions that the peer runs travel by the name of their module)
 
     sys.exit(interrupts.main())

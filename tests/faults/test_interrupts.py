@@ -1,0 +1,56 @@
+"""Interrupts in every call, a sample of what ``python -m tests.faults.interrupts`` does (docs/faults.md, Attacks)."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+from llm_datadist import BlocksCacheKey
+from tests.faults.interrupts import (
+    BOUND_SECONDS,
+    PROMPT_SECONDS,
+    TRANSPORTS,
+    VERBS,
+    Interrupted,
+    at_each_instruction,
+    at_random,
+    instructions,
+    interrupted_end,
+)
+from tests.support.linking import bytes_move_both_ways
+
+POINTS, TIMES = 24, 40
+
+
+@pytest.mark.parametrize("rca", [True, False], ids=["rca", "no rca"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_attack_an_interrupt_in_any_call_leaves_no_late_byte_no_hold_and_no_lock(transport: str, rca: bool) -> None:
+    source = random.Random(7)
+    with interrupted_end(transport, rca=rca) as scene:
+        for verb in (each for each in VERBS.values() if each.rca is rca and transport in each.transports):
+            count = instructions(scene, verb)
+            assert count > POINTS
+            at_each_instruction(scene, verb, sorted(source.sample(range(1, count + 1), POINTS)))
+            if verb.at_random:
+                at_random(scene, verb, TIMES, source)
+        assert scene.counts["interrupted"] > POINTS
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_interrupt_ends_a_call_that_waits_for_a_stopped_peer(transport: str) -> None:
+    with interrupted_end(transport, rca=False) as scene:
+        scene.there.signal(signal.SIGSTOP)
+        try:
+            handler = signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGUSR1))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            since = time.monotonic()
+            with pytest.raises(Interrupted):
+                scene.world.cm.pull_blocks(BlocksCacheKey(1, 0), scene.world.caches["kv"], [0], [0])
+            assert time.monotonic() - since < min(PROMPT_SECONDS, BOUND_SECONDS), "not only at its deadline"
+            signal.signal(signal.SIGALRM, handler)
+        finally:
+            scene.there.signal(signal.SIGCONT)
+        bytes_move_both_ways(scene.here, scene.there)
