@@ -7,6 +7,7 @@ process, because handlers run in the main thread of a process; its peer in anoth
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import signal
@@ -20,14 +21,21 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import llm_datadist
-from llm_datadist import BlocksCacheKey, CacheKey, LLMException, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    TransferWithCacheKeyConfig,
+)
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_SLOTS
 from llm_datadist._transport.lanes import LaneGroup
 from llm_datadist.testing.scene import residue, settled
 from tests.faults.harness import say
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.layers import Always, raw
+from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
 
@@ -66,7 +74,6 @@ class Scene:
     here: LocalEnd
     there: ChildEnd
     window: int = 0
-    sent: Any = field(default=None, repr=False)
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
 
@@ -109,23 +116,22 @@ def _swap(scene: Scene) -> None:
 
 
 def _send_layers(scene: Scene) -> None:
-    task = scene.world.cm.transfer_cache_async(
-        scene.world.caches["source"], Always(), [scene.sent], scene.blocks, scene.blocks
-    )
+    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
+    task = scene.world.cm.transfer_cache_async(scene.world.caches["source"], Always(), [to], scene.blocks, scene.blocks)
     scene.world.memory["task"] = task
     task.synchronize(int(BOUND_SECONDS * 1e3))
 
 
 def _link(scene: Scene) -> None:
-    scene.world.dd.link_clusters([info(1, scene.there.port)], 5000)
+    assert scene.world.dd.link_clusters([info(1, scene.there.port)], 5000) == SUCCESS
 
 
 def _unlink(scene: Scene) -> None:
-    scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000)
+    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000) == SUCCESS
 
 
 def _unlink_by_force(scene: Scene) -> None:
-    scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000, force=True)
+    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000, force=True) == SUCCESS
 
 
 def _allocate(scene: Scene) -> None:
@@ -179,7 +185,7 @@ def _join_task(scene: Scene) -> None:
     """Wait for the end of a transfer whose caller was interrupted while it waited."""
     task = scene.world.memory.pop("task", None)
     if task is not None:
-        task.synchronize(int(BOUND_SECONDS * 1e3))
+        assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ VERBS: Final[dict[str, Verb]] = {
     "pull_blocks": Verb(_pull, writes="kv"),
     "pull_cache": Verb(_pull_by_key, before=_offer_key, rca=False),
     "push_blocks": Verb(_push),
-    "transfer_cache_async": Verb(_send_layers, after=_join_task, rca=False),
+    "transfer_cache_async": Verb(_send_layers, after=_join_task),
     "copy_blocks": Verb(_copy, transports=("shm",)),
     "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
     "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),
@@ -231,7 +237,6 @@ def interrupted_end(transport: str, *, rca: bool = True) -> Iterator[Scene]:
                 extra={} if transport == "cma" else {"llm.Transport": transport},
             )
         there.do(make, "served", replace(spec, blocks_key=_SERVED), 3)
-        there.do(make, "pushed", replace(spec, blocks_key=BlocksCacheKey(1, 1)), 4)
         here.do(make, "kv", spec, 5)
         here.do(make, "copied", spec, 6)
         here.do(make, "source", spec, 7)
@@ -239,7 +244,6 @@ def interrupted_end(transport: str, *, rca: bool = True) -> Iterator[Scene]:
         here.do(make, "row", Spec(rows=1, stride=4096), 9)
         scene = Scene(transport, here, there)
         scene.link()
-        scene.sent = raw(there, "pushed")
         yield scene
     finally:
         signal.signal(signal.SIGUSR1, handler)
@@ -448,6 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args(arguments)
     say(f"seed {options.seed}")
+    logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
     source = random.Random(options.seed)
     rows = [
         (transport, name, verb)
