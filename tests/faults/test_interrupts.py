@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from tests.faults.interrupts import (
     interrupted_end,
 )
 from tests.support.linking import bytes_move_both_ways
+
+if TYPE_CHECKING:
+    from tests.support.world import World
 
 POINTS, TIMES = 24, 40
 
@@ -39,6 +43,11 @@ def test_attack_an_interrupt_in_any_call_leaves_no_late_byte_no_hold_and_no_lock
         assert scene.counts["interrupted"] > POINTS
 
 
+def _pull_until_the_timer_rings(world: World) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    world.cm.pull_blocks(BlocksCacheKey(1, 0), world.caches["kv"], [0], [0])
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_interrupt_ends_a_call_that_waits_for_a_stopped_peer(transport: str) -> None:
     with interrupted_end(transport, rca=False) as scene:
@@ -47,8 +56,7 @@ def test_an_interrupt_ends_a_call_that_waits_for_a_stopped_peer(transport: str) 
         try:
             since = time.monotonic()
             with pytest.raises(Interrupted):
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
-                scene.world.cm.pull_blocks(BlocksCacheKey(1, 0), scene.world.caches["kv"], [0], [0])
+                _pull_until_the_timer_rings(scene.world)
             assert 0.2 <= time.monotonic() - since < min(PROMPT_SECONDS, BOUND_SECONDS), "not only at its deadline"
         finally:
             scene.there.signal(signal.SIGCONT)
