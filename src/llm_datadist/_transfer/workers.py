@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import CancellableDeadline
@@ -60,8 +61,11 @@ class Workers:
                 if not awaited.cancel():
                     await _end_of(waiting)
                 raise
+        except GeneratorExit:
+            awaited.leave()
+            raise
         finally:
-            awaited.cancel()
+            awaited.end()
 
     def stop(self) -> None:
         """Drop calls that have not begun, and take no more; never waits. Idempotent."""
@@ -100,6 +104,18 @@ class _Call(Generic[T]):
     def dropped(self) -> bool:
         """Return True when the call was taken from the threads before it had begun."""
         return self._future is not None and self._future.cancelled()
+
+    @partial(hold_signals, whole=True)
+    def end(self) -> None:
+        """Return when the call has ended: the handler of a signal may have raised out of the wait for it."""
+        if self._future is not None and not self.cancel():
+            wait([self._future])
+
+    @hold_signals
+    def leave(self) -> None:
+        """Cancel the call, and never wait for its end."""
+        self.cancel()
+        self._future = None
 
     @hold_signals
     def cancel(self) -> bool:
