@@ -14,6 +14,16 @@ from tests.support.world import World, fill
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.ends import LocalEnd
+
+
+@pytest.fixture
+def world(end: LocalEnd) -> World:
+    """An initialised end alone, with both pools, pages of 4 KiB."""
+    end.start("PROMPT", 1)
+    return end.world
+
+
 #: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
 PROMPT_CACHES: Final[dict[str, Spec]] = {
     "rows": Spec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),

@@ -139,21 +139,6 @@ def _shifted(world: World) -> Bytes:
     return fill(cache, 1)
 
 
-def test_i10_a_registered_cache_ends_with_unregister_only(tcp_pair: Pair) -> None:
-    pair, key = tcp_pair, CacheKey(1, 10)
-    pair.start()
-    src = pair.prompt.do(make, "kv", Spec(keys=(key,), memory="inside"), 1)
-    dst = pair.decoder.do(make, "kv", Spec(), 2)
-    for row in range(3):  # pulling consumes no key of a registered cache
-        pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    pair.prompt.do(call, "deallocate_cache", Use("kv"))
-    pair.decoder.do(call, "pull_cache", key, Use("kv"), 3)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(row, 0) for row in range(4)]))
-    pair.prompt.do(forget, "kv")
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, "pull_cache", key, Use("kv"), 4)
-
-
 # --- private memory of another process --------------------------------------------------------------------------------
 
 

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 
 
-@pytest.fixture
-def world(end: LocalEnd) -> World:
-    """One initialised LLMDataDist."""
-    end.start("PROMPT", 1)
-    return end.world
-
-
 def test_views_have_the_descriptors_shape_and_type(world: World) -> None:
     odd = {"FLOAT": "float32", "DOUBLE": "float64", "BF16": "uint16"}
     for data_type in set(DataType) - {DataType.DT_STRING}:
