@@ -24,11 +24,11 @@ from tests.support.moves import (
     make,
     moved,
     picture,
+    refill,
     same_bytes,
     show,
     wait_until,
 )
-from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,10 +209,6 @@ def _left(world: World) -> Any:
     return now.keys, now.caches, now.pins, [each.used_bytes for each in now.pools]
 
 
-def _refill(world: World, seed: int) -> Bytes:
-    return fill(world.caches["kv"], seed)
-
-
 def _give_back(world: World, spec: Spec) -> None:
     forget(world, "kv")
     for key in spec.keys:
@@ -234,7 +230,7 @@ def run(pair: Pair, move: Move) -> None:
             key = CacheKeyByIdAndIndex(owner.cluster_id, owner.do(cache_id, "kv"), key)
         content = source.do(show, "kv")
         for turn in range(2 if stays else 1):
-            before = target.do(_refill, 10 + turn)
+            before = target.do(refill, "kv", 10 + turn)
             caller.do(partial(call, **move.ranges), move.method, key, Use("kv"), *args)
             same_bytes(target.do(show, "kv"), move.twin(before, content))
             same_bytes(source.do(show, "kv"), content)

@@ -82,6 +82,11 @@ def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
     return fill(cache, seed)
 
 
+def refill(world: World, name: str, seed: int) -> Bytes:
+    """Fill every byte of a cache anew; return the bytes."""
+    return fill(world.caches[name], seed)
+
+
 def show(world: World, name: str) -> Bytes:
     """Return every byte of a cache."""
     return read(world.caches[name])
