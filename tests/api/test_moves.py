@@ -102,8 +102,6 @@ def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str
 
 ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
 SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
-#: Duplicate destinations: the last pair wins.
-CLASHING: Final[Pairs] = [(3, 1), (1, 2), (3, 5), (1, 0), (0, 0)]
 PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
 MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
 
@@ -117,7 +115,6 @@ EVERYWHERE: Final = {
     "r14 pull layers of a row": pull_row(
         2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
     ),
-    "r26 pull blocks over one another": Move("pull_blocks", BLOCKS, CLASHING),
     "r14 pull layers of blocks": Move(
         "pull_blocks",
         BLOCKS,
@@ -132,7 +129,6 @@ EVERYWHERE: Final = {
     "push a row": push_row((3, 5)),
     "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
     "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
-    "r26 push blocks over one another": Move("push_blocks", BLOCKS, CLASHING),
     "r14 push layers of blocks": Move(
         "push_blocks",
         BLOCKS,

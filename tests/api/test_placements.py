@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, LLMException
+from llm_datadist import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMStatusCode, Placement
+from llm_datadist.errors import LLMException
 from tests.conftest import Pair
 from tests.support.linking import explain
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, refused, same_bytes, show
@@ -161,22 +161,3 @@ def test_private_memory_of_another_process_moves_by_cma(apart: Pair, rca: bool) 
         assert there.reason.endswith("private memory by cma")
     for memory in ("private", "half", "pool"):
         exchange(apart, Spec(stride=4160, memory=memory), Spec(stride=4160, memory="private"), push=rca)
-
-
-def test_what_was_unregistered_or_consumed_is_not_read_again(apart: Pair) -> None:
-    apart.start()
-    apart.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory="private"), 1)
-    apart.decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
-    apart.decoder.do(blocks, "pull_blocks")
-    before = apart.decoder.do(show, "kv")
-    apart.prompt.do(forget, "kv")
-    with pytest.raises(CacheNotFound) as caught:
-        apart.decoder.do(blocks, "pull_blocks")
-    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    same_bytes(apart.decoder.do(show, "kv"), before)
-    rows = apart.prompt.do(make, "rows", Spec(keys=(CacheKey(1, 5), CacheKey(1, 6))), 3)
-    to = apart.decoder.do(make, "rows", Spec(memory="private"), 4)
-    apart.decoder.do(call, "pull_cache", CacheKey(1, 6), Use("rows"), 2)
-    with pytest.raises(CacheNotFound):
-        apart.decoder.do(call, "pull_cache", CacheKey(1, 6), Use("rows"), 3)
-    same_bytes(apart.decoder.do(show, "rows"), moved(to, rows, [(2, 1)]))
