@@ -211,11 +211,8 @@ def test_r05_r26_what_differs_is_named_and_consumes_nothing_and_what_is_right_is
 
 def test_a_peer_whose_bytes_changed_after_the_copy_is_a_mismatch(pair: Pair, tmp_path: Path) -> None:
     both(pair, PAGED, Spec(blocks=True), rca=True)
-    for number, (step, method, block, there) in enumerate(
-        (("after copy", "pull_blocks", 4, 2), ("after write", "push_blocks", 2, 4))
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+    for step, method, block, there in (("after copy", "pull_blocks", 4, 2), ("after write", "push_blocks", 2, 4)):
+        (folder := tmp_path / method).mkdir()
         with stopped(pair.decoder, step, folder, method, BLOCKS, KV, [1, 2, 6], [3, 4, 0]) as move:
             pair.prompt.do(flip, "kv", 1, there * STRIDE + 5)
             pair.prompt.do(flip, "kv", 3, there * STRIDE)
@@ -236,19 +233,14 @@ def test_a_wrong_byte_of_a_long_row_is_found_to_a_few_thousand_bytes(shm_pair: P
 
 def test_r26_of_a_chain_inside_one_memory_the_rest_is_confirmed(local_pair: Pair) -> None:
     local_pair.start(extra=ON)
-    memory = [np.random.default_rng(t).integers(0, 256, 8 * STRIDE, dtype=np.uint8) for t in range(2)]
-    before = [tensor.reshape(8, STRIDE).copy() for tensor in memory]
-    for end, key in ((local_pair.prompt, BLOCKS), (local_pair.decoder, None)):
-        end.do(register, [tensor.ctypes.data for tensor in memory], key)
+    before = local_pair.prompt.do(make, "kv", Spec(2, blocks=True, blocks_key=BLOCKS, memory="private"), 1)
+    theirs, ours = local_pair.prompt.world, local_pair.decoder.world  # type: ignore[attr-defined]
+    ours.caches["kv"] = ours.cm.register_blocks_cache(Spec(2).desc, theirs.caches["kv"].tensor_addrs)
     # Block 2 is read, and then written over: its first copy can no longer be compared.
-    local_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, [2, 1, 7], [3, 2, 5])
+    call(ours, "pull_blocks", BLOCKS, KV, [2, 1, 7], [3, 2, 5])
     assert verified(local_pair.decoder) == 2 * 2 * STRIDE
-    same_bytes([t.reshape(8, STRIDE) for t in memory], moved(before, before, [(3, 2), (2, 1), (5, 7)]))
-
-
-def register(world: World, addrs: list[int], key: BlocksCacheKey | None) -> None:
-    desc = CacheDesc(len(addrs), [8, STRIDE], DataType.DT_UINT8)
-    world.caches["kv"] = world.cm.register_blocks_cache(desc, addrs, key)
+    for world in (theirs, ours):
+        same_bytes(show(world, "kv"), moved(before, before, [(3, 2), (2, 1), (5, 7)]))
 
 
 def test_each_end_asks_by_its_own_option(shm_pair: Pair) -> None:

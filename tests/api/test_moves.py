@@ -145,9 +145,6 @@ ONCE: Final = {
     "i7 a longer row there is truncated": pull_row(1, (1, 1), there=Spec(stride=80), here=Spec(4, 2, 32)),
     "size lets a shorter row in": pull_row(1, (2, 1), 32, there=Spec(stride=32), here=Spec(4, 3, 80), nbytes=32),
     "r14 an empty range is none": pull_row(1, (3, 1), ranges=layers(range(0), range(5, 5))),
-    "pull blocks by integers of all kinds": Move(
-        "pull_blocks", BLOCKS, [(3, 1), (0, 5)], ([True, np.int32(5)], (np.uint64(3), False))
-    ),
     "pull blocks of another model": Move(
         "pull_blocks", BlocksCacheKey(1, 9), [(3, 3)], there=Spec(blocks=True, blocks_key=BlocksCacheKey(77, 9))
     ),
@@ -160,7 +157,7 @@ ONCE: Final = {
     "push to cache id -1: request 0 of model 0": Move(
         "push_cache", CacheKeyByIdAndIndex(1, -1), [(1, 5)], (5,), NAMED, OWN_ROWS
     ),
-    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, 5, 0))),
+    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, np.int32(5), False))),
 }
 
 
