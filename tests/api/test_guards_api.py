@@ -195,33 +195,17 @@ def _pull(world: World, name: str, src: int, dst: int, layers: dict[str, range])
 THEN, NOW = "the bytes of before", "the bytes of after"
 
 
-def freed(world: World, spec: Spec) -> Bytes:
-    """The memory is given back; of registered memory return what it holds: it is the user's again."""
-    forget(world, "kv")
-    return show(world, "kv") if spec.memory == "inside" else []
-
-
-def replaced(world: World, spec: Spec) -> Bytes:
-    """Free what has the key and give the key to another cache."""
-    forget(world, "kv")
-    return make(world, "later", spec, 9)
-
-
-def reused(world: World, spec: Spec) -> Bytes:
-    """The same pages serve another cache with another key."""
-    forget(world, "kv")
-    return make(world, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)
-
-
-def unbound(world: World, spec: Spec) -> Bytes:
-    world.cm.remove_cache_key(KEY)
-    return []
-
-
-def rebound(world: World, spec: Spec) -> Bytes:
-    """The key names row 0 of another cache."""
-    world.cm.remove_cache_key(KEY)
-    return make(world, "later", spec, 9)
+def change(world: World, what: str, spec: Spec) -> None:
+    """Take the memory (freed), or the key of a row (unbound), of what is named; give the key to another cache
+    (replaced, rebound), or the pages to another cache with another key (reused)."""
+    if what in ("unbound", "rebound"):
+        world.cm.remove_cache_key(KEY)
+    else:
+        forget(world, "kv")
+    if what == "reused":
+        make(world, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)
+    elif what in ("replaced", "rebound"):
+        make(world, "later", spec, 9)
 
 
 FAILED: Final = TransferFailed
@@ -230,29 +214,29 @@ BOTH: Final = (PAGED, REGISTERED)
 #: What the owner does while a call stands at a step, and what comes of the call: where the initiator compares the
 #: guards by itself; and where the owner judges, before its first byte and after its last.
 CHANGES: Final[list[tuple[Any, ...]]] = [
-    *[(PULL, "resolved", spec, replaced, NOW, NOW) for spec in BOTH],
-    *[(PULL, "resolved", spec, freed, CacheNotFound, CacheNotFound) for spec in BOTH],
-    (BY_KEY, "resolved", ROWS, rebound, NOW, NOW),
-    (BY_KEY, "resolved", ROWS, unbound, CacheNotFound, CacheNotFound),
-    *[(PULL, "before copy", spec, replaced, FAILED, NOW) for spec in BOTH],
-    *[(PULL, "before copy", spec, freed, FAILED, CacheNotFound) for spec in BOTH],
-    (PULL, "before copy", PAGED, reused, FAILED, CacheNotFound),
-    (BY_KEY, "before copy", ROWS, unbound, FAILED, CacheNotFound),
-    *[(PULL, "after copy", spec, change, FAILED, THEN) for change in (replaced, freed) for spec in BOTH],
-    (BY_KEY, "after copy", ROWS, unbound, FAILED, THEN),
-    (BY_ID, "after copy", ROWS, unbound, THEN, THEN),
-    (PUSH, "before write", REGISTERED, freed, FAILED, CacheNotFound),
-    (PUSH, "after write", REGISTERED, freed, FAILED, THEN),
+    *[(PULL, "resolved", spec, "replaced", NOW, NOW) for spec in BOTH],
+    *[(PULL, "resolved", spec, "freed", CacheNotFound, CacheNotFound) for spec in BOTH],
+    (BY_KEY, "resolved", ROWS, "rebound", NOW, NOW),
+    (BY_KEY, "resolved", ROWS, "unbound", CacheNotFound, CacheNotFound),
+    *[(PULL, "before copy", spec, "replaced", FAILED, NOW) for spec in BOTH],
+    *[(PULL, "before copy", spec, "freed", FAILED, CacheNotFound) for spec in BOTH],
+    (PULL, "before copy", PAGED, "reused", FAILED, CacheNotFound),
+    (BY_KEY, "before copy", ROWS, "unbound", FAILED, CacheNotFound),
+    *[(PULL, "after copy", spec, what, FAILED, THEN) for what in ("replaced", "freed") for spec in BOTH],
+    (BY_KEY, "after copy", ROWS, "unbound", FAILED, THEN),
+    (BY_ID, "after copy", ROWS, "unbound", THEN, THEN),
+    (PUSH, "before write", REGISTERED, "freed", FAILED, CacheNotFound),
+    (PUSH, "after write", REGISTERED, "freed", FAILED, THEN),
 ]
 
 
 @pytest.mark.parametrize(
-    ("args", "step", "source", "change", "mapped", "lanes"),
+    ("args", "step", "source", "what", "mapped", "lanes"),
     CHANGES,
-    ids=[f"{step}-{change.__name__}" for _, step, _, change, *_ in CHANGES],
+    ids=[f"{step}-{what}" for _, step, _, what, *_ in CHANGES],
 )
 def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_named(
-    pair: Pair, tmp_path: Path, args: tuple[Any, ...], step: str, source: Spec, change: Any, mapped: Any, lanes: Any
+    pair: Pair, tmp_path: Path, args: tuple[Any, ...], step: str, source: Spec, what: str, mapped: Any, lanes: Any
 ) -> None:
     pair.start(rca=args is PUSH)
     prompt, decoder = pair.prompt, pair.decoder
@@ -260,7 +244,7 @@ def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_
     src, dst = prompt.do(make, "kv", source, 1), decoder.do(make, "kv", Spec(blocks=source.blocks), 2)
     outcome, error = lanes if pair.transport == "tcp" else mapped, None
     # In one process the owner waits for a reader of registered memory, which would be freed under it.
-    with stopped(decoder, step, tmp_path, *args) as moving, in_background(prompt, change, source):
+    with stopped(decoder, step, tmp_path, *args) as moving, in_background(prompt, change, what, source):
         if outcome is NOW:  # what is found must have its bytes by then
             wait_until(lambda: prompt.do(ended))
         if isinstance(outcome, str):

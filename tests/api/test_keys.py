@@ -71,10 +71,6 @@ def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(w
     for model in (5, 0):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, model))
     assert bound(world) == before | {repr((2, 0, 5)): (7, 0), repr((2, 0, 0)): (8, 0)}
-    # In use, whatever cluster id it names: nothing is allocated or bound.
-    for key in (CacheKey(1, 1), CacheKey(6, 1)):
-        with refused(world, KeyInUse, "req_id=1", "cache 2"):
-            world.cm.allocate_cache(desc(), [CacheKey(1, 20), key])
     with refused(world, KeyInUse, "BlocksCacheKey", "model_id=5"):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 5))
     # Unknown keys and placeholders touch nothing; of a registered cache only the key goes.
@@ -89,9 +85,9 @@ def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(w
     # A deallocated cache, whose key waits for the pull, keeps it in use.
     world.cm.deallocate_cache(cache)
     with refused(world, KeyInUse, "prefix_id=5", "cache 6"):
-        world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+        world.cm.allocate_cache(desc(), [CacheKey(1, 20), CacheKey(1, 0, 0, 5)])
     world.cm.remove_cache_key(CacheKey(7, 0, 0, 5))
-    world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+    world.cm.allocate_cache(desc(), [CacheKey(1, 20), CacheKey(1, 0, 0, 5)])
 
 
 def test_check_cache_key_wants_exactly_one_id(world: World) -> None:

@@ -81,10 +81,6 @@ def quarantined(world: World) -> int:
     return int(statistics.quarantined_bytes)
 
 
-def lost_writers(world: World) -> int:
-    return world.dd.statistics().lost_writers
-
-
 #: Memory that is mapped and by the kernel's hand; of "private" memory, outside every pool, both go by the latter.
 POOLED = pytest.mark.parametrize("pushed", ["shm", "cma"], indirect=True)
 PRIVATE = pytest.mark.parametrize("pushed", ["auto", "cma"], indirect=True)
@@ -105,7 +101,7 @@ def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
         freeze(pusher)
         if how == "unlinked":
             assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
-        assert owner.do(lost_writers) == (how == "unlinked")
+        assert owner.do(picture).lost_writers == (how == "unlinked")
         owner.do(forget, "kv")
         assert owner.do(quarantined) == NBYTES
         other = owner.do(make, "other", SMALL, 3)
@@ -123,7 +119,7 @@ def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
     error = caught.value
     assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, MIB - NBYTES - 64 * STRIDE)
     assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pusher.pid} on " in str(error)
-    wait_until(lambda: owner.do(quarantined) == 0 and owner.do(lost_writers) == 0)
+    wait_until(lambda: owner.do(quarantined) == 0 and owner.do(picture).lost_writers == 0)
     same_bytes(owner.do(show, "other"), other)
     owner.do(forget, "other")
     assert [pool.free_bytes for pool in owner.do(picture).pools] == [MIB]
@@ -138,7 +134,7 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
     with stopped(pusher, "resolved", tmp_path, *PUSH) as push:
         freeze(pusher)
         assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
-        assert owner.do(lost_writers) == 0
+        assert owner.do(picture).lost_writers == 0
         pusher.signal(signal.SIGCONT)
         with pytest.raises(PeerLost):
             push.finish()

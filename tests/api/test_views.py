@@ -12,7 +12,7 @@ import pytest
 from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.views import tensor_views, torch_views
-from tests.support.world import read
+from tests.support.world import read, residue
 
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
@@ -67,13 +67,8 @@ def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: Wo
         tensor_views(text)
 
 
-def _mapped_pools() -> int:
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        return sum("/memfd:" in line for line in maps)
-
-
 def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(end: LocalEnd) -> None:
-    before = _mapped_pools()
+    before = residue()["memfd mappings"]
     end.start("PROMPT", 1)
     cache = end.world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
     view = tensor_views(cache)[0]
@@ -86,10 +81,10 @@ def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the
     del view
     part[:] = 3  # a slice of a view holds the mapping as well
     assert int(part.sum()) == 3000
-    assert _mapped_pools() == before + 1
+    assert residue()["memfd mappings"] == before + 1
     del part
     assert watch() is None
-    assert _mapped_pools() == before
+    assert residue()["memfd mappings"] == before
 
 
 # --- torch --------------------------------------------------------------------------------------------------------
