@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
-    "CacheDesc: batch_size placement",
-    "CacheKey.req_id",
-    "CacheManager: copy_blocks copy_cache",
-    "LLMStatusCode.LLM_TIMEOUT",
+    "CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache", "LLMStatusCode.LLM_TIMEOUT"
 )
 
 ROW = 64  # bytes of a row of desc()

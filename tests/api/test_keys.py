@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers(
-    "CacheManager: allocate_cache check_cache_key deallocate_cache remove_cache_key",
-    "LLMDataDist.statistics",
-    "errors.KeyInUse",
-    "llm.Transport",
+    "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"
 )
 
 PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)

@@ -37,7 +37,6 @@ pytestmark = pytest.mark.covers(
     "CacheManager: register_blocks_cache register_cache remap_registered_memory remove_cache_key unregister_cache",
     "LLMDataDist.check_integrity",
     "LLMStatusCode.LLM_OUT_OF_MEMORY",
-    "PoolOptions.parse",
     "MemInfo",
     "errors: NotLinked OutOfMemory",
 )

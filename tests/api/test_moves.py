@@ -96,6 +96,10 @@ def push_row(pair: tuple[int, int], there: Spec = ROWS, **more: Any) -> Move:
     return Move("push_cache", pair[0], [pair], (pair[1],), there, **({"here": OWN_ROWS} | more))
 
 
+def push_request_0(cache_id: int) -> Move:
+    return Move("push_cache", CacheKeyByIdAndIndex(1, cache_id), [(1, 5)], (5,), NAMED, OWN_ROWS)
+
+
 def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str, Any]:
     return {"src_layer_range": src, "dst_layer_range": dst, "tensor_num_per_layer": per_layer}
 
@@ -103,7 +107,12 @@ def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str
 ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
 SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
 PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
-MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+
+
+def move_layers(method: str, ranges: dict[str, Any], tensors: Pairs) -> Move:
+    there, here = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+    return Move(method, BLOCKS, SCATTERED, there=there, here=here, ranges=ranges, tensors=tensors)
+
 
 #: Over all transports, with and without remote cache access where the call allows both.
 EVERYWHERE: Final = {
@@ -115,29 +124,13 @@ EVERYWHERE: Final = {
     "r14 pull layers of a row": pull_row(
         2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
     ),
-    "r14 pull layers of blocks": Move(
-        "pull_blocks",
-        BLOCKS,
-        SCATTERED,
-        there=MANY_LAYERS,
-        here=ONE_LAYER,
-        ranges=layers(range(3, 4), None),
-        tensors=[(0, 6), (1, 7)],
-    ),
+    "r14 pull layers of blocks": move_layers("pull_blocks", layers(range(3, 4), None), [(0, 6), (1, 7)]),
     "i8 a row goes into blocks": Move("pull_blocks", PREFIX, PIECES, there=LONG_ROWS, cut=1),
     "i8 a row goes into blocks by cache id": Move("pull_blocks", 2, PIECES, there=LONG_ROWS, cut=2),
     "push a row": push_row((3, 5)),
     "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
     "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
-    "r14 push layers of blocks": Move(
-        "push_blocks",
-        BLOCKS,
-        SCATTERED,
-        there=MANY_LAYERS,
-        here=ONE_LAYER,
-        ranges=layers(None, range(3, 4)),
-        tensors=[(6, 0), (7, 1)],
-    ),
+    "r14 push layers of blocks": move_layers("push_blocks", layers(None, range(3, 4)), [(6, 0), (7, 1)]),
 }
 #: Over one transport.
 ONCE: Final = {
@@ -151,12 +144,8 @@ ONCE: Final = {
     "i8 a row shorter than a block": Move("pull_blocks", 0, [(2, 0)], there=Spec(rows=3, stride=5), cut=0),
     "push a row by default": Move("push_cache", 0, [(0, 0)], (), ROWS, OWN_ROWS),
     "i7 a longer row there keeps its tail": push_row((2, 1), Spec(rows=3, stride=80), here=Spec(rows=2, stride=32)),
-    "push to cache id 0: request 0 of model 0": Move(
-        "push_cache", CacheKeyByIdAndIndex(1, 0), [(1, 5)], (5,), NAMED, OWN_ROWS
-    ),
-    "push to cache id -1: request 0 of model 0": Move(
-        "push_cache", CacheKeyByIdAndIndex(1, -1), [(1, 5)], (5,), NAMED, OWN_ROWS
-    ),
+    "push to cache id 0: request 0 of model 0": push_request_0(0),
+    "push to cache id -1: request 0 of model 0": push_request_0(-1),
     "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, np.int32(5), False))),
 }
 
