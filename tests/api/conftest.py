@@ -1,4 +1,5 @@
-"""The scene of the tables of bad input: two linked ends full of caches, made once per file: no row changes it."""
+"""One end alone; and the scene of the tables of bad input: two linked ends full of caches, made once per file: no row
+changes it."""
 
 from __future__ import annotations
 

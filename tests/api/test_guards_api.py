@@ -3,6 +3,7 @@ success, and what is kept about a remote cache is never taken for another one.""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -162,7 +163,8 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
     shown = {name: decoder.do(make, name, Spec(*shape, blocks=True), 10) for name, shape in rows.items()}
 
     def pull(name: str, src: int, dst: int, half: bool = False) -> None:
-        decoder.do(_pull, name, src, dst, {"src_layer_range": range(1, 2), "dst_layer_range": range(1)} if half else {})
+        layers: Any = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)} if half else {}
+        decoder.do(partial(call, **layers), "pull_blocks", BLOCKS, Use(name), [src], [dst])
         shown[name] = moved(shown[name], source, [(dst, src)], [(0, 2), (1, 3)] if half else None)
 
     for turn in range(2):
@@ -175,7 +177,7 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
         ):
             pull("long", 1, 11)
             with pytest.raises(kind, match=says):
-                decoder.do(_pull, name, 1, block, {})
+                pull(name, 1, block)
         pull("same", 1, 2, half=True)
         pull("same", 3, 4)
         pull("same", 5, 6, half=True)
@@ -184,10 +186,6 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
     for name, expected in shown.items():
         same_bytes(decoder.do(show, name), expected)
     same_bytes(prompt.do(show, "kv"), source)
-
-
-def _pull(world: World, name: str, src: int, dst: int, layers: dict[str, range]) -> None:
-    call(world, "pull_blocks", BLOCKS, Use(name), [src], [dst], **layers)
 
 
 # --- changes while an operation is on its way -------------------------------------------------------------------------
