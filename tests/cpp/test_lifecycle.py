@@ -18,7 +18,6 @@ import pytest
 from llm_datadist import cpp_api
 from llm_datadist.cpp_api import (
     OPTION_DEVICE_ID,
-    OPTION_LISTEN_IP_INFO,
     OPTION_LOCAL_COMM_RES,
     Cache,
     CacheDesc,
@@ -36,7 +35,6 @@ from tests.support.cpp import (
     BAD,
     OK,
     Shape,
-    all_unchanged,
     attempt,
     cluster,
     dist,
@@ -49,12 +47,12 @@ from tests.support.cpp import (
 )
 from tests.support.linking import alone
 from tests.support.moves import Use, picture, same_bytes
+from tests.support.refusals import RULE, TYPE, Spec, Table, bad, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.conftest import Pair
-    from tests.support.cpp import Row
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
@@ -65,7 +63,8 @@ pytestmark = pytest.mark.covers(
 )
 
 FAILED = LLMStatusCode.LLM_FAILED
-LISTEN = {OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}
+LISTEN_IP = cpp_api.OPTION_LISTEN_IP_INFO
+LISTEN = {OPTION_DEVICE_ID: "0", LISTEN_IP: "127.0.0.1:0"}
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         engine, port = one.datadist._engine, one.datadist.listen_port
         assert engine is not None
         assert (engine.options.remote_accessible, engine.options.cache_manager) == (True, True)
-        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: "nonsense"}) is OK  # it does nothing
+        assert one.Initialize(LISTEN | {LISTEN_IP: "nonsense"}) is OK  # it does nothing
         assert (one.datadist._engine, one.datadist.listen_port) == (engine, port)
         assert "MIX cluster 1: 0 links" in repr(one)
         assert [one.RegisterKvCache(desc, [memory.ctypes.data]) for _ in range(2)] == [(OK, 1), (OK, 2)]
@@ -136,7 +135,7 @@ def test_initialize_has_a_status_for_its_options_the_constructors_arguments_and_
         ({}, ("llm.DeviceId", "None")),
         *(({OPTION_DEVICE_ID: text}, ("llm.DeviceId", repr(text))) for text in ("", "x", "-1", "0;1")),
         ({OPTION_DEVICE_ID: str(2**31)}, ("2147483648",)),
-        (LISTEN | {OPTION_LISTEN_IP_INFO: "127.0.0.1:65536"}, ("65536",)),
+        (LISTEN | {LISTEN_IP: "127.0.0.1:65536"}, ("65536",)),
         (LISTEN | {"llm.SyncKvCacheWaitTime": "0"}, ("llm.SyncKvCacheWaitTime", "'0'")),
         (LISTEN | {"llm.MemPoolConfig": "{}"}, ("memory_size",)),
     ]
@@ -150,7 +149,7 @@ def test_initialize_has_a_status_for_its_options_the_constructors_arguments_and_
         assert made.Finalize() is OK
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert one.Initialize(LISTEN | {OPTION_LISTEN_IP_INFO: address}) is FAILED
+        assert one.Initialize(LISTEN | {LISTEN_IP: address}) is FAILED
         assert address in str(one.last_error)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -251,7 +250,7 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
 
 
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
-    decoder, silent = tcp_pair.decoder, {OPTION_LISTEN_IP_INFO: ""}
+    decoder, silent = tcp_pair.decoder, {LISTEN_IP: ""}
     port = tcp_pair.prompt.do(start, LlmRole.kPrompt, 1, "tcp", {})
     decoder.do(start, LlmRole.kDecoder, 2, "tcp", silent)
     status, text = decoder.do(attempt, "LinkLlmClusters", [cluster(1, port)])
@@ -271,10 +270,10 @@ def test_a_link_keeps_the_role_until_each_side_has_unlinked_by_force(shm_pair: P
     port = start_pair(shm_pair)
     prompt, decoder = ends = (shm_pair.prompt, shm_pair.decoder)
     decoder.do(made, "kv", Shape(), 1)
-    exists = LLMStatusCode.LLM_EXIST_LINK
-    all_unchanged(ends, [], [(exists, (), ("SetRole", LlmRole.kDecoder))])
-    all_unchanged(ends[::-1], ["kv"], [(exists, (), ("SetRole", LlmRole.kPrompt, LISTEN))])
-    assert prompt.do(_port_and_role) == (port, "PROMPT")
+    for end, *args in ((prompt, LlmRole.kDecoder), (decoder, LlmRole.kPrompt, LISTEN)):
+        before = end.do(_port_and_role)
+        assert end.do(attempt, "SetRole", *args)[0] is LLMStatusCode.LLM_EXIST_LINK
+        assert end.do(_port_and_role) == before
     assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000, True) == (OK, [OK])
     assert decoder.do(picture).links == ()
     assert prompt.do(run, "UnlinkLlmClusters", [ClusterInfo(2)], 10_000, True) == (OK, [OK])
@@ -283,7 +282,7 @@ def test_a_link_keeps_the_role_until_each_side_has_unlinked_by_force(shm_pair: P
         assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000, force) == (OK, [OK])
     assert decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2]) is LLMStatusCode.LLM_NOT_YET_LINK
     assert isinstance(decoder.do(_last_error), NotLinked)
-    same = {OPTION_LISTEN_IP_INFO: f"127.0.0.1:{port}"}  # the listener is left alone where the address stays
+    same = {LISTEN_IP: f"127.0.0.1:{port}"}  # the listener is left alone where the address stays
     assert prompt.do(run, "SetRole", LlmRole.kMix, same) is OK
     assert prompt.do(_port_and_role) == (port, "MIX")
     link(decoder, 1, port)
@@ -299,15 +298,13 @@ def _port_and_role(world: World) -> tuple[int | None, str]:
 
 def test_r01_set_role_refuses_what_is_no_role_and_no_options(end: LocalEnd) -> None:
     port = end.do(start, LlmRole.kPrompt, 1, "auto", {})
-    rows: list[Row] = [
-        (BAD, ("role", "kEnd"), ("SetRole", LlmRole.kEnd)),
-        (BAD, ("127.0.0.1", "ip:port"), ("SetRole", LlmRole.kMix, {OPTION_LISTEN_IP_INFO: "127.0.0.1"})),
-    ]
-    all_unchanged([end], [], rows)
-    wrong: list[Any] = [(None,), (1,), ("kMix",), (LlmRole.kMix, None), (LlmRole.kMix, "x"), (LlmRole.kMix, {1: "x"})]
-    for args in [*wrong, (LlmRole.kMix, {OPTION_LISTEN_IP_INFO: 1})]:
-        with pytest.raises(TypeError):
-            end.do(run, "SetRole", *args)
+    options = (
+        (TYPE, "key of {}", {1: "x"}),
+        (TYPE, LISTEN_IP, {LISTEN_IP: 1}),
+        (RULE, "ip:port", {LISTEN_IP: "127.0.0.1"}),
+    )
+    specs = {"role": Spec((1, "kMix"), (RULE, "kEnd", LlmRole.kEnd)), "options": Spec(("x",), *options)}
+    refuse([end], Table("cpp.SetRole", {"role": LlmRole.kMix}, specs))
     assert end.do(_port_and_role) == (port, "PROMPT")
 
 
@@ -334,8 +331,8 @@ def test_a_copy_of_the_struct_is_the_same_fields_and_never_a_copy_of_the_memory(
         assert duplicate is not copy.deepcopy or twin._memory is cache._memory
         del twin, given
     assert end.do(picture) == before  # it frees nothing either
-    no_pool = Shape(placement=CachePlacement.kHost).desc
-    all_unchanged([end], ["kv"], [(BAD, ("llm.HostMemPoolConfig",), ("AllocateCache", no_pool))])
+    no_pool = bad(RULE, "llm.HostMemPoolConfig", cache_desc=Shape(placement=CachePlacement.kHost).desc)
+    refuse([end], Table("cpp.AllocateCache", {}, {}, no_pool))
     assert dist(end.world).Finalize() is OK
     same_bytes(end.do(show, "kv"), wanted)  # the struct keeps the pool mapped
 

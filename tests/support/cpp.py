@@ -22,11 +22,9 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
-from tests.support.moves import Use, nothing_happens, same_bytes
+from tests.support.moves import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from tests.conftest import Pair
@@ -34,13 +32,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-    #: What a failing call returns, parts of the text of its reason, and the call: method and arguments.
-    Row = tuple[LLMStatusCode, Sequence[str], tuple[Any, ...]]
-
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID
-GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 HOST, DEVICE = CachePlacement.kHost, CachePlacement.kDevice
 
 
@@ -180,23 +173,3 @@ def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
     assert error.__traceback__ is None
     assert "\n" not in str(error)
     return status, str(error)
-
-
-def all_unchanged(ends: Sequence[End], names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Each call of the first end fails as its row says; after all of them tables and bytes are as before."""
-    shown = [{name: end.do(show, name) for name in names if end.do(_has, name)} for end in ends]
-
-    def action() -> None:
-        for status, parts, (method, *args) in rows:
-            got, text = ends[0].do(attempt, method, *args)
-            assert got is status, f"{method}{args}: {got}: {text}"
-            assert [part for part in parts if part not in text] == [], f"{method}{args}: {text}"
-
-    nothing_happens(ends, (), action)
-    for end, before in zip(ends, shown, strict=True):
-        for name, old in before.items():
-            same_bytes(end.do(show, name), old)
-
-
-def _has(world: World, name: str) -> bool:
-    return f"cache {name}" in world.memory
