@@ -25,6 +25,7 @@ from tests.support.cpp import DEVICE, HOST, Shape, cluster, host_memory, made, s
 from tests.support.moves import Use
 from tests.support.refusals import (
     BLOCK_LIST,
+    FULL,
     GONE,
     INT64,
     MISMATCH,
@@ -208,7 +209,12 @@ CALLS: Final = (
         {"cache_desc": DESCRIPTOR, "addrs": ADDRESSES, "cfg": Spec(NO_STRUCT)},
     ),
     Table("cpp.UnregisterKvCache", {"cache_id": 77}, {"cache_id": INT64}),
-    Table("cpp.AllocateCache", {"cache_desc": DESC}, {"cache_desc": DESCRIPTOR}),
+    Table(
+        "cpp.AllocateCache",
+        {"cache_desc": DESC},
+        {"cache_desc": DESCRIPTOR},
+        bad(FULL, str(1 << 30), cache_desc=Shape(1, 1, 1 << 28).desc),
+    ),
     Table("cpp.DeallocateCache", {"cache_id": 77}, {"cache_id": INT64}),
     Table(
         "cpp.PullKvCache",
@@ -251,6 +257,7 @@ CALLS: Final = (
         "cpp.CopyKvCache",
         {"src_cache": KV, "dst_cache": KV, "dst_batch_index": 1},
         COPY | {"src_batch_index": ROW_INDEX, "dst_batch_index": ROW_INDEX, "offset": UINT64, "size": SIZE},
+        *(bad(GONE, "99", **{name: Cache(99)}) for name in COPY),
         bad(RULE, "offset=64", offset=64),
         bad(RULE, "offset=1", "size=64", offset=1, size=64),
         bad(MISMATCH, "row shapes", dst_cache=Use("wide")),

@@ -1,4 +1,4 @@
-"""What KvCacheManager (v1) and the C++-shaped calls both do, in one suite: transfers, copies, codes, links, roles
+"""What KvCacheManager (v1) and the C++-shaped calls both do, in one suite: transfers, codes, links
 (interface §8, §9)."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.testing import StagedDevice
 from tests.support.cpp import Shape
 from tests.support.dialects import V1, Cpp
 from tests.support.frozen import frozen
@@ -18,14 +17,12 @@ from tests.support.moves import moved, picture, same_bytes, wait_until
 if TYPE_CHECKING:
     from tests.conftest import Pair
     from tests.support.dialects import Dialect
-    from tests.support.ends import LocalEnd
     from tests.support.moves import Bytes
 
 pytestmark = pytest.mark.covers(
-    "KvCacheManager: copy_blocks copy_cache deallocate_cache pull_blocks pull_cache swap_blocks transfer_cache_async",
+    "KvCacheManager: deallocate_cache pull_blocks pull_cache transfer_cache_async",
     "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam LlmDataDist LlmRole",
-    "cpp_api.LlmDataDist: AllocateCache CopyKvBlocks CopyKvCache DeallocateCache PullKvBlocks PullKvCache",
-    "cpp_api.LlmDataDist: PushKvBlocks PushKvCache UnlinkLlmClusters",
+    "cpp_api.LlmDataDist: DeallocateCache PullKvBlocks PullKvCache PushKvBlocks PushKvCache UnlinkLlmClusters",
 )
 
 OK, DONE = LLMStatusCode.LLM_SUCCESS, (LLMStatusCode.LLM_SUCCESS, "")
@@ -154,58 +151,3 @@ def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pa
             assert (status, "300 ms" in text) == (dialect.timed_out, True), text
     wait_until(lambda: bool(two.pull("blocks", [1], [2]) == DONE))
     two.check()
-
-
-@pytest.mark.parametrize("device", [None, "staged"])
-def test_copies_inside_one_end_take_rows_blocks_and_host_memory(
-    end: LocalEnd, dialect: Dialect, device: str | None
-) -> None:
-    end.do(dialect.start, "PROMPT", "auto", 10_000, StagedDevice() if device else None)
-    src, dst = end.do(dialect.make, "src", Shape(), 1), end.do(dialect.make, "dst", Shape(rows=3), 2)
-    kv = end.do(dialect.make, "kv", Shape(), 3, True)
-    assert end.do(dialect.copy_row, "src", "dst", 7, 2) == DONE
-    assert end.do(dialect.copy_row, "src", "dst", 5, 0, 9, 20) == DONE
-    dst = moved(dst, src, [(2, 7)])
-    for target, source in zip(dst, src, strict=True):
-        target[0, 9:29] = source[5, 9:29]
-    same_bytes(end.do(dialect.show, "dst"), dst)
-    same_bytes(end.do(dialect.show, "src"), src)
-
-    # A shared block goes to several places; a chain: block 0 arrives everywhere.
-    assert end.do(dialect.copy_blocks, "kv", [4], [[1], [2], [7]]) == DONE
-    assert end.do(dialect.copy_blocks, "kv", [0, 3], [[3, 5]]) == DONE
-    kv = moved(kv, kv, [(1, 4), (2, 4), (7, 4)])
-    kv = moved(moved(kv, kv, [(3, 0)]), kv, [(5, 0)])
-    same_bytes(end.do(dialect.show, "kv"), kv)
-
-    # Out of rows, into blocks.
-    host = end.do(dialect.host, "host", Shape(rows=5), 4)
-    assert end.do(dialect.swap, "src", "host", [(4, 6), (1, 7)]) == DONE
-    host = moved(host, src, [(4, 6), (1, 7)])
-    same_bytes(end.do(dialect.show, "host"), host)
-    same_bytes(end.do(dialect.show, "src"), src)
-    assert end.world.dd.statistics().swap.staging_bytes == 0
-    assert end.do(dialect.swap, "host", "kv", [(0, 3), (7, 4)]) == DONE
-    same_bytes(end.do(dialect.show, "kv"), moved(kv, host, [(0, 3), (7, 4)]))
-    same_bytes(end.do(dialect.show, "host"), host)
-    # Interface R10: four buffers of a block's size.
-    assert end.world.dd.statistics().swap.staging_bytes == (4 * 64 if device else 0)
-
-    assert end.do(dialect.deallocate, "dst") == DONE
-    for names in (("src", "dst"), ("dst", "src")):
-        assert end.do(dialect.copy_row, *names, 0, 0)[0] is GONE
-
-
-def test_memory_comes_back_once_and_too_little_of_it_changes_nothing(end: LocalEnd, dialect: Dialect) -> None:
-    end.do(dialect.start, "PROMPT", "auto")
-    wanted = end.do(dialect.make, "kv", Shape(), 1)
-    end.do(dialect.make, "other", Shape(), 2)
-    before = end.do(picture)
-    status, text = end.do(dialect.allocate, 1 << 30)
-    assert (status, str(1 << 30) in text) == (dialect.full, True), text
-    assert end.do(picture) == before
-    same_bytes(end.do(dialect.show, "kv"), wanted)
-    assert before.pools[0].used_bytes == 2 * 4 * 4096
-    for _ in range(2):
-        assert end.do(dialect.deallocate, "other") == DONE
-        assert end.do(picture).pools[0].used_bytes == 4 * 4096

@@ -43,7 +43,8 @@ from tests.support.frozen import freeze
 from tests.support.gates import begin
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
-from tests.support.moves import Use, picture, same_bytes, show, wait_until
+from tests.support.memory import user_memory
+from tests.support.moves import Use, moved, picture, same_bytes, show, wait_until
 from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
 from tests.support.world import fill, make_config, read, residue, settled
 
@@ -240,22 +241,56 @@ def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: Local
 # --- copies and swaps ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", [None, StagedDevice()], ids=["host", "staged"])
+def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, device: StagedDevice | None) -> None:
+    start_end(end, "DECODER", device=device)
+    manager = end.world.dd.kv_cache_manager
+    caches = [
+        manager.allocate_cache(desc()),
+        manager.allocate_cache(desc(rows=3)),
+        manager.allocate_blocks_cache(desc()),
+    ]
+    host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
+    addrs = user_memory(end.world, "host", host_desc)
+    for given in (addrs, [addrs]):  # one list for the one device will do
+        caches.append(KvCache.create_cpu_cache(host_desc, given))
+        assert (caches[-1].cache_id, caches[-1].per_device_tensor_addrs) == (-1, [addrs])
+    rows, few, paged, host, _ = caches
+    src, dst, kv, cpu = (fill(cache._cache, seed) for seed, cache in enumerate(caches[:4]))
+
+    manager.copy_cache(few, rows, 2, 7)
+    manager.copy_cache(few, rows, 0, 5, 9, 20)
+    dst = moved(dst, src, [(2, 7)])
+    for target, source in zip(dst, src, strict=True):
+        target[0, 9:29] = source[5, 9:29]
+    manager.copy_blocks(paged, {4: [1, 2, 7], 0: [3], 3: [5]})  # a chain: block 0 arrives everywhere
+    kv = moved(moved(kv, kv, [(1, 4), (2, 4), (7, 4), (3, 0)]), kv, [(5, 0)])
+    manager.swap_blocks(rows, host, {6: 4, 7: 1})  # out of rows, into blocks
+    cpu = moved(cpu, src, [(4, 6), (1, 7)])
+    assert end.world.dd.statistics().swap.staging_bytes == 0
+    manager.swap_blocks(host, paged, {3: 0, 4: 7})
+    kv = moved(kv, cpu, [(0, 3), (7, 4)])
+    # Interface R10: four buffers of a block's size.
+    assert end.world.dd.statistics().swap.staging_bytes == (4 * 48 if device else 0)
+    for cache, wanted in zip(caches, (src, dst, kv, cpu, cpu), strict=True):
+        same_bytes(read(cache._cache), wanted)
+    manager.deallocate_cache(few)
+    for two in ((rows, few), (few, rows)):
+        with pytest.raises(CacheNotFound):
+            manager.copy_cache(*two)
+
+
 def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:
     device = StagedDevice()
     start_end(end, "DECODER", device=device)
-    manager = end.world.dd.kv_cache_manager
-    cache = manager.allocate_blocks_cache(desc())
-    memory = np.zeros(8 * 48, np.uint8)
-    addrs = [memory.ctypes.data] * 4
+    before = end.do(kv_make, "kv", desc(), 1, (), True)
     host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
-    host = KvCache.create_cpu_cache(host_desc, addrs)  # one list for the one device will do
-    assert (host.cache_id, host.per_device_tensor_addrs) == (-1, [addrs])
+    host = KvCache.create_cpu_cache(host_desc, user_memory(end.world, "host", host_desc))
     device.refuse_after(device.allocated_bytes)
-    before = fill(cache._cache, 1)
     with pytest.raises(OutOfMemory, match="staging") as caught:
-        manager.swap_blocks(host, cache, {0: 0})
+        end.do(kv_call, "swap_blocks", host, Use("kv"), {0: 0})
     assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    same_bytes(read(cache._cache), before)
+    same_bytes(end.do(show, "kv"), before)
 
 
 @pytest.mark.parametrize("method", ["copy_cache", "copy_blocks"])

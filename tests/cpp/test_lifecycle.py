@@ -339,9 +339,12 @@ def test_a_copy_of_the_struct_is_the_same_fields_and_never_a_copy_of_the_memory(
 
 def test_deallocate_is_for_allocated_and_unregister_for_registered_caches(end: LocalEnd) -> None:
     end.do(start, LlmRole.kMix, 1, "auto", {})
-    end.do(made, "kv", Shape(memory="private"), 1)
+    for name, memory in (("kv", "private"), ("allocated", "pool"), ("other", "pool")):
+        end.do(made, name, Shape(memory=memory), 1)
     assert end.do(run, "DeallocateCache", 1) is OK  # it is registered: this is not the call
     assert end.do(picture).caches.registered == 1
     for _ in range(2):  # the second time it is unknown, and that is no error
         assert end.do(run, "UnregisterKvCache", 1) is OK
-        assert end.do(picture).caches.live == 0
+        assert end.do(run, "DeallocateCache", 2) is OK
+        now = end.do(picture)
+        assert (now.caches.registered, now.caches.live, now.pools[0].used_bytes) == (0, 1, 4 * 4096)

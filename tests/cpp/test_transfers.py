@@ -195,8 +195,12 @@ def test_r08_r13_r26_lists_take_effect_one_after_the_other_also_from_and_to_the_
     assert end.do(run, "CopyKvBlocks", Cache(1, [1], CacheDesc(HOST, 9)), Cache(2), [1], [[2]]) is OK
     assert end.do(run, "CopyKvCache", Cache(1, [1], CacheDesc(HOST, 9)), Cache(2), 3, 4) is OK
     assert end.do(run, "CopyKvCache", KV, Use("host"), 1, 2) is OK
+    assert end.do(run, "CopyKvCache", KV, Use("other"), 5, 0, 9, 20) is OK
     held["other"] = moved(held["other"], held["kv"], [(2, 1), (4, 3)])
+    for target, source in zip(held["other"], held["kv"], strict=True):
+        target[0, 9:29] = source[5, 9:29]
     held["host"] = moved(held["host"], held["kv"], [(2, 1)])
+    assert end.world.dd.statistics().swap.staging_bytes == 0
     for _ in range(20):
         # Within "kv" the later pairs read what the earlier ones wrote.
         for of, to in (("kv", "other"), ("kv", "kv"), ("kv", "host"), ("cpu", "kv"), ("kv", "cpu"), ("host", "kv")):
@@ -208,6 +212,8 @@ def test_r08_r13_r26_lists_take_effect_one_after_the_other_also_from_and_to_the_
                     tensor[row] = source[block]
             for name, wanted in held.items():
                 same_bytes(end.do(show, name), wanted)
+    # Interface R10: four buffers of a block's size.
+    assert end.world.dd.statistics().swap.staging_bytes == (4 * 64 if device else 0)
     # With a size, rows of unequal length will do (interface R8).
     wide = end.do(made, "wide", Shape(width=17), 4)
     assert end.do(run, "CopyKvCache", KV, Use("wide"), 0, 0, 0, 64) is OK

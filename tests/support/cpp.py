@@ -155,21 +155,30 @@ def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
 
 def run(world: World, method: str, *args: Any) -> Any:
     """Call a method; :class:`Use` arguments become caches of this end."""
-    real = [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
-    return getattr(dist(world), method)(*real)
+    return getattr(dist(world), method)(*_real(world, args))
 
 
-def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
-    """Call a method; return its status and the text of the reason, which is kept for this thread."""
+def _real(world: World, args: tuple[Any, ...]) -> list[Any]:
+    return [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
+
+
+def failed_with(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMStatusCode, Exception | None]:
+    """Call a method; return its status and the reason, which is kept for this thread; None for none."""
     before = dist(world).last_error
-    result = run(world, method, *args)
-    status = result[0] if isinstance(result, tuple) else result
+    result = getattr(dist(world), method)(*args, **kwargs)
+    status, *rest = result if isinstance(result, tuple) else (result,)
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
     if status is OK:
-        return status, ""
-    assert not isinstance(result, tuple) or not result[1], f"{method} failed and returned {result}"
+        return OK, None
+    assert not any(rest), f"{method} failed and returned {result}"
     assert error is not None
     assert error.__traceback__ is None
     assert "\n" not in str(error)
-    return status, str(error)
+    return status, error
+
+
+def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
+    """Call a method, as :func:`run`; return its status and the text of the reason."""
+    status, error = failed_with(world, method, *_real(world, args))
+    return status, str(error or "")

@@ -13,22 +13,19 @@ from llm_datadist import (
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
-    KvCache,
     LLMStatusCode,
-    Placement,
     TransferConfig,
 )
 from llm_datadist.cpp_api import CacheIndex, KvCacheExtParam, LlmRole
 from llm_datadist.errors import LLMException
 from tests.support import cpp, linking
-from tests.support.cpp import HOST, Shape
 from tests.support.layers import Always
-from tests.support.memory import user_memory
 from tests.support.moves import Use, show
 from tests.support.v1 import POOL, kv_call, kv_make, kv_of
-from tests.support.world import fill, make_config
+from tests.support.world import make_config
 
 if TYPE_CHECKING:
+    from tests.support.cpp import Shape
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -45,14 +42,13 @@ class V1:
     """KvCacheManager. A blocks cache has its id as the model id of its key."""
 
     timed_out = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-    full = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
 
-    def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+    def start(self, world: World, role: str, transport: str, timeout: int = 10_000) -> int | None:
         settings = POOL | {"sync_kv_timeout": timeout}
         if role == "PROMPT":
             settings["listen_ip_info"] = "127.0.0.1:0"
         extra = {"llm.Transport": "auto" if transport == "shm" else transport}  # raw addresses are written by cma
-        return world.start(role, 1 if role == "PROMPT" else 2, make_config(**settings, extra=extra), device)
+        return world.start(role, 1 if role == "PROMPT" else 2, make_config(**settings, extra=extra))
 
     # The decoder, cluster 2, links to the prompt, cluster 1, and pulls; the prompt pushes.
 
@@ -68,32 +64,10 @@ class V1:
         desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32)
         return kv_make(world, name, desc, seed, blocks=paged, blocks_key=key if keyed else None)
 
-    def host(self, world: World, name: str, shape: Shape, seed: int) -> Bytes:
-        """Host memory of the user."""
-        desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, Placement.HOST)
-        world.memory[f"kv {name}"] = cache = KvCache.create_cpu_cache(desc, [user_memory(world, name, desc)])
-        world.caches[name] = cache._cache
-        return fill(cache._cache, seed)
-
     show = staticmethod(show)
-
-    def allocate(self, world: World, nbytes: int) -> Answer:
-        return _v1(world, "allocate_cache", CacheDesc(1, [1, nbytes], DataType.DT_UINT8))
 
     def deallocate(self, world: World, name: str) -> Answer:
         return _v1(world, "deallocate_cache", Use(name))
-
-    def copy_row(
-        self, world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
-    ) -> Answer:
-        return _v1(world, "copy_cache", Use(dst), Use(src), dst_row, src_row, offset, size)
-
-    def copy_blocks(self, world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
-        copies = {source: [targets[at] for targets in lists] for at, source in enumerate(sources)}
-        return _v1(world, "copy_blocks", Use(name), copies)
-
-    def swap(self, world: World, src: str, dst: str, pairs: Pairs) -> Answer:
-        return _v1(world, "swap_blocks", Use(src), Use(dst), {source: target for target, source in pairs})
 
     def pull_row(
         self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
@@ -148,12 +122,11 @@ class Cpp:
     """LlmDataDist and its calls."""
 
     timed_out = LLMStatusCode.LLM_TIMEOUT
-    full = LLMStatusCode.LLM_OUT_OF_MEMORY
 
-    def start(self, world: World, role: str, transport: str, timeout: int = 10_000, device: Any = None) -> int | None:
+    def start(self, world: World, role: str, transport: str, timeout: int = 10_000) -> int | None:
         options = {"llm.SyncKvCacheWaitTime": str(timeout)}
         made, cluster_id = (LlmRole.kPrompt, 1) if role == "PROMPT" else (LlmRole.kDecoder, 2)
-        return cpp.start(world, made, cluster_id, transport, options, device)
+        return cpp.start(world, made, cluster_id, transport, options)
 
     def link(self, world: World, port: int | None) -> Any:
         return cpp.run(world, "LinkLlmClusters", [cpp.cluster(1, port or 0)], 10_000)
@@ -164,28 +137,10 @@ class Cpp:
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         return cpp.made(world, name, shape, seed)  # serves as both
 
-    def host(self, world: World, name: str, shape: Shape, seed: int) -> Bytes:
-        return cpp.host_memory(world, name, Shape(shape.tensors, shape.rows, shape.width, HOST), seed)
-
     show = staticmethod(cpp.show)
-
-    def allocate(self, world: World, nbytes: int) -> Answer:
-        return cpp.attempt(world, "AllocateCache", Shape(1, 1, nbytes // 4).desc)
 
     def deallocate(self, world: World, name: str) -> Answer:
         return cpp.attempt(world, "DeallocateCache", world.memory[f"cache {name}"].cache_id)
-
-    def copy_row(
-        self, world: World, src: str, dst: str, src_row: int, dst_row: int, offset: int = 0, size: int = -1
-    ) -> Answer:
-        return cpp.attempt(world, "CopyKvCache", Use(src), Use(dst), src_row, dst_row, offset, size)
-
-    def copy_blocks(self, world: World, name: str, sources: list[int], lists: list[list[int]]) -> Answer:
-        return cpp.attempt(world, "CopyKvBlocks", Use(name), Use(name), sources, lists)
-
-    def swap(self, world: World, src: str, dst: str, pairs: Pairs) -> Answer:
-        sources, targets = [source for _, source in pairs], [target for target, _ in pairs]
-        return cpp.attempt(world, "CopyKvBlocks", Use(src), Use(dst), sources, [targets])
 
     def pull_row(
         self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
