@@ -24,7 +24,6 @@ from llm_datadist.errors import (
     CacheNotFound,
     DeadlineExceeded,
     LinkError,
-    NoneArgument,
     NotInitialized,
     NotLinked,
     ParamError,
@@ -37,6 +36,7 @@ from tests.support.layers import Always, Gated
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
 from tests.support.strangers import silent_port
 from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
 
@@ -191,11 +191,7 @@ def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_a
     end: LocalEnd,
 ) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
-    wrong: list[tuple[Any, type[Exception]]] = [("1", TypeError), (1.0, TypeError), (None, NoneArgument)]
-    wrong += [(-1, ParamError), (2**64, ParamError)]
-    for value, kind in wrong:
-        with pytest.raises(kind, match="remote_cluster_id"):
-            end.world.dd.check_link_status(value)
+    refuse([end], Table("dd.check_link_status", {}, {"remote_cluster_id": UINT64}))
     arguments = ("name", {1: 0, 2: 1}, table(host(0), host(0)))
     refused([end], [], StateError, ["v1 mode", "link_clusters"], join, *arguments)
     for function in (drop, status):
@@ -393,21 +389,18 @@ def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typ
     assert (task.synchronize(20_000), task.get_results()) == (OK, [OK])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0)], [(0, 0), (1, 1)]))
 
-    config = TransferConfig(2, addrs)
+    config, of_three = TransferConfig(2, addrs), TransferConfig(2, addrs[:3])
     by_key = [TransferWithCacheKeyConfig(key, range(2), range(2)) for key in (CacheKeyByIdAndIndex(2, 1), BLOCKS)]
-    cases: list[tuple[Any, type[Exception], tuple[Any, ...], str]] = [
-        (decoder, ParamError, (Use("kv"), Always(), [config]), "only a PROMPT"),
-        (prompt, NoneArgument, (None, Always(), [config]), "src_cache"),
-        (prompt, TypeError, (1, Always(), [config]), "src_cache"),
-        (prompt, NoneArgument, (Use("kv"), None, [config]), "layer_synchronizer"),
-        (prompt, TypeError, (Use("kv"), Always(), config), "transfer_configs"),
-        (prompt, TypeError, (Use("kv"), Always(), [None]), "transfer_configs[0]"),
-        *((prompt, TypeError, (Use("kv"), Always(), [each]), "transfer_configs[0]") for each in by_key),
-        (prompt, ParamError, (Use("kv"), Always(), [TransferConfig(2, addrs[:3])]), "dst_addrs has 3"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], [0], None), "src_block_indices"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], None, [0]), "dst_block_memory_size is None"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], [0, 1], [0]), "equal lengths"),
-    ]
-    for end, kind, case, part in cases:
-        other = decoder if end is prompt else prompt
-        refused((end, other), ["kv"], kind, (part,), kv_call, "transfer_cache_async", *case)
+    good = {"src_cache": Use("kv"), "layer_synchronizer": Always(), "transfer_configs": [config]}
+    configs = Spec((config,), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", *([each] for each in by_key)))
+    table = Table(
+        "v1.transfer_cache_async",
+        good,
+        {"src_cache": Spec((1,)), "layer_synchronizer": Spec((1,)), "transfer_configs": configs},
+        bad(RULE, "dst_addrs has 3", transfer_configs=[of_three]),
+        bad(RULE, "src_block_indices", src_block_indices=[0]),
+        bad(RULE, "dst_block_memory_size is None", dst_block_indices=[0]),
+        bad(RULE, "equal lengths", src_block_indices=[0, 1], dst_block_indices=[0]),
+    )
+    refuse((prompt, decoder), table)
+    refuse((decoder, prompt), Table(table.call, good, {}, bad(RULE, "only a PROMPT")))
