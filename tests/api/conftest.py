@@ -38,8 +38,6 @@ DECODER_CACHES: Final[dict[str, Spec]] = {
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(2, 0)),
     "more blocks": Spec(4, 6, 32, blocks=True),
     "host": Spec(4, 8, 32, blocks=True, placement=Placement.HOST, memory="private"),
-    "wide host": Spec(4, 6, 64, blocks=True, placement=Placement.HOST, memory="private"),
-    "two host tensors": Spec(2, 6, 32, blocks=True, placement=Placement.HOST, memory="private"),
     "freed rows": Spec(4, 3, 32),
     "freed blocks": Spec(4, 6, 32, blocks=True),
     "waiting": Spec(4, 3, 32, keys=(CacheKey(2, 50),)),
