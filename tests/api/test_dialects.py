@@ -12,7 +12,8 @@ from tests.support.cpp import Shape
 from tests.support.dialects import V1, Cpp
 from tests.support.frozen import frozen
 from tests.support.linking import alone
-from tests.support.moves import moved, picture, same_bytes, wait_until
+from tests.support.moves import moved, picture, same_bytes, show, wait_until
+from tests.support.v1 import DIRECT, POOL
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -32,7 +33,7 @@ ROWS, BLOCKS = 1, 2
 SHAPES = {"rows": Shape(rows=8), "blocks": Shape(rows=12, width=24)}
 
 
-@pytest.fixture(params=[V1(), Cpp()], ids=["v1", "cpp"])
+@pytest.fixture(params=[V1(POOL), V1(DIRECT), Cpp()], ids=["v1", "v1 without a pool", "cpp"])
 def dialect(request: pytest.FixtureRequest) -> Dialect:
     chosen: Dialect = request.param
     return chosen
@@ -72,7 +73,7 @@ class Two:
     def check(self) -> None:
         for end, caches in ((self.decoder, self.mine), (self.prompt, self.theirs)):
             for name, wanted in caches.items():
-                same_bytes(end.do(self.dialect.show, name), wanted)
+                same_bytes(end.do(show, name), wanted)
 
 
 def test_rows_and_blocks_are_pulled_whole_in_part_and_by_layers(pair: Pair, dialect: Dialect) -> None:

@@ -38,7 +38,7 @@ from tests.support.moves import Use, moved, picture, refused, same_bytes, show, 
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
 from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -271,9 +271,8 @@ def pull(world: World, key: CacheKey, row: int, size: int, keywords: dict[str, A
     kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
 
 
-@pytest.mark.parametrize("memory", ["pool", "direct"])
-def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: str) -> None:
-    src, dst = both(pair, **(DIRECT if memory == "direct" else POOL))
+def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair) -> None:
+    src, dst = both(pair, **DIRECT)
     prompt, decoder = pair.prompt, pair.decoder
     decoder.do(kv_call, "pull_cache", KEYS[1], Use("kv"), 5)
     dst = moved(dst, src, [(5, 1)])
@@ -355,26 +354,6 @@ def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair
 
 
 # --- transfers to addresses -------------------------------------------------------------------------------------------
-
-
-def send(world: World, addrs: list[int], layers: range | None, row: int) -> Any:
-    """Send layers, wait for the end, return (status, results)."""
-    task = kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs, layers, row)])
-    return task.synchronize(20_000), task.get_results()
-
-
-def test_r12_rows_and_layers_without_a_pool_go_to_addresses_and_no_others(pair: Pair) -> None:
-    src, dst = both(pair, **DIRECT)
-    addrs = pair.decoder.do(kv_properties, "kv")[1][0]
-    at_row_5 = [address + 5 * 48 for address in addrs]
-    assert pair.prompt.do(send, at_row_5, None, 2) == (OK, [OK])
-    assert pair.prompt.do(send, addrs[2:], range(1, 2), 7) == (OK, [OK])
-    dst = moved(moved(dst, src, [(5, 2)]), src, [(0, 7)], [(2, 2), (3, 3)])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    beyond = [address + 8 * 48 for address in addrs]  # no cache of the decoder
-    assert pair.prompt.do(send, beyond, None, 0) == (INVALID, [INVALID])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    same_bytes(pair.prompt.do(show, "kv"), src)
 
 
 def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typed_error(local_pair: Pair) -> None:

@@ -40,12 +40,11 @@ from tests.support.cpp import (
     link,
     made,
     run,
-    show,
     start,
     start_pair,
 )
 from tests.support.linking import alone
-from tests.support.moves import Use, picture, same_bytes
+from tests.support.moves import Use, picture, same_bytes, show
 from tests.support.refusals import RULE, TYPE, Spec, Table, bad, refuse
 
 if TYPE_CHECKING:

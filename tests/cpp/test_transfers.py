@@ -24,15 +24,13 @@ from tests.support.cpp import (
     index,
     made,
     run,
-    show,
     start,
     start_pair,
 )
 from tests.support.devices import BrokenDevice
 from tests.support.linking import SUCCESS, info
 from tests.support.linking import link as link_v2
-from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes
-from tests.support.moves import show as show_v2
+from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show
 
 if TYPE_CHECKING:
     from llm_datadist.cpp_api import CachePlacement
@@ -100,31 +98,9 @@ def test_r14_r16_layer_pairs_of_a_push_between_all_placements(
             np.testing.assert_array_equal(got, wanted, err_msg=name)
     same_bytes(shm_pair.decoder.do(show, "kv"), src)
     if here is DEVICE:  # of kHost: tests/api/test_cpp_bad_input.py
-        assert shm_pair.decoder.do(run, "PushKvCache", KV, CacheIndex(1, 1, 7), 6) is OK
-        same_bytes(shm_pair.prompt.do(show, "kv"), moved(dst, src, [(7, 6)]))
-
-
-def test_r14_r31_pulls_of_layers_defaults_and_arrays(shm_pair: Pair) -> None:
-    mine, theirs = both(shm_pair, Shape(tensors=5), Shape(tensors=5, rows=20, width=20))
-    decoder = shm_pair.decoder
-    assert decoder.do(run, "PullKvCache", BLOCKS, KV) is OK  # row 0 to row 0, and a longer row is cut
-    mine = moved(mine, theirs, [(0, 0)])
-    assert decoder.do(run, "PullKvCache", CacheIndex(1, 1, 19), KV, 5, -1, KvCacheExtParam((1, 2), (3, 4), 1)) is OK
-    mine = moved(mine, theirs, [(5, 19)], [(3, 1), (4, 2)])
-    same_bytes(decoder.do(show, "kv"), mine)
-    same_bytes(shm_pair.prompt.do(show, "kv"), theirs)
-    mine, theirs = decoder.do(made, "kv", Shape(), 3), shm_pair.prompt.do(made, "kv", Shape(rows=20, tensors=6), 4)
-    there = CacheIndex(1, 2)
-    args = (there, Use("kv"), np.array([15, 16]), np.array([0, 7], np.uint64), KvCacheExtParam((2, 2), (0, 0), 2))
-    assert decoder.do(run, "PullKvBlocks", *args) is OK
-    mine = moved(mine, theirs, [(0, 15), (7, 16)], [(0, 4), (1, 5)])
-    same_bytes(decoder.do(show, "kv"), mine)
-    # Only the cache id of a local cache is read.
-    only_id = Cache(decoder.do(index, "kv").cache_id, [1, 2, 3], CacheDesc(HOST, 77))
-    ext = KvCacheExtParam((0, 0), (2, 2), 2)
-    assert decoder.do(run, "PushKvBlocks", only_id, there, [1, 2], [3, 4], ext) is OK
-    same_bytes(shm_pair.prompt.do(show, "kv"), moved(theirs, mine, [(3, 1), (4, 2)], [(4, 0), (5, 1)]))
-    same_bytes(decoder.do(show, "kv"), mine)
+        layers = KvCacheExtParam((1, 2), (0, 1), 1)
+        assert shm_pair.decoder.do(run, "PushKvCache", KV, CacheIndex(1, 1, 7), 6, -1, layers) is OK
+        same_bytes(shm_pair.prompt.do(show, "kv"), moved(dst, src, [(7, 6)], [(0, 1), (1, 2)]))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +114,12 @@ def test_one_cache_serves_as_rows_and_as_blocks_and_where_it_is_is_asked_once(
     start_pair(shm_pair, transport=transport, options={"llm.Checksum": str(checksum)})
     mine, theirs = (end.do(made, "kv", Shape(memory=memory), at) for at, end in enumerate((decoder, prompt)))
     there = prompt.do(index, "kv")
+    only_id = Cache(decoder.do(index, "kv").cache_id, [1, 2, 3], CacheDesc(HOST, 77))  # nothing else is read
     for at in range(2):
-        assert decoder.do(run, "PullKvBlocks", there, KV, [1], [2 + at]) is OK
-        assert decoder.do(run, "PullKvCache", there, KV, 4 + at) is OK
-        mine = moved(mine, theirs, [(2 + at, 1), (4 + at, 0)])
-        assert decoder.do(run, "PushKvBlocks", KV, there, [2], [5 + at]) is OK
+        assert decoder.do(run, "PullKvBlocks", there, KV, np.array([1]), np.array([2 + at], np.uint64)) is OK
+        assert decoder.do(run, "PullKvCache", there, only_id) is OK
+        mine = moved(mine, theirs, [(2 + at, 1), (0, 0)])
+        assert decoder.do(run, "PushKvBlocks", only_id, there, [2], [5 + at]) is OK
         assert decoder.do(run, "PushKvCache", KV, CacheIndex(1, there.cache_id, 3 + at), 6) is OK
         theirs = moved(theirs, mine, [(5 + at, 2), (3 + at, 6)])
     same_bytes(decoder.do(show, "kv"), mine)
@@ -169,11 +146,11 @@ def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
     blocks = decoder.do(make, "blocks", Spec(rows=16, stride=32, blocks=True), 3)
     paged = decoder.do(make, "paged", Spec(rows=8, stride=64, blocks=True), 4)
     decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, 1, 3), Use("rows"), 5)
-    same_bytes(decoder.do(show_v2, "rows"), moved(rows, theirs, [(5, 3)]))
+    same_bytes(decoder.do(show, "rows"), moved(rows, theirs, [(5, 3)]))
     # A row of the peer in pieces of a block.
     decoder.do(call, "pull_blocks", CacheKeyByIdAndIndex(1, 1, 2), Use("blocks"), [], [9, 4])
     pieces = [tensor[2].reshape(2, 32) for tensor in theirs]
-    same_bytes(decoder.do(show_v2, "blocks"), moved(blocks, pieces, [(9, 0), (4, 1)]))
+    same_bytes(decoder.do(show, "blocks"), moved(blocks, pieces, [(9, 0), (4, 1)]))
     decoder.do(call, "push_blocks", CacheKeyByIdAndIndex(1, 1), Use("paged"), [1, 2], [6, 7])
     decoder.do(call, "push_cache", CacheKeyByIdAndIndex(1, 1, 0), Use("rows"), 1)
     same_bytes(prompt.do(show, "kv"), moved(moved(theirs, paged, [(6, 1), (7, 2)]), rows, [(0, 1)]))

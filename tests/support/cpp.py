@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from llm_datadist import types
 from llm_datadist.cpp_api import (
     OPTION_DEVICE_ID,
     OPTION_LISTEN_IP_INFO,
@@ -22,11 +20,11 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
+from tests.support.memory import user_memory
 from tests.support.moves import Use
+from tests.support.world import fill
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
@@ -101,7 +99,7 @@ def link(end: End, cluster_id: int, port: int) -> None:
 def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes, one (rows, stride) array per tensor."""
     if shape.memory == "private":
-        addrs = _user_memory(world, name, shape)
+        addrs = user_memory(world, name, _described(shape))
     else:
         status, cache = dist(world).AllocateCache(shape.desc)
         assert cache is not None, dist(world).last_error
@@ -117,35 +115,19 @@ def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
 
 def host_memory(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Put host memory without an id behind a name: cache_id -1, cache_desc and tensor_addrs are all there is."""
-    return _filled(world, name, Cache(-1, _user_memory(world, name, shape), shape.desc), seed)
+    return _filled(world, name, Cache(-1, user_memory(world, name, _described(shape)), shape.desc), seed)
 
 
-def _user_memory(world: World, name: str, shape: Shape) -> list[int]:
-    arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
-    world.memory[f"memory of {name}"] = arrays
-    return [array.ctypes.data for array in arrays]
+def _described(shape: Shape) -> types.CacheDesc:
+    return types.CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, types.Placement.HOST)
 
 
 def _filled(world: World, name: str, cache: Cache, seed: int) -> Bytes:
     world.memory[f"cache {name}"] = cache
-    random = np.random.default_rng(seed)
-    for view in _views(cache):
-        view[:] = random.integers(0, 256, view.shape, dtype=np.uint8)
-    return show(world, name)
-
-
-def _views(cache: Cache) -> list[NDArray[np.uint8]]:
-    """Return every byte of a cache, as arrays over its memory."""
-    rows, nbytes = cache.cache_desc.shape[0], int(np.prod(cache.cache_desc.shape)) * 4
-    return [
-        np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).reshape(rows, -1)
-        for address in cache.tensor_addrs
-    ]
-
-
-def show(world: World, name: str) -> Bytes:
-    """Return a copy of every byte of a cache."""
-    return [view.copy() for view in _views(world.memory[f"cache {name}"])]
+    # What the shared helpers look at.
+    desc = _described(Shape(cache.cache_desc.num_tensors, *cache.cache_desc.shape))
+    world.caches[name] = types.Cache(cache.cache_id, desc, cache.tensor_addrs)
+    return fill(world.caches[name], seed)
 
 
 def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:

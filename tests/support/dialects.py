@@ -20,8 +20,8 @@ from llm_datadist.cpp_api import CacheIndex, KvCacheExtParam, LlmRole
 from llm_datadist.errors import LLMException
 from tests.support import cpp, linking
 from tests.support.layers import Always
-from tests.support.moves import Use, show
-from tests.support.v1 import POOL, kv_call, kv_make, kv_of
+from tests.support.moves import Use
+from tests.support.v1 import kv_call, kv_make, kv_of
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
@@ -39,12 +39,15 @@ Pairs = list[tuple[int, int]]
 
 
 class V1:
-    """KvCacheManager. A blocks cache has its id as the model id of its key."""
+    """KvCacheManager. A blocks cache has its id as the model id of its key. ``memory``: POOL, or DIRECT for no pool."""
+
+    def __init__(self, memory: dict[str, Any]) -> None:
+        self._memory = memory
 
     timed_out = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 
     def start(self, world: World, role: str, transport: str, timeout: int = 10_000) -> int | None:
-        settings = POOL | {"sync_kv_timeout": timeout}
+        settings = self._memory | {"sync_kv_timeout": timeout}
         if role == "PROMPT":
             settings["listen_ip_info"] = "127.0.0.1:0"
         extra = {"llm.Transport": "auto" if transport == "shm" else transport}  # raw addresses are written by cma
@@ -63,8 +66,6 @@ class V1:
         keyed = paged and world.dd.listen_port is not None  # a decoder's caches have none
         desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32)
         return kv_make(world, name, desc, seed, blocks=paged, blocks_key=key if keyed else None)
-
-    show = staticmethod(show)
 
     def deallocate(self, world: World, name: str) -> Answer:
         return _v1(world, "deallocate_cache", Use(name))
@@ -136,8 +137,6 @@ class Cpp:
 
     def make(self, world: World, name: str, shape: Shape, seed: int, paged: bool = False) -> Bytes:
         return cpp.made(world, name, shape, seed)  # serves as both
-
-    show = staticmethod(cpp.show)
 
     def deallocate(self, world: World, name: str) -> Answer:
         return cpp.attempt(world, "DeallocateCache", world.memory[f"cache {name}"].cache_id)

@@ -15,7 +15,6 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
 from tests.support.cpp import failed_with
-from tests.support.cpp import show as show_cpp
 from tests.support.moves import Use, asked, picture, wait_until
 from tests.support.v1 import kv_of
 from tests.support.world import World, read
@@ -274,7 +273,6 @@ def state(world: World) -> dict[str, Any]:
     """
     operations = world.dd.statistics().operations
     seen = {name: read(cache) for name, cache in world.caches.items() if cache.tensor_addrs}
-    seen |= {name: show_cpp(world, name[6:]) for name in world.memory if name.startswith("cache ")}
     return {
         "statistics": asked(picture(world)),
         "bytes moved": {each.name: each.nbytes for each in operations if each.nbytes},
