@@ -67,7 +67,7 @@ pytestmark = pytest.mark.covers(
 )
 
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
-BLOCKS, ROW = BlocksCacheKey(1, 3), CacheKey(1, 10)
+BLOCKS = BlocksCacheKey(1, 3)
 NBYTES = 4 * 4096  # of one cache of desc(): a page per tensor
 
 
@@ -321,8 +321,8 @@ def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
-    """A PROMPT in a child (cluster 1) that a test may kill, and the DECODER here (cluster 2), both without a pool."""
+def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ChildEnd, LocalEnd]]:
+    """A PROMPT in a child, stopped right before it writes into "kv", rows or blocks, of the DECODER here; no pools."""
     before = residue()
     prompt, decoder = ChildEnd("prompt"), LocalEnd("decoder")
     try:
@@ -330,6 +330,11 @@ def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
         start_end(prompt, "PROMPT", 1, extra=extra, **DIRECT)
         start_end(decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        for seed, end in enumerate((prompt, decoder)):
+            end.do(kv_make, "kv", desc(), seed, (), request.param)
+        prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], tmp_path)
+        Gate(tmp_path).wait()
+        freeze(prompt)
         yield prompt, decoder
     finally:
         prompt.kill()
@@ -338,44 +343,32 @@ def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
         assert settled(before) == before
 
 
-def begin_to_send(ends: tuple[ChildEnd, LocalEnd], folder: Path, *, blocks: bool) -> None:
-    """Let the PROMPT send into the DECODER's "kv", and stop the whole process right before it writes."""
-    prompt, decoder = ends
-    prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
-    decoder.do(kv_make, "kv", desc(), 2, (), blocks)
-    prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], folder)
-    Gate(folder).wait()
-    freeze(prompt)
-
-
 def _send(world: World, addrs: list[int], folder: Path) -> Any:
     with shut(world.dd, "before write", folder, peer=2):
         return kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs)]).get_results()
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("sending", "quarantined"), [(False, 0), (True, NBYTES)], indirect=["sending"])
 def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
-    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, blocks: bool
+    sending: tuple[ChildEnd, LocalEnd], quarantined: int
 ) -> None:
-    prompt, decoder = ends
-    other = decoder.do(kv_make, "other", desc(), 3)
-    begin_to_send(ends, tmp_path, blocks=blocks)
+    """The place of a row is pinned for its writer, that of blocks is not."""
+    prompt, decoder = sending
     decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    # The place of a row is pinned for its writer, that of blocks is not.
-    assert decoder.do(picture).quarantined_bytes == (NBYTES if blocks else 0)
-    decoder.do(kv_make, "next", desc(), 4)  # in memory of its own
-    assert decoder.do(picture).pools[0].used_bytes == 3 * NBYTES
+    assert decoder.do(picture).quarantined_bytes == quarantined
+    other = decoder.do(kv_make, "other", desc(), 4)  # in memory of its own
+    assert decoder.do(picture).pools[0].used_bytes == 2 * NBYTES
     prompt.signal(signal.SIGKILL)
-    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == 2 * NBYTES)
+    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == NBYTES)
     assert decoder.do(picture).quarantined_bytes == 0
     same_bytes(decoder.do(show, "other"), other)
 
 
+@pytest.mark.parametrize("sending", [True], indirect=True)
 def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
-    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sending: tuple[ChildEnd, LocalEnd], caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = ends[1]
-    begin_to_send(ends, tmp_path, blocks=True)
+    decoder = sending[1]
     address, before = decoder.world.caches["kv"].tensor_addrs[0], decoder.do(show, "kv")
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
         decoder.stop()

@@ -99,7 +99,7 @@ def link(end: End, cluster_id: int, port: int) -> None:
 def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes, one (rows, stride) array per tensor."""
     if shape.memory == "private":
-        addrs = user_memory(world, name, _described(shape))
+        addrs = user_memory(world, name, _described(shape.desc))
     else:
         status, cache = dist(world).AllocateCache(shape.desc)
         assert cache is not None, dist(world).last_error
@@ -115,18 +115,17 @@ def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
 
 def host_memory(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Put host memory without an id behind a name: cache_id -1, cache_desc and tensor_addrs are all there is."""
-    return _filled(world, name, Cache(-1, user_memory(world, name, _described(shape)), shape.desc), seed)
+    return _filled(world, name, Cache(-1, user_memory(world, name, _described(shape.desc)), shape.desc), seed)
 
 
-def _described(shape: Shape) -> types.CacheDesc:
-    return types.CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, types.Placement.HOST)
+def _described(desc: CacheDesc) -> types.CacheDesc:
+    return types.CacheDesc(desc.num_tensors, list(desc.shape), DataType.DT_INT32, types.Placement.HOST)
 
 
 def _filled(world: World, name: str, cache: Cache, seed: int) -> Bytes:
     world.memory[f"cache {name}"] = cache
     # What the shared helpers look at.
-    desc = _described(Shape(cache.cache_desc.num_tensors, *cache.cache_desc.shape))
-    world.caches[name] = types.Cache(cache.cache_id, desc, cache.tensor_addrs)
+    world.caches[name] = types.Cache(cache.cache_id, _described(cache.cache_desc), cache.tensor_addrs)
     return fill(world.caches[name], seed)
 
 
