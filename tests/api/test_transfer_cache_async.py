@@ -18,7 +18,6 @@ from tests.support.layers import (
     addresses,
     asked,
     begin,
-    cache_id,
     finish,
     keyed,
     make_both,
@@ -31,7 +30,7 @@ from tests.support.layers import (
 )
 from tests.support.linking import alone
 from tests.support.memory import pool
-from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, show, wait_until
+from tests.support.moves import Spec, cache_id, forget, make, nothing_happens, picture, same_bytes, show, wait_until
 from tests.support.world import fill
 
 if TYPE_CHECKING:

@@ -42,11 +42,11 @@ from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
 from tests.support.gates import begin
-from tests.support.layers import Always
+from tests.support.layers import Always, addresses
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.memory import user_memory
-from tests.support.moves import Use, moved, picture, same_bytes, show, wait_until
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.moves import Use, cache_id, moved, picture, same_bytes, show, wait_until
+from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
 
 def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
-    start_v1(local_pair, **DIRECT)
+    local_pair.start(**DIRECT)
     prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     decoder.do(kv_make, "kv", desc(), 2, (), True)
     args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
@@ -332,7 +332,7 @@ def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ch
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         for seed, end in enumerate((prompt, decoder)):
             end.do(kv_make, "kv", desc(), seed, (), request.param)
-        prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], tmp_path)
+        prompt.begin(_send, decoder.do(addresses, "kv"), tmp_path)
         Gate(tmp_path).wait()
         freeze(prompt)
         yield prompt, decoder
@@ -381,12 +381,12 @@ def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
 def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
     local_pair: Pair, tmp_path: Path
 ) -> None:
-    start_v1(local_pair, **DIRECT)
+    local_pair.start(**DIRECT)
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src = prompt.do(kv_make, "kv", desc(), 1)
     decoder.do(kv_make, "kv", desc(), 2)
-    number = prompt.do(kv_properties, "kv")[0]
-    prompt.do(begin_there, "send", _send, decoder.do(kv_properties, "kv")[1][0], tmp_path)
+    number = prompt.do(cache_id, "kv")
+    prompt.do(begin_there, "send", _send, decoder.do(addresses, "kv"), tmp_path)
     gate = Gate(tmp_path)
     try:
         gate.wait()

@@ -32,13 +32,13 @@ from llm_datadist.errors import (
 from tests.faults.gates import Gate
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
-from tests.support.layers import Always, Gated
+from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
 from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ def test_a_call_that_cannot_be_links_nothing_and_unlinking_what_is_not_linked_su
 
 def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair, tmp_path: Path) -> None:
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    start_v1(tcp_pair)
+    tcp_pair.start(**POOL)
     key, cluster = CacheKey(1, 10), info(1, prompt.port)
     src = prompt.do(kv_make, "kv", desc(), 1, (key,))
     dst = decoder.do(kv_make, "kv", desc(), 2)
@@ -161,7 +161,7 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
 def test_check_link_status_of_a_stopped_peer_times_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
     shm_pair: Pair,
 ) -> None:
-    start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
+    shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     decoder.do(probe, 1)
     with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
@@ -213,7 +213,7 @@ def switch(world: World, role: str, options: dict[str, Any] | None = None) -> in
 
 def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    start_v1(shm_pair, enable_switch_role=True)
+    shm_pair.start(**POOL, enable_switch_role=True)
     prompt.do(kv_make, "kv", desc(rows=2), 1, (CacheKey(1, 7),))
     exist = LLMStatusCode.LLM_EXIST_LINK
     for end, role in ((prompt, "DECODER"), (decoder, "PROMPT")):
@@ -258,7 +258,7 @@ def both(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
     """Start, link, and make a cache "kv" at each end, the prompt's with KEYS on rows 0 and 1."""
     if pair.transport == "shm":
         pair.transport = "auto"  # shm maps pools; what has none, and raw addresses, are reached by cma, beside it
-    start_v1(pair, **settings)
+    pair.start(**(POOL | settings))
     return pair.prompt.do(kv_make, "kv", desc(), 1, KEYS), pair.decoder.do(kv_make, "kv", desc(), 2)
 
 
@@ -340,7 +340,7 @@ def _pull_until_unlinked(world: World) -> list[str]:
 
 
 def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair: Pair) -> None:
-    start_v1(shm_pair)
+    shm_pair.start(**POOL)
     shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     shm_pair.decoder.do(kv_make, "kv", desc(), 2, (), True)
     names = [f"pull {i}" for i in range(4)]
@@ -359,7 +359,7 @@ def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair
 def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typed_error(local_pair: Pair) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src, dst = both(local_pair, **DIRECT)
-    addrs = decoder.do(kv_properties, "kv")[1][0]
+    addrs = decoder.do(addresses, "kv")
     gated = Gated()
     args = (Use("kv"), gated, [TransferConfig(2, addrs[:2], range(1))])
     task = prompt.do(kv_call, "transfer_cache_async", *args)

@@ -144,11 +144,15 @@ class Cpp:
     def pull_row(
         self, world: World, number: int, row: int, name: str, to: int, size: int = -1, layers: Layers = None
     ) -> Answer:
-        return cpp.attempt(world, "PullKvCache", CacheIndex(1, number, row), Use(name), to, size, _ext(layers))
+        return cpp.attempt(
+            world, "PullKvCache", CacheIndex(1, number, row), Use(name), to, size, KvCacheExtParam(*layers or ())
+        )
 
     def pull_blocks(self, world: World, number: int, name: str, pairs: Pairs, layers: Layers = None) -> Answer:
         targets, sources = [dst for dst, _ in pairs], [src for _, src in pairs]
-        return cpp.attempt(world, "PullKvBlocks", CacheIndex(1, number), Use(name), sources, targets, _ext(layers))
+        return cpp.attempt(
+            world, "PullKvBlocks", CacheIndex(1, number), Use(name), sources, targets, KvCacheExtParam(*layers or ())
+        )
 
     def place(self, world: World, name: str, row: int) -> CacheIndex:
         return cpp.index(world, name, row)
@@ -159,10 +163,6 @@ class Cpp:
     def push_blocks(self, world: World, name: str, place: CacheIndex, pairs: Pairs) -> Answer:
         sources, targets = [src for _, src in pairs], [dst for dst, _ in pairs]
         return cpp.attempt(world, "PushKvBlocks", Use(name), place, sources, targets)
-
-
-def _ext(layers: Layers) -> KvCacheExtParam:
-    return KvCacheExtParam() if layers is None else KvCacheExtParam(*layers)
 
 
 Dialect = V1 | Cpp
