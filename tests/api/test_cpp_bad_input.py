@@ -201,6 +201,12 @@ PUSHES: Final = (
     bad(GONE, "99", dst_cache_index=CacheIndex(1, 99)),
     bad(UNLINKED, "cluster 7", dst_cache_index=CacheIndex(7, 1)),
 )
+PULLS: Final = (
+    bad(RULE, "our own", src_cache_index=CacheIndex(2, 1)),
+    bad(GONE, "99", src_cache_index=CacheIndex(1, 99)),
+    bad(GONE, "id 99", dst_cache=Cache(99)),
+    bad(UNLINKED, "cluster 7", src_cache_index=CacheIndex(7, 1)),
+)
 UNEQUAL: Final = each(RULE, "equal lengths", src_blocks=[[1]], dst_blocks=[[2, 3, 4]])
 CLUSTER_CALL: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1)}
 CALLS: Final = (
@@ -221,7 +227,7 @@ CALLS: Final = (
         "cpp.PullKvCache",
         FROM_ROW,
         PULL | {"batch_index": ROW_INDEX, "size": SIZE},
-        bad(RULE, "our own", src_cache_index=CacheIndex(2, 1)),
+        *PULLS,
         bad(GONE, "6 rows", src_cache_index=CacheIndex(1, 1, 6)),
     ),
     Table(
@@ -229,7 +235,7 @@ CALLS: Final = (
         FROM_ROW | TWO,
         PULL | BLOCKS,
         *UNEQUAL,
-        bad(RULE, "our own", src_cache_index=CacheIndex(2, 1)),
+        *PULLS,
         bad(RULE, "batch_index=3", src_cache_index=CacheIndex(1, 1, 3)),
         bad(MISMATCH, "128 bytes", "64", src_cache_index=CacheIndex(1, 2)),  # interface R17
     ),

@@ -1,5 +1,5 @@
 """v1: caches, keys, dropped handles, swaps, tensors, memory that is given back (interface §4, §8, R3, R4, R6, R7, R10,
-R12, R21). What it does like the C++-shaped calls: test_dialects.py."""
+R12, R21)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """v1 between two ends: links of all or none, roles, keys that are consumed, offsets, memory without a pool, and
 transfers to addresses (interface §3.6, §3.7, §6.14, §8, B2.4, R5, R6, R12, R18, R22).
 
-Equal cluster ids: vllm-ascend's first connectors in tests/clients. The rest: test_dialects.py."""
+Equal cluster ids: vllm-ascend's first connectors in tests/clients."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,16 +159,23 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
     assert gone.value.status_code is NOT_YET
 
 
-def test_check_link_status_of_a_stopped_peer_times_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
+def test_check_link_status_and_pulls_of_a_stopped_peer_time_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
     shm_pair: Pair,
 ) -> None:
     shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
     decoder.do(probe, 1)
-    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
-        decoder.do(probe, 1)
-    assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+    with frozen(prompt):
+        with pytest.raises(DeadlineExceeded) as caught:
+            decoder.do(probe, 1)
+        assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+        for call in PULLS.values():
+            refused([decoder], [], DeadlineExceeded, ["200 ms"], kv_call, *call, status=WAITED)
     wait_until(lambda: _answers(decoder))  # once it goes on
+    for name, call in PULLS.items():
+        decoder.do(kv_call, *call)
+        same_bytes(decoder.do(show, name), moved(mine[name], theirs[name], [(2, 1)]))
     prompt.stop()
     wait_until(lambda: decoder.do(links) == {})
     assert len(decoder.do(_redials)) == 1
@@ -271,8 +279,12 @@ def pull(world: World, key: CacheKey, row: int, size: int, keywords: dict[str, A
     kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
 
 
-def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair) -> None:
-    src, dst = both(pair, **DIRECT)
+MEMORY = pytest.mark.parametrize("memory", [POOL, DIRECT], ids=["pool", "direct"])
+
+
+@MEMORY
+def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: dict[str, Any]) -> None:
+    src, dst = both(pair, **memory)
     prompt, decoder = pair.prompt, pair.decoder
     decoder.do(kv_call, "pull_cache", KEYS[1], Use("kv"), 5)
     dst = moved(dst, src, [(5, 1)])
@@ -285,12 +297,88 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair) -> N
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (7, 7)]))
     same_bytes(prompt.do(show, "kv"), src)
     consumed(pair, 0)
-    src = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
-    dst = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
-    for _ in range(2):  # a blocks key is never consumed
-        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 7], [3, 0])
-    same_bytes(decoder.do(show, "paged"), moved(dst, src, [(3, 1), (0, 7)]))
-    consumed(pair, 1)
+
+
+@MEMORY
+def test_r12_r26_blocks_are_pulled_by_a_key_that_stays_and_rows_and_blocks_go_to_addresses(
+    pair: Pair, memory: dict[str, Any]
+) -> None:
+    src, dst = both(pair, **memory)
+    prompt, decoder = pair.prompt, pair.decoder
+    theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
+    mine = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
+    for _ in range(2):
+        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 2, 7, 6], [3, 4, 0, 3])
+    of_layers = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
+    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), [5], [5])
+    mine = moved(moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)]), theirs, [(5, 5)], [(0, 2), (1, 3)])
+    same_bytes(decoder.do(show, "paged"), mine)
+    consumed(pair, 3)
+    at_row_5 = [address + 5 * 48 for address in decoder.do(addresses, "kv")]
+    assert prompt.do(send, "kv", TransferConfig(2, at_row_5, None, 2)) == SUCCESS
+    place = TransferConfig(2, decoder.do(addresses, "paged"))
+    assert prompt.do(send, "paged", place, [0, 1, 2, 3, 7], [3, 2, 5, 0, 2]) == SUCCESS
+    mine = moved(mine, theirs, [(3, 0), (2, 1), (5, 2), (0, 3), (2, 7)])
+    for end, rows, blocks in ((decoder, moved(dst, src, [(5, 2)]), mine), (prompt, src, theirs)):
+        same_bytes(end.do(show, "kv"), rows)
+        same_bytes(end.do(show, "paged"), blocks)
+
+
+def send(world: World, name: str, config: TransferConfig, *blocks: list[int]) -> Any:
+    task = kv_call(world, "transfer_cache_async", Use(name), Always(), [config], *blocks)
+    return task.synchronize(20_000), task.get_results()
+
+
+PULLS: dict[str, tuple[Any, ...]] = {
+    "kv": ("pull_cache", CacheKeyByIdAndIndex(1, 1, 1), Use("kv"), 2),
+    "paged": ("pull_blocks", BLOCKS, Use("paged"), [1], [2]),
+}
+
+
+def both_kinds(end: End, seed: int) -> dict[str, Bytes]:
+    key = BLOCKS if end.cluster_id == 1 else None
+    return {
+        "kv": end.do(kv_make, "kv", desc(), seed),
+        "paged": end.do(kv_make, "paged", desc(), seed + 1, (), True, key),
+    }
+
+
+def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_it(tcp_pair: Pair) -> None:
+    tcp_pair.start(linked=False, **POOL)
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
+
+    def link_and_pull() -> None:
+        tcp_pair.link()
+        for name, call in PULLS.items():
+            decoder.do(kv_call, *call)
+            mine[name] = moved(mine[name], theirs[name], [(2, 1)])
+            same_bytes(decoder.do(show, name), mine[name])
+
+    def fails(kind: type[LLMException], part: str, *calls: tuple[Any, ...]) -> None:
+        for call in calls:
+            refused([decoder], [], kind, [part], kv_call, *call, status=kind.default_status)
+
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    link_and_pull()
+    for key, part in ((CacheKeyByIdAndIndex(1, 99), "99"), (CacheKeyByIdAndIndex(1, 1, 8), "row 8")):
+        fails(CacheNotFound, part, ("pull_cache", key, Use("kv")))
+    fails(CacheNotFound, "99", ("pull_blocks", BlocksCacheKey(1, 99), Use("paged"), [0], [0]))
+    # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    alone(prompt, decoder)
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    link_and_pull()
+    prompt.stop()
+    alone(decoder)
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    start_end(prompt, "PROMPT", extra={"llm.Transport": "tcp"})
+    theirs = both_kinds(prompt, 5)
+    link_and_pull()
+    prompt.do(kv_call, "deallocate_cache", Use("paged"))
+    fails(CacheNotFound, "model_id=3", PULLS["paged"])
+    decoder.do(kv_call, "deallocate_cache", Use("kv"))
+    fails(CacheNotFound, "id 1", PULLS["kv"])
 
 
 #: Offsets into the rows of source and destination, size, and how many bytes move.

@@ -1,17 +1,16 @@
 """What only the C++-shaped transfers and copies have: layer pairs, placements, defaults, caches that serve as rows and
 as blocks, host memory without an id, lists of lists, the order, and the codes of what they refuse (interface §9, R8,
-R10, R13, R14, R16, R17, R26, R31). The rest: tests/api/test_dialects.py."""
+R10, R13, R14, R16, R17, R26, R31)."""
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from llm_datadist import CacheKeyByIdAndIndex
-from llm_datadist.cpp_api import Cache, CacheDesc, CacheIndex, KvCacheExtParam, LlmDataDist, LlmRole
+from llm_datadist.cpp_api import Cache, CacheDesc, CacheIndex, KvCacheExtParam, LlmRole
 from llm_datadist.testing import StagedDevice
 from tests.support.cpp import (
     DEVICE,
@@ -28,15 +27,15 @@ from tests.support.cpp import (
     start_pair,
 )
 from tests.support.devices import BrokenDevice
+from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, info
 from tests.support.linking import link as link_v2
-from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show
+from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from llm_datadist.cpp_api import CachePlacement
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
-    from tests.support.moves import Bytes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
@@ -48,20 +47,6 @@ ALL = (-1, -1)
 KV = Use("kv")
 ON_HOST = Shape(placement=HOST)
 BLOCKS = CacheIndex(1, 1)
-
-
-def both(pair: Pair, here: Shape | None = None, there: Shape | None = None) -> tuple[Bytes, Bytes]:
-    """Return what the decoder, which calls, and the prompt hold in cache 1."""
-    start_pair(pair)
-    return pair.decoder.do(made, "kv", here or Shape(), 1), pair.prompt.do(made, "kv", there or Shape(), 2)
-
-
-def test_r31_the_parameters_have_exactly_the_names_of_the_page() -> None:
-    parameters = inspect.signature(LlmDataDist.PushKvBlocks).parameters
-    assert list(parameters) == ["self", "src_cache", "dst_cache_index", "src_blocks", "dst_blocks", "ext_param"]
-    assert parameters["ext_param"].default == KvCacheExtParam((-1, -1), (-1, -1), 2)
-    parameters = inspect.signature(LlmDataDist.CopyKvBlocks).parameters
-    assert list(parameters) == ["self", "src_cache", "dst_cache", "src_blocks", "dst_blocks_list"]
 
 
 # --- what moves -------------------------------------------------------------------------------------------------------
@@ -80,27 +65,46 @@ PUSHES: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("transport", "here", "there"),
-    [("shm", DEVICE, DEVICE), ("shm", HOST, HOST), ("tcp", DEVICE, HOST), ("tcp", HOST, DEVICE)],
-)
-def test_r14_r16_layer_pairs_of_a_push_between_all_placements(
-    shm_pair: Pair, transport: str, here: CachePlacement, there: CachePlacement
+@pytest.mark.parametrize("there", [DEVICE, HOST])
+@pytest.mark.parametrize("here", [DEVICE, HOST])
+def test_r14_r16_layers_are_pushed_and_pulled_between_all_placements(
+    pair: Pair, here: CachePlacement, there: CachePlacement
 ) -> None:
-    shm_pair.transport = transport
-    src, dst = both(shm_pair, Shape(placement=here), Shape(placement=there))
+    decoder, prompt = pair.decoder, pair.prompt
+    start_pair(pair)
+    mine, theirs = decoder.do(made, "kv", Shape(placement=here), 1), prompt.do(made, "kv", Shape(placement=there), 2)
     for at, (name, (ext, tensors)) in enumerate(PUSHES.items()):
         pairs = [(7 - at % 8, at % 8), (at % 8, 6 - at % 6)]
         sources, targets = [source for _, source in pairs], [target for target, _ in pairs]
-        assert shm_pair.decoder.do(run, "PushKvBlocks", KV, BLOCKS, sources, targets, KvCacheExtParam(*ext)) is OK
-        dst = moved(dst, src, pairs, tensors)
-        for got, wanted in zip(shm_pair.prompt.do(show, "kv"), dst, strict=True):
+        assert decoder.do(run, "PushKvBlocks", KV, BLOCKS, sources, targets, KvCacheExtParam(*ext)) is OK
+        theirs = moved(theirs, mine, pairs, tensors)
+        for got, wanted in zip(prompt.do(show, "kv"), theirs, strict=True):
             np.testing.assert_array_equal(got, wanted, err_msg=name)
-    same_bytes(shm_pair.decoder.do(show, "kv"), src)
+    layers = KvCacheExtParam((1, 2), (0, 1), 1)
     if here is DEVICE:  # of kHost: tests/api/test_cpp_bad_input.py
-        layers = KvCacheExtParam((1, 2), (0, 1), 1)
-        assert shm_pair.decoder.do(run, "PushKvCache", KV, CacheIndex(1, 1, 7), 6, -1, layers) is OK
-        same_bytes(shm_pair.prompt.do(show, "kv"), moved(dst, src, [(7, 6)], [(0, 1), (1, 2)]))
+        assert decoder.do(run, "PushKvCache", KV, CacheIndex(1, 1, 7), 6, -1, layers) is OK
+        theirs = moved(theirs, mine, [(7, 6)], [(0, 1), (1, 2)])
+    assert decoder.do(run, "PullKvCache", CacheIndex(1, 1, 6), KV, 1, 17, layers) is OK
+    mine = moved(mine, theirs, [(1, 6)], [(0, 1), (1, 2)], 17)
+    # Pairs take effect in the order given: the last one wins.
+    layers = KvCacheExtParam((1, 1), (0, 0), 2)
+    assert decoder.do(run, "PullKvBlocks", BLOCKS, KV, [1, 2, 7, 6], [3, 4, 0, 3], layers) is OK
+    mine = moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)], [(0, 2), (1, 3)])
+    same_bytes(decoder.do(show, "kv"), mine)
+    same_bytes(prompt.do(show, "kv"), theirs)
+
+
+def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pair: Pair) -> None:
+    start_pair(shm_pair, options={"llm.SyncKvCacheWaitTime": "300"})
+    decoder, prompt = shm_pair.decoder, shm_pair.prompt
+    mine, theirs = decoder.do(made, "kv", Shape(), 1), prompt.do(made, "kv", Shape(), 2)
+    calls = ("PullKvCache", BLOCKS, KV), ("PullKvBlocks", BLOCKS, KV, [1], [2])
+    with frozen(prompt):
+        for each in calls:
+            status, text = decoder.do(attempt, *each)
+            assert (status.name, "300 ms" in text) == ("LLM_TIMEOUT", True), text
+    wait_until(lambda: all(decoder.do(run, *each) is OK for each in calls))
+    same_bytes(decoder.do(show, "kv"), moved(mine, theirs, [(0, 0), (2, 1)]))
 
 
 @pytest.mark.parametrize(
