@@ -67,7 +67,7 @@ PUSHES: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]] = {
 
 @pytest.mark.parametrize("there", [DEVICE, HOST])
 @pytest.mark.parametrize("here", [DEVICE, HOST])
-def test_r14_r16_layers_are_pushed_and_pulled_between_all_placements(
+def test_r14_r16_r31_layers_are_pushed_and_pulled_between_all_placements(
     pair: Pair, here: CachePlacement, there: CachePlacement
 ) -> None:
     decoder, prompt = pair.decoder, pair.prompt
