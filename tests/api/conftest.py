@@ -29,7 +29,7 @@ def world(end: LocalEnd) -> World:
 PROMPT_CACHES: Final[dict[str, Spec]] = {
     "rows": Spec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 0)),
-    "narrow rows": Spec(4, 3, 16, keys=(CacheKey(1, 30),)),
+    "narrow rows": Spec(4, 3, 16, keys=(CacheKey(1, 30), CacheKey(1, 0, model_id=1))),
     "two tensors": Spec(2, 3, 32, keys=(CacheKey(1, 40),)),
     "wide blocks": Spec(4, 6, 64, blocks=True, blocks_key=BlocksCacheKey(1, 1)),
     "two paged tensors": Spec(2, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 2)),
@@ -49,8 +49,6 @@ DECODER_CACHES: Final[dict[str, Spec]] = {
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(2, 0)),
     "more blocks": Spec(4, 6, 32, blocks=True),
     "host": Spec(4, 8, 32, blocks=True, placement=Placement.HOST, memory="private"),
-    "wide host": Spec(4, 6, 64, blocks=True, placement=Placement.HOST, memory="private"),
-    "two host tensors": Spec(2, 6, 32, blocks=True, placement=Placement.HOST, memory="private"),
     "freed rows": Spec(4, 3, 32),
     "freed blocks": Spec(4, 6, 32, blocks=True),
     "waiting": Spec(4, 3, 32, keys=(CacheKey(2, 50),)),
