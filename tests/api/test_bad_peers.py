@@ -15,8 +15,8 @@ from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import messages as wire
 from tests.conftest import Pair, _pair
+from tests.faults.test_lane_flood import rss_anon
 from tests.support.background import Call
-from tests.support.ends import ChildEnd
 from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -130,9 +130,6 @@ def linked(linked_once: Pair) -> Iterator[Pair]:
     wait_until(lambda: [prompt.do(residue_of)[kind] for kind in HELD] == [held[kind] for kind in HELD])
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", HUNG_UP_ON)
 def test_a_stranger_that_says_what_has_no_place_is_hung_up_on(linked: Pair, name: str) -> None:
     when_linked, said = HUNG_UP_ON[name]
@@ -208,9 +205,6 @@ def test_a_storm_of_connections_leaves_nothing(linked: Pair) -> None:
     bytes_move_both_ways(linked.prompt, linked.decoder)
     for each in storms:
         each.result()
-
-
-# --- linked peers -----------------------------------------------------------------------------------------------------
 
 
 def still_served(stranger: Stranger) -> None:
@@ -305,14 +299,6 @@ def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_i
     assert len(prompt.do(picture).keys) == len(before.keys) - 1, "what goes with its peer consumes nothing"
     prompt.do(forget, "pinned")
     prompt.do(call, "remove_cache_key", OTHER_KEY)
-
-
-def rss_anon(end: object) -> int:
-    """Return the bytes of anonymous memory that a child holds."""
-    assert isinstance(end, ChildEnd)
-    with open(f"/proc/{end.pid}/status", encoding="ascii") as status:
-        (line,) = [line for line in status if line.startswith("RssAnon:")]
-    return int(line.split()[1]) << 10
 
 
 def unsent(world: World, peer: int) -> int:

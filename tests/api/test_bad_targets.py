@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.strangers import listener, read_hello, silent_port
+from tests.support.strangers import listener, read_hello
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR", "error
 Code = LLMStatusCode
 FAILED, TIMEOUT, INVALID = Code.LLM_LINK_FAILED, Code.LLM_TIMEOUT, Code.LLM_PARAM_INVALID
 KEY = CacheKey(1, 10)
-
-# --- listeners --------------------------------------------------------------------------------------------------------
 
 
 def says(*what: bytes, close: bool = False) -> Behaviour:
@@ -134,16 +132,9 @@ REASONS: Final = {
 
 @contextmanager
 def full_backlog() -> Iterator[int]:
-    """A port where connections wait to be accepted until the kernel takes no more."""
-    with silent_port() as port, ExitStack() as leaving, suppress(TimeoutError):
-        while True:
-            sock = leaving.enter_context(socket.socket())
-            sock.settimeout(0.2)
-            try:
-                sock.connect(("127.0.0.1", port))
-            except TimeoutError:
-                yield port
-                return
+    """A port where the one connection that may wait to be accepted does, so the kernel takes no other."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.create_connection(server.getsockname()):
+        yield server.getsockname()[1]
 
 
 @pytest.mark.parametrize("in_time", [False, True], ids=["timeouts", "failures"])
@@ -178,9 +169,6 @@ def test_bad_listeners_cost_a_code_within_the_deadline_and_leave_nothing(
     assert end.do(link, [info(1, prompt.start("PROMPT", 1, make_config(listen_ip_info="127.0.0.1:0")))]) == SUCCESS
     assert end.do(links) == {1: "ready"}
     prompt.stop()
-
-
-# --- targets that lie -------------------------------------------------------------------------------------------------
 
 
 def geometry(**change: Any) -> msgspec.Raw:

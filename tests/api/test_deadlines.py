@@ -21,7 +21,7 @@ from llm_datadist.errors import DeadlineExceeded
 from tests.faults.stalls import stall
 from tests.support.frozen import frozen
 from tests.support.gates import count_messages, releases, resolves, stopped
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, finalize, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger
 
@@ -47,8 +47,6 @@ TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
     "push_blocks": ((BLOCKS, Use("paged"), [5], [7]), [(7, 5)]),
 }
 
-
-# --- what can stall ---------------------------------------------------------------------------------------------------
 
 STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
 
@@ -90,9 +88,6 @@ def wait_for_answer(world: World) -> None:
     link_ = world.dd._require_engine("test").links.get(1)
     number = link_.ping()
     wait_until(lambda: link_.last_pong >= number, 30)
-
-
-# --- every call -------------------------------------------------------------------------------------------------------
 
 
 def times_out(end: End, method: str, *args: Any) -> None:
@@ -164,7 +159,17 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     wait_until(lambda: prompt.do(picture).pins == 0)
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    # Parting: by a forced unlink, after which the link can be made again; by finalize.
+    with stalled(shm_pair, what):
+        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
+        assert decoder.do(links) == {}
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    alone(prompt)
+    shm_pair.link()
+    bytes_move_both_ways(prompt, decoder)
+    with stalled(shm_pair, what):
+        decoder.do(finalize)
+    alone(prompt)
 
 
 def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_nothing(
@@ -191,27 +196,6 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_no
             theirs = moved(theirs, ours, pairs)
     same_bytes(prompt.do(show, "rows"), theirs)
     same_bytes(decoder.do(show, "rows"), ours)
-
-
-@STALLS
-def test_r06_parting_from_a_peer_that_stalls_ends_in_time(shm_pair: Pair, what: str) -> None:
-    """By a forced unlink, after which the link can be made again; by finalize."""
-    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    with stalled(shm_pair, what):
-        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
-        assert decoder.do(links) == {}
-        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
-    alone(prompt)
-    shm_pair.link()
-    bytes_move_both_ways(prompt, decoder)
-    with stalled(shm_pair, what):
-        decoder.do(finalize)
-    alone(prompt)
-
-
-def finalize(world: World) -> None:
-    world.dd.finalize()
 
 
 def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:

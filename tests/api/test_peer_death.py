@@ -16,25 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, PeerLost
+from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
+from tests.support import linking
+from tests.support.background import begin_there, result_there
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    begin_there,
-    bytes_move_both_ways,
-    finalize,
-    info,
-    link,
-    link_number,
-    links,
-    not_linked,
-    redials,
-    result_there,
-    start_both,
-    unlink,
-)
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import silent_port
 from tests.support.world import World, make_config, residue_of
@@ -82,7 +69,7 @@ def unchanged(end: End, was: list[Bytes]) -> None:
 
 def unlinked(end: End, peer: int = 1) -> None:
     """Every further call says at once that there is no link."""
-    not_linked(end, peer)
+    linking.not_linked(end, peer)
     with pytest.raises(NotLinked, match=f"cluster {peer}"):
         end.do(call, "pull_cache", CacheKey(peer, 10), Use("rows"), 5)
 
@@ -121,9 +108,6 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
         assert (error.peer, error.phase) == (1, "resolve")
         for part in (rf"cluster 1 \(pid {prompt.pid} ", "phase resolve", reason):
             assert re.search(part, str(error)), error
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------
 
 
 @BOTH_TRANSPORTS
@@ -197,9 +181,6 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
         os.kill(child, signal.SIGKILL)
 
 
-# --- restarted --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "same_address"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"]
 )
@@ -267,9 +248,6 @@ def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Fami
         first = second
 
 
-# --- finalized --------------------------------------------------------------------------------------------------------
-
-
 def init_again(world: World, options: dict[str, str]) -> int | None:
     """Initialise the same object."""
     world.dd.init(options)
@@ -282,10 +260,10 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
     extra = PATIENT | {"llm.Transport": pair.transport}
     for gone, stays in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         kept = [stays.do(make, "rows", Spec(), 1), stays.do(make, "kv", Spec(blocks=True), 2)]
-        gone.do(finalize)
+        gone.do(linking.finalize)
         alone(stays)
         unlinked(stays, gone.cluster_id)
-        listen = "127.0.0.1:0" if gone is pair.prompt else None
+        listen = f"127.0.0.1:{gone.port}" if gone is pair.prompt else None  # the same port again
         gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
         unlinked(stays, gone.cluster_id)
         pair.link()
@@ -300,19 +278,16 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
     decoder.do(make, "kv", Spec(blocks=True), 1)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    prompt.do(finalize)  # the process goes on: nothing but its silence tells
+    prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
-    not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
+    linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
     other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
     # Nothing has asked for a link to the new one.
     assert (decoder.do(links), other.do(links)) == ({}, {})
-    not_linked(decoder, 1, "link_clusters makes the link")
+    linking.not_linked(decoder, 1, "link_clusters makes the link")
     assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
-
-
-# --- frozen -----------------------------------------------------------------------------------------------------------
 
 
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
@@ -370,9 +345,6 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
     assert decoder.do(link_number, 1) == number, "the same link all along"
 
 
-# --- lost, and dialled again ------------------------------------------------------------------------------------------
-
-
 def lose(world: World, peer: int) -> None:
     """Cut the control connection, as a network would: neither end meant it."""
     assert world.dd._engine is not None
@@ -396,7 +368,7 @@ def comes_back(pair: Pair, was: int) -> None:
 
 
 def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     prompt, decoder = pair.prompt, pair.decoder
     pair.link()  # the decoder dials
     for loser, peer in ((prompt, 2), (decoder, 1), (prompt, 2)):
@@ -433,7 +405,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
         for port in (prompt.port, silent):  # silent, but linked
             assert decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
     with redial_without_answer(shm_pair):
-        not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
+        linking.not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
         assert decoder.do(links) == {}
         assert [each.address for each in decoder.do(redials)] == [f"127.0.0.1:{prompt.port}"]
         assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
@@ -525,26 +497,16 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def fork_and_look(world: World) -> int:
-    """Return the exit status of a forked child: 0 if nothing is initialised there."""
-    child = os.fork()
-    if child == 0:
-        try:
-            world.dd.statistics()
-        except NotInitialized:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
     prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
     assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(prompt):
         forker.do(lose, 1)
         wait_until(lambda: redialling(forker))
-        assert forker.do(fork_and_look) == 0
-    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
-    bytes_move_both_ways(prompt, forker)
+        child = forker.do(forked, True)
+    try:
+        wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+        bytes_move_both_ways(prompt, forker)
+    finally:
+        os.kill(child, signal.SIGKILL)
     family.kill(forker)  # a fork ends threads of other libraries, too

@@ -12,18 +12,8 @@ from llm_datadist import LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
 from llm_datadist.errors import LinkError, LLMException, StateError
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    begin_there,
-    bytes_move_both_ways,
-    free_port,
-    info,
-    link,
-    links,
-    result_there,
-    unlink,
-)
+from tests.support.background import begin_there, result_there
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, free_port, info, link, links, unlink
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
@@ -59,9 +49,6 @@ def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
 def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:
     with socket.socket() as sock:
         return sock.connect_ex((ip, port or 0)) == 0
-
-
-# --- the listener -----------------------------------------------------------------------------------------------------
 
 
 def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once(end: LocalEnd) -> None:
@@ -141,9 +128,6 @@ def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     thief[0].close()
     assert end.do(now) == ("PROMPT", None)
     assert end.do(switch, "DECODER", at(port)) == port
-
-
-# --- links stand in the way -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)
@@ -231,9 +215,6 @@ def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(shm_pa
         assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
 WRONG: list[Row] = [
     bad(NONE, "role", role=None),
     bad(TYPE, "role", "int", role=1),
@@ -254,9 +235,6 @@ def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
     before = end.do(now)
     refuse([end], Table("dd.switch_role", {"role": LLMRole.MIX, "switch_options": None}, {}, *WRONG))
     assert end.do(now) == before
-
-
-# --- the hixl backend, and v1 -----------------------------------------------------------------------------------------
 
 
 def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leaves_it(end: LocalEnd) -> None:

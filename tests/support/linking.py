@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.background import begin_there, result_there, runs_there
+from tests.support.background import Call, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.world import cluster_info as info
 
@@ -37,18 +36,12 @@ def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, 
 
 def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int = 1) -> list[LLMStatusCode]:
     """Spin until the file is there, then link, from several threads at once."""
-    codes: list[LLMStatusCode] = []
 
-    def run() -> None:
+    def run() -> LLMStatusCode:
         wait_until(start.exists)
-        codes.append(world.dd.link_clusters([cluster], 20_000)[0])
+        return world.dd.link_clusters([cluster], 20_000)[0]
 
-    runners = [threading.Thread(target=run) for _ in range(threads)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
-    return codes
+    return [each.result() for each in [Call(run) for _ in range(threads)]]
 
 
 def links(world: World) -> dict[int, str]:
