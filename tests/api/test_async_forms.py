@@ -17,7 +17,7 @@ from tests.faults.gates import Gate, shut
 from tests.faults.stalls import stall
 from tests.support import moves
 from tests.support.frozen import frozen
-from tests.support.linking import bytes_move_both_ways, info
+from tests.support.linking import bytes_move_both_ways, info, links_of
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Scene:
 
     def asked(self) -> None:
         """Return when a call waits for the peer's answer."""
-        link = self.world.dd._require_engine("test").links.get(1)
+        link = links_of(self.world).get(1)
         wait_until(lambda: bool(link.requests.waiters))
 
 
@@ -182,7 +182,7 @@ def test_r07_a_call_cancelled_before_one_of_32_threads_is_free_does_nothing_afte
 
 def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(scene: Scene) -> None:
     """Cancelled, or closed: then no loop is left to wait in, and the call ends by itself."""
-    waiters = scene.world.dd._require_engine("test").links.get(1).requests.waiters
+    waiters = links_of(scene.world).get(1).requests.waiters
 
     async def begun_and_closed() -> None:
         pull = scene.pull({1: 0})

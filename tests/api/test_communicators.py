@@ -32,8 +32,6 @@ ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 
 def test_r20_either_member_may_be_first_and_unlink_is_local(pair: Pair) -> None:
     ends = ranks.start_two(pair)
-    for end in ends:
-        end.do(make, "kv", Spec(blocks=True), 1)
     for comm_id, early, late, hosts in ((1, *ends, (host(0), host(1))), (2, *ends[::-1], (host(0), host(0)))):
         meeting = Meeting((1, 2), table=ranks.table(*hosts))
         assert meeting.join(early) == [comm_id]
@@ -63,7 +61,6 @@ def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason_and
 ) -> None:
     ends = ranks.start_two(local_pair, link_total_time=1)
     here = ends[0]
-    here.do(make, "kv", Spec(blocks=True), 1)
     meetings = {missing: Meeting((1, missing)) for missing in (9, 0, 2)}
     ids = [meeting.join(here)[0] for meeting in meetings.values()]
     assert settle([here] * 3, ids, 10) == [FAILED] * 3
@@ -134,7 +131,6 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
     meeting = Meeting(members, table=ranks.table(*(host(number) for number in range(4))))
     assert meeting.join(four[2], four[0], four[3]) == [1] * 3
     wait_until(lambda: len(four[0].do(links)) == 2)
-    four[0].do(make, "kv", Spec(blocks=True), 1)
     assert four[0].do(status, 1) is PREPARING
     assert "PREPARING" in not_linked(four[0], four[2].cluster_id), "linked, but the communicator is not ready"
     meeting.join(four[1])
@@ -213,7 +209,6 @@ def test_link_clusters_and_communicators_share_a_link_and_each_keeps_it_for_itse
     assert decoder.do(linking.unlink, there) == SUCCESS
     alone(*ends)
     assert [end.do(status, 2) for end in ends] == [OK, OK]
-    decoder.do(make, "kv", Spec(blocks=True), 1)
     not_linked(decoder, 1)
     assert decoder.do(link, there) == SUCCESS
     for end in ends:
@@ -282,7 +277,6 @@ def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_a
         survivor.start("MIX", 1, **SECONDS)
         victim.start("MIX", killed, **SECONDS)
         joined(survivor, victim)
-        survivor.do(make, "kv", Spec(blocks=True), 1)
         victim.kill()
         alone(survivor)
         not_linked(survivor, killed)
@@ -320,8 +314,6 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
     """And only after the operation that uses it, not under it."""
     ends = ranks.start_two(local_pair)
     ready_ids = joined(*ends)
-    for end in ends:
-        end.do(make, "kv", Spec(blocks=True), 1)
     waiting = Meeting((1, 2, 3)).join(ends[0])
     bytes_move_both_ways(*ends)
     ends[0].do(drop, ready_ids[0])
@@ -379,8 +371,6 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dia
 
 
 def is_dialling(world: World) -> bool:
-    engine = world.dd._engine
-    assert engine is not None
-    dials = engine.links.communicators._dials
+    dials = linking.links_of(world).communicators._dials
     with dials._changed:
         return bool(dials._waiting or dials._current)

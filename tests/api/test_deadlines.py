@@ -10,7 +10,7 @@ No time is asserted: a call that hangs is one whose end gives no answer at all (
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -18,10 +18,10 @@ import pytest
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
 from llm_datadist._links.messages import Failed, Ping, Pong, frame
 from llm_datadist.errors import DeadlineExceeded
-from tests.faults.stalls import stall
+from tests.faults.test_stalls import go_on, stall_there
 from tests.support.frozen import frozen
 from tests.support.gates import count_messages, releases, resolves, stopped
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, finalize, info, link, links, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, finalize, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger
 
@@ -55,7 +55,7 @@ STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control threa
 def stalled(pair: Pair, what: str) -> Iterator[None]:
     """The peer's process does nothing at all; what is sent to it waits here. Or only its control thread is deaf."""
     if what == "deaf control thread":
-        pair.prompt.do(stall_control)
+        pair.prompt.do(stall_there, "control")
         try:
             yield
         finally:
@@ -67,25 +67,15 @@ def stalled(pair: Pair, what: str) -> Iterator[None]:
         yield
 
 
-def stall_control(world: World) -> None:
-    world.memory["stall"] = stack = ExitStack()
-    stack.enter_context(stall(world.dd, "control"))
-
-
-def go_on(world: World) -> None:
-    world.memory.pop("stall").close()
-
-
 def fill_socket(world: World) -> None:
-    link_ = world.dd._require_engine("test").links.get(1)
-    assert link_.channel is not None
+    link_ = links_of(world).get(1)
     while not link_.channel._backlog:
         link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World) -> None:
     """Wait until the peer has worked off all that was said to it meanwhile."""
-    link_ = world.dd._require_engine("test").links.get(1)
+    link_ = links_of(world).get(1)
     number = link_.ping()
     wait_until(lambda: link_.last_pong >= number, 30)
 

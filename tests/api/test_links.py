@@ -92,18 +92,6 @@ def test_a_link_to_ourselves_works_and_pulling_over_it_is_refused(end: LocalEnd)
     assert end.do(link, there(end)) == SUCCESS
 
 
-def test_transfer_backend_hixl_both_ends_link_and_unlink_for_themselves(shm_pair: Pair) -> None:
-    ends = shm_pair.prompt, shm_pair.decoder
-    linking.start_both(*ends, "shm", transfer_backend="hixl")
-    for codes in (SUCCESS, (ALREADY, [ALREADY])):
-        for here, peer in (ends[::-1], ends):
-            assert here.do(link, there(peer)) == codes
-    bytes_move_both_ways(*ends)
-    for here, peer in (ends[::-1], ends):
-        assert here.do(unlink, [info(peer.cluster_id)]) == SUCCESS  # the id alone is enough
-    alone(*ends)
-
-
 def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair: Pair) -> None:
     shm_pair.start(linked=False)
     decoder = shm_pair.decoder
@@ -212,11 +200,16 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
 ) -> None:
     """And with none after an unlink by either of them, or by both at once."""
     linking.start_both(pair.prompt, pair.decoder, pair.transport, **({"transfer_backend": backend} if backend else {}))
+    ends = (pair.prompt, pair.decoder)
     for number in range(12 if threads == 1 else 4):
-        told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
+        if number:
+            told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
+        else:
+            told = [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])]
         # One call may be over before the other begins: then the link is there already, unless both ends are to link.
         assert {OK} <= set(told) <= ({OK} if backend else {OK, ALREADY})
         assert both(pair) == LINKED
+        assert [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])] == [ALREADY] * 2
         if number % 5 == 0 or threads > 1:
             bytes_move_both_ways(pair.prompt, pair.decoder)
         if at_once := number % 3 != 1:
@@ -242,6 +235,8 @@ def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and
 ) -> None:
     linking.start_both(pair.prompt, pair.decoder, pair.transport)
     source, target = caches(pair)
+    for end, number in ((pair.prompt, 2), (pair.decoder, 1)):
+        not_linked(end, number)
     before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
     for unlinker, peer in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         for force in (False, True):

@@ -61,25 +61,36 @@ def finalize(world: World) -> None:
     world.dd.finalize()
 
 
+def links_of(world: World) -> Any:
+    """Return what the end's engine knows of its links."""
+    return world.dd._require_engine("test").links
+
+
 def link_number(world: World, peer: int) -> int:
     """Return the number of the link, which a later one exceeds; 0 where there is none that can be used."""
-    assert world.dd._engine is not None
-    there = world.dd._engine.links.peek(peer)
-    return 0 if there is None or not there.usable else there.origin.sequence
+    there = links_of(world).peek(peer)
+    return 0 if there is None or not there.usable else int(there.origin.sequence)
 
 
 def not_linked(end: End, peer: int, *parts: str) -> str:
-    """Pulling from the peer into "kv" and a question for its link are NOT_YET_LINK; return the text of the pull."""
-    with pytest.raises(NotLinked) as caught:
+    """Pulling from the peer and a question for its link are NOT_YET_LINK; return the text of the pull."""
+    with pytest.raises(NotLinked, match=str(peer)):
         end.do(explain, peer)
-    assert str(peer) in str(caught.value)
     with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
+        end.do(_pull_from, peer)
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     text = str(caught.value)
     assert [part for part in (str(peer), *parts) if part not in text] == [], text
     assert "\n" not in text
     return text
+
+
+def _pull_from(world: World, peer: int) -> None:
+    cache = world.cm.allocate_blocks_cache(Spec().desc)
+    try:
+        world.cm.pull_blocks(BlocksCacheKey(peer, 0), cache, [0], [0])
+    finally:
+        world.cm.deallocate_blocks_cache(cache)
 
 
 def free_port() -> int:
