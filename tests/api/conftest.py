@@ -73,12 +73,11 @@ def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iter
 @pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
-    transport, rca = request.param
-    yield from _scene(request, transport, rca=rca)
+    yield from _scene(request, "shm", rca=request.param)
 
 
 def _scenes(*, rca: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scene", [pytest.param(("shm", rca), id="shm")], indirect=True, scope="module")
+    return pytest.mark.parametrize("scene", [pytest.param(rca, id="shm")], indirect=True, scope="module")
 
 
 #: Without and with remote cache access; neither has a host pool.

@@ -12,14 +12,17 @@ from llm_datadist import LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
 from llm_datadist.errors import LinkError, LLMException, StateError
+from tests.support import linking
 from tests.support.background import begin_there, result_there
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, free_port, info, link, links, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, free_port, info, link, links, links_of, unlink
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
 
@@ -37,9 +40,7 @@ def switch(world: World, role: str, options: dict[str, Any] | None = None) -> in
 
 def now(world: World) -> tuple[str, tuple[str, int] | None]:
     """Return the role and where it listens."""
-    engine = world.dd._engine
-    assert engine is not None
-    return repr(world.dd).split()[1], engine.links.listen_address
+    return repr(world.dd).split()[1], links_of(world).listen_address
 
 
 def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
@@ -67,12 +68,10 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
         assert end.do(switch, "PROMPT", at(first, ip)) == first
         assert end.do(now) == ("PROMPT", (ip, first))
         assert reachable(first, "127.0.0.2") == (ip != "127.0.0.1")
-    engine = end.world.dd._engine
-    assert engine is not None
-    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), engine.links._listener
+    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(links_of)._listener
     assert end.do(switch, "DECODER", at(0, "127.0.0.2")) == port
     assert end.do(switch, "PROMPT", at(port, "127.0.0.2")) == port
-    assert engine.links._listener is before, "the same address is left alone, also one with a picked port"
+    assert end.do(links_of)._listener is before, "the same address is left alone, also one with a picked port"
 
 
 def test_every_role_has_its_turn_other_options_are_ignored_and_the_role_survives_finalize_and_init(
@@ -84,8 +83,7 @@ def test_every_role_has_its_turn_other_options_are_ignored_and_the_role_survives
         assert end.do(now)[0] == role
     ignored = {"device_id": 7, "enable_cache_manager": False, "sync_kv_timeout": 1}
     assert end.do(switch, "PROMPT", make_config(listen_ip_info="127.0.0.1:0", **ignored))
-    engine = end.world.dd._engine
-    assert engine is not None
+    engine = end.world.dd._require_engine("test")
     assert (engine.options.sync_kv_timeout_ms, engine.options.cache_manager) == (10_000, True)
     end.do(switch, "DECODER")
     end.world.dd.finalize()
@@ -109,20 +107,26 @@ def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_sta
             assert reachable(port)
 
 
+def before_binding(monkeypatch: pytest.MonkeyPatch, port: int | None, act: Callable[[], Any]) -> list[Any]:
+    """Act once when nothing listens at the port and another address is to be bound; return what came of it."""
+    done: list[Any] = []
+
+    def slow_bind(address: tuple[str, int]) -> socket.socket:
+        if not reachable(port) and not done:
+            done.append(act())
+        return bind(address)
+
+    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
+    return done
+
+
 def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
-    thief: list[socket.socket] = []
-
-    def slow_bind(address: tuple[str, int]) -> socket.socket:
-        """Another process takes the old address the moment it is free."""
-        if not reachable(port) and not thief:
-            thief.append(socket.create_server(("127.0.0.1", port)))
-        return bind(address)
-
-    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
+    # Another process takes the old address the moment it is free.
+    thief = before_binding(monkeypatch, port, lambda: socket.create_server(("127.0.0.1", port)))
     with pytest.raises(LinkError, match="listens no more"):
         end.do(switch, "DECODER", at(port, "0.0.0.0"))
     thief[0].close()
@@ -179,20 +183,10 @@ def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypat
 def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_cost_the_listener(
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool
 ) -> None:
-    port = free_port()
-    local_pair.start(linked=False)
     decoder = local_pair.decoder
-    decoder.stop()
-    extra = {"llm.Transport": local_pair.transport}
-    decoder.start("DECODER", 2, listen_ip_info=f"127.0.0.1:{port}", extra=extra)
-    made: list[Any] = []
-
-    def slow_bind(address: tuple[str, int]) -> socket.socket:
-        if not reachable(port) and not made:
-            made.append(decoder.do(link, [info(1, local_pair.prompt.port)]))
-        return bind(address)
-
-    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
+    linking.start_both(local_pair.prompt, decoder, local_pair.transport)
+    port = decoder.port
+    made = before_binding(monkeypatch, port, lambda: decoder.do(link, [info(1, local_pair.prompt.port)]))
     if free:
         assert decoder.do(switch, "PROMPT", at(port, "0.0.0.0")) == port
     else:

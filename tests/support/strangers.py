@@ -134,19 +134,14 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 
 def read_hello(sock: socket.socket) -> wire.Hello:
     """Read the preamble and the Hello of a peer that dials a listener of the test."""
-    data = b""
-    parser = FrameParser()
-    while True:
-        data += (more := sock.recv(65536))
-        assert more
-        if data.startswith(LANE_PREAMBLE):
-            raise ConnectionAbortedError("a data lane: these listeners have none")
-        if len(data) > wire.PREAMBLE_BYTES:
-            assert data[: wire.PREAMBLE_BYTES] == wire.CONTROL_PREAMBLE
-            parser.feed(data[wire.PREAMBLE_BYTES :])
-            break
+    parser, preamble = FrameParser(), sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL)
+    if preamble.startswith(LANE_PREAMBLE):
+        raise ConnectionAbortedError("a data lane: these listeners have none")
+    assert preamble == wire.CONTROL_PREAMBLE
     while (payload := parser.take()) is None:
-        parser.feed(sock.recv(65536))
+        data = sock.recv(65536)
+        assert data
+        parser.feed(data)
     hello = wire.decode(payload)
     assert isinstance(hello, wire.Hello)
     return hello
