@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._links import messages as wire
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.linking import SUCCESS, info, link, links
@@ -62,21 +63,21 @@ def drips(sock: socket.socket) -> None:
 
 
 def welcome(**changes: Any) -> wire.Welcome:
-    fields: dict[str, Any] = {
-        "version": wire.PROTOCOL_VERSION,
-        "cluster_id": 1,
-        "incarnation": b"i" * 16,
-        "remote_accessible": False,
-        "pid": 1,
-        "host": "stranger",
-        "rendezvous": "@llm-datadist-without-listener",
-        "cookie": b"c" * 16,
-        "cookie_address": 4096,
-        "exports": [],
-        "transport": None,
-        "lane_token": b"t" * 16,
-    }
-    return wire.Welcome(**(fields | changes))
+    good = wire.Welcome(
+        wire.PROTOCOL_VERSION,
+        1,
+        b"i" * 16,
+        False,
+        1,
+        "stranger",
+        b"c" * 16,
+        4096,
+        [],
+        None,
+        "@llm-datadist-x",
+        b"t" * 16,
+    )
+    return msgspec.structs.replace(good, **changes)
 
 
 def welcomes(**changes: Any) -> Behaviour:
@@ -103,13 +104,10 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "closes at once": (lambda sock: sock.shutdown(socket.SHUT_RDWR), FAILED),
     "half a frame, then the end": (says(wire.frame(welcome())[:20], close=True), FAILED),
     "garbage": (says(secrets.token_bytes(3) + b"\xff" * 4096), FAILED),
-    "http": (says(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"), FAILED),
-    "ssh": (says(b"SSH-2.0-OpenSSH_9.2\r\n"), FAILED),
     "an oversized frame": (says(struct.pack(">I", wire.FRAME_LIMIT + 1)), FAILED),
     "an empty frame": (says(struct.pack(">I", 0)), FAILED),
     "no message": (says(struct.pack(">I", 3) + b"abc"), FAILED),
     "another message": (says(wire.frame(wire.Beat(1))), FAILED),
-    "the last message first": (says(wire.frame(wire.Linked(1))), FAILED),
     "refuses, with success": (says(wire.frame(wire.Refused(0, "all is well"))), FAILED),
     "refuses, with a code": (says(wire.frame(wire.Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(wire.frame(wire.Refused(123, "x"))), Code.LLM_FAILED),
@@ -171,18 +169,9 @@ def test_bad_listeners_cost_a_code_within_the_deadline_and_leave_nothing(
     prompt.stop()
 
 
-def geometry(**change: Any) -> msgspec.Raw:
-    fields = {
-        "kind": 0,
-        "num_tensors": 4,
-        "rows": 8,
-        "stride": 48,
-        "tensor_bytes": 8 * 48,
-        "shape": [8, 48],
-        "data_type": 4,
-        "placement": 1,
-    }
-    return msgspec.Raw(msgspec.msgpack.encode(list((fields | change).values())))
+def geometry(**changes: Any) -> msgspec.Raw:
+    good = Geometry.of(Spec().desc, CacheKind.CACHE)
+    return msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(good, **changes)))
 
 
 def words(kind: str, *values: int) -> bytes:

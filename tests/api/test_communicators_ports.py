@@ -18,7 +18,7 @@ from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refus
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 from llm_datadist.errors import LinkRefused, LLMException, ParamError
 from tests.support import ranks
-from tests.support.linking import bytes_move_both_ways, info, link, links
+from tests.support.linking import bytes_move_both_ways, info, link, links, reachable
 from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show, wait_until
 from tests.support.ranks import OK, PREPARING, Meeting, drop, host, join, joined, new_name, settle, start_two, status
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
@@ -114,11 +114,6 @@ def _open_port(name: str) -> int:
     raise AssertionError("there is no listener")
 
 
-def _is_open(number: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", number)) == 0
-
-
 #: The stranger's id, what it says of the communicator (None: nothing, as link_clusters does), and the refusal.
 STRANGERS: Final[dict[str, tuple[int, dict[str, Any] | None, LLMStatusCode]]] = {
     "another name": (2, {"name": "another"}, LLMStatusCode.LLM_NOT_YET_LINK),
@@ -153,7 +148,7 @@ def test_strangers_at_the_port_cost_their_own_connection_only_and_the_preparatio
         half.say(CONTROL_PREAMBLE[:5])
         meeting.join(ends[1])
         assert settle(ends, [1, 1]) == [OK, OK]
-        wait_until(lambda: not _is_open(port), 5)  # closed once all are met, whatever strangers are still there
+        wait_until(lambda: not reachable(port), 5)  # closed once all are met, whatever strangers are still there
         assert silent.is_hung_up_on()
     bytes_move_both_ways(*ends)
 
@@ -262,23 +257,21 @@ IN_ORDER: list[Row] = [
 ]
 
 
+UNKNOWN: list[Row] = [
+    bad(UNLINKED, f"communicator {comm_id}", comm_id=comm_id)
+    for comm_id in (0, 1, 2**64 - 1, int(LLMStatusCode.LLM_ALREADY_LINK))
+]
+
+
 def test_r01_r19_a_wrong_argument_of_link_is_refused_in_the_documented_order_before_anything_happens(
     end: LocalEnd,
 ) -> None:
     end.start("DECODER", 2)
+    for call_ in ("unlink", "query_register_mem_status", "explain_communicator"):
+        refuse([end], Table(f"dd.{call_}", {}, {"comm_id": UINT64}, *UNKNOWN))
     refuse([end], Table("dd.link", GOOD, {}, *WRONG, *IN_ORDER))
     end.do(make, "early", replace(ROWS, accessible=True), 1)  # link() has not been called
     assert end.do(join, *GOOD.values()) == 1, "no id was used up"
-
-
-def test_r01_a_wrong_or_unknown_communicator_is_refused(end: LocalEnd) -> None:
-    end.start("DECODER", 2)
-    unknown = [
-        bad(UNLINKED, f"communicator {comm_id}", comm_id=comm_id)
-        for comm_id in (0, 1, 2**64 - 1, int(LLMStatusCode.LLM_ALREADY_LINK))
-    ]
-    for call_ in ("unlink", "query_register_mem_status", "explain_communicator"):
-        refuse([end], Table(f"dd.{call_}", {}, {"comm_id": UINT64}, *unknown))
 
 
 def test_with_the_hixl_backend_all_three_calls_are_feature_not_enabled(end: LocalEnd) -> None:

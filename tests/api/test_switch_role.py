@@ -14,7 +14,7 @@ from llm_datadist._links.table import LinkTable
 from llm_datadist.errors import LinkError, LLMException, StateError
 from tests.support import linking
 from tests.support.background import begin_there, result_there
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, free_port, info, link, links, links_of, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, reachable, unlink
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
@@ -47,15 +47,10 @@ def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
     return {LISTEN: f"{ip}:{port}"}
 
 
-def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex((ip, port or 0)) == 0
-
-
 def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once(end: LocalEnd) -> None:
     end.start("DECODER", 2)
     assert end.do(now) == ("DECODER", None)
-    first, second = free_port(), free_port()
+    first, second = linking.free_port(), linking.free_port()
     for _ in range(3):
         assert end.do(switch, "PROMPT", at(first)) == first
         assert reachable(first)
@@ -93,7 +88,7 @@ def test_every_role_has_its_turn_other_options_are_ignored_and_the_role_survives
 
 
 def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd) -> None:
-    port = free_port()
+    port = linking.free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
     # 0.0.0.0 needs the port on every address, and one of them is taken: the old listener is back.
     with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.9", port)):
@@ -123,7 +118,7 @@ def before_binding(monkeypatch: pytest.MonkeyPatch, port: int | None, act: Calla
 def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     end: LocalEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = free_port()
+    port = linking.free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
     # Another process takes the old address the moment it is free.
     thief = before_binding(monkeypatch, port, lambda: socket.create_server(("127.0.0.1", port)))
@@ -140,7 +135,7 @@ def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(pa
     wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
     for end in (pair.prompt, pair.decoder):
         before = end.do(now)
-        for options in (None, at(free_port()), at(end.port or 0)):
+        for options in (None, at(linking.free_port()), at(end.port or 0)):
             refused([end], [], StateError, ["unlinked first"], switch, "MIX", options, status=EXIST_LINK)
         assert end.do(now) == before
     bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -234,7 +229,7 @@ def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
 def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leaves_it(end: LocalEnd) -> None:
     end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0", transfer_backend="hixl")
     code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    for options in (at(free_port()), at(end.port, "127.0.0.2")):
+    for options in (at(linking.free_port()), at(end.port, "127.0.0.2")):
         refused([end], [], LLMException, [LISTEN, "cannot change"], switch, "MIX", options, status=code)
         assert end.do(now)[0] == "PROMPT"
     for role, same in (("DECODER", None), ("PROMPT", {}), ("MIX", at(end.port))):

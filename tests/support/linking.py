@@ -100,6 +100,12 @@ def free_port() -> int:
     return port
 
 
+def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:
+    """Return True if something listens there now."""
+    with socket.socket() as sock:
+        return sock.connect_ex((ip, port or 0)) == 0
+
+
 def alone(*ends: End) -> None:
     """Wait until no end has a link."""
     for end in ends:

@@ -9,6 +9,8 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
@@ -63,22 +65,9 @@ class Stranger:
         """Return a Hello without fault, but for the changes."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
-        fields = {
-            "version": wire.PROTOCOL_VERSION,
-            "cluster_id": self.cluster_id,
-            "incarnation": self.incarnation,
-            "remote_accessible": False,
-            "pid": os.getpid(),
-            "host": "stranger",
-            "wanted": None,
-            "reconnects": False,
-            "token": secrets.token_bytes(16),
-            "cookie": self._guards.cookie,
-            "cookie_address": 4096,
-            "exports": [],
-            "transport": None,
-        }
-        return wire.Hello(**(fields | changes))  # type: ignore[arg-type]
+        who = (wire.PROTOCOL_VERSION, self.cluster_id, self.incarnation, False, os.getpid(), "stranger")
+        good = wire.Hello(*who, self._guards.cookie, 4096, [], None, None, False, secrets.token_bytes(16))
+        return msgspec.structs.replace(good, **changes)
 
     def link(self, sequence: int = 1) -> None:
         """Become linked over shm, properly."""
