@@ -238,11 +238,21 @@ def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_i
         assert all(str(MAX_PINS_PER_PEER) in refusal.text for refusal in refusals)
         assert prompt.do(picture).pins == MAX_PINS_PER_PEER
         bytes_move_both_ways(prompt, linked.decoder)  # another peer is not concerned
+        with Stranger(linked.prompt.port, 67) as other:
+            other.link()
+            other.say(*(wire.Release(pin, 0, 4) for pin in pins))
+            still_served(other)
+        now = prompt.do(picture)
+        assert (now.pins, now.unknown_releases - before.unknown_releases, now.keys) == (
+            len(pins),
+            len(pins),
+            before.keys,
+        )
         # One released, one more. The same frame again releases nothing, and consumes no part of the key either.
         stranger.say(*[wire.Release(pins[0], 0, 2)] * 3, question(9999, KEY))
         assert stranger.hear(wire.Resolved).id == 9999
         after = prompt.do(picture)
-        assert (after.pins, after.unknown_releases) == (MAX_PINS_PER_PEER, before.unknown_releases + 2)
+        assert (after.pins, after.unknown_releases) == (len(pins), now.unknown_releases + 2)
         assert [key.unconsumed_bytes for key in after.keys if key.key == "(0, 5, 0)"] == [2 * 64], "half, once"
     wait_until(lambda: prompt.do(picture).pins == 0)
     assert prompt.do(picture).keys == after.keys, "what goes with its peer consumes nothing"
