@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
 from tests.conftest import Pair, _pair
 from tests.support.moves import Spec, make
+from tests.support.pushers import small_pool
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
@@ -62,9 +63,8 @@ def _populate_decoder(world: World) -> None:
 
 
 def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
-    pools: dict[str, Any] = {"mem_pool_cfg": '{"memory_size": 1048576, "page_shift": 12}', "host_mem_pool_cfg": None}
     for pair in _pair(request, transport):
-        pair.start(rca=rca, **pools)
+        pair.start(rca=rca, **small_pool())
         pair.prompt.do(_populate, PROMPT_CACHES)
         pair.decoder.do(_populate_decoder)
         yield pair

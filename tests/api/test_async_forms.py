@@ -297,12 +297,11 @@ def _await_in_a_fork(world: World) -> int:
     ahead = asyncio.wait_for(call(world, "copy_blocks_async", Use("kv"), {0: [2]}), BOUND_S)
     child = os.fork()
     if child == 0:
-        code = 3
         try:
             asyncio.run(ahead)
         except StateError as error:
-            code = 0 if "fork" in str(error) else 4
+            os._exit("fork" not in str(error))
         finally:
-            os._exit(code)
+            os._exit(3)
     asyncio.run(ahead)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -19,11 +19,10 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
-from tests.support.world import make_config
+from tests.support.world import make_config, residue_of
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
-    from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 
@@ -366,11 +365,5 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dia
     monkeypatch.setattr(RetryQueue, "add", added_late)
     assert meeting.join(ends[0]) == [1]
     assert ends[0].do(status, 1) is FAILED
-    wait_until(lambda: not ends[0].do(is_dialling))
+    wait_until(lambda: not any("llm-datadist-meet" in name for name in ends[0].do(residue_of)["threads"]))
     assert ends[0].do(status, 1) is FAILED
-
-
-def is_dialling(world: World) -> bool:
-    dials = linking.links_of(world).communicators._dials
-    with dials._changed:
-        return bool(dials._waiting or dials._current)

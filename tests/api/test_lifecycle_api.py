@@ -26,7 +26,6 @@ from tests.support.background import Call
 from tests.support.linking import SUCCESS, info
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
-from tests.support.strangers import listener
 from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
@@ -150,19 +149,11 @@ def test_threads_that_init_and_finalize_one_object_make_one_engine() -> None:
 
 
 def test_finalize_during_a_handshake_ends_it_with_a_code() -> None:
-    arrived, go = threading.Event(), threading.Event()
-
-    def wait_and_hang_up(sock: socket.socket) -> None:
-        arrived.set()
-        go.wait(20)
-        sock.shutdown(socket.SHUT_RDWR)
-
     datadist = live(2)
-    with listener(wait_and_hang_up) as port:
-        linking = Call(datadist.link_clusters, [info(1, port)], 20_000)
-        arrived.wait(20)
-        datadist.finalize()
-        go.set()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        linking = Call(datadist.link_clusters, [info(1, server.getsockname()[1])], 20_000)
+        with server.accept()[0]:
+            datadist.finalize()
     assert linking.result() == (LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])
 
 

@@ -16,6 +16,7 @@ from tests.support.background import Call, begin_there, result_there
 from tests.support.gates import gated_call
 from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.pushers import small_pool
 from tests.support.strangers import Stranger, silent_port
 from tests.support.world import World, fill, make_config, residue_of
 
@@ -37,12 +38,8 @@ pytestmark = pytest.mark.covers(
     "llm: LocalCommRes TransferBackend",
 )
 
-ALREADY, FAILED, TIMEOUT, INVALID = (
-    LLMStatusCode.LLM_ALREADY_LINK,
-    LLMStatusCode.LLM_LINK_FAILED,
-    LLMStatusCode.LLM_TIMEOUT,
-    LLMStatusCode.LLM_PARAM_INVALID,
-)
+ALREADY, FAILED = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_LINK_FAILED
+TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
 LINKED = [{2: "ready"}, {1: "ready"}]
 REASONS = {
     "inproc": "the peer is in this process",
@@ -124,11 +121,7 @@ def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer
     end: LocalEnd,
 ) -> None:
     end.start("DECODER", 2)
-    options = make_config(
-        listen_ip_info="127.0.0.1:0",
-        mem_pool_cfg='{"memory_size": 65536, "page_shift": 12}',
-        host_mem_pool_cfg=None,
-    )
+    options = make_config(listen_ip_info="127.0.0.1:0", **small_pool())
     with ExitStack() as leaving, silent_port() as silent:
         clusters = []
         for cluster_id in range(100, 140):

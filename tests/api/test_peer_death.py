@@ -24,6 +24,7 @@ from tests.support.background import begin_there, result_there
 from tests.support.frozen import freeze, frozen
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.ranks import finalize_and_init
 from tests.support.strangers import silent_port
 from tests.support.world import World, make_config, residue_of
 
@@ -273,12 +274,6 @@ def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Fami
         first = second
 
 
-def init_again(world: World, options: dict[str, str]) -> int | None:
-    """Initialise the same object."""
-    world.dd.init(options)
-    return world.dd.listen_port
-
-
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
 def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair) -> None:
     pair.start(extra=PATIENT)
@@ -289,7 +284,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
         alone(stays)
         unlinked(stays, gone.cluster_id)
         listen = f"127.0.0.1:{gone.port}" if gone is pair.prompt else None  # the same port again
-        gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
+        gone.do(finalize_and_init, make_config(listen_ip_info=listen, extra=extra))
         unlinked(stays, gone.cluster_id)
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -376,9 +371,8 @@ def lose(world: World, peer: int) -> None:
         channel._socket.shutdown(socket.SHUT_RDWR)
 
 
-def redial_threads(world: World) -> int:
-    names: list[str] = residue_of(world)["threads"]
-    return names.count("llm-datadist-redial")
+def redials_no_more(end: End) -> bool:
+    return "llm-datadist-redial" not in end.do(residue_of)["threads"]
 
 
 def comes_back(pair: Pair, was: int) -> None:
@@ -386,7 +380,7 @@ def comes_back(pair: Pair, was: int) -> None:
     wait_until(lambda: pair.decoder.do(link_number, 1) > was)
     wait_until(lambda: both(pair) == BOTH_UP)
     assert pair.decoder.do(redials) == ()
-    wait_until(lambda: pair.decoder.do(redial_threads) == 0)
+    wait_until(lambda: redials_no_more(pair.decoder))
 
 
 def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
@@ -439,7 +433,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
             for _ in range(2):
                 assert decoder.do(unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
                 assert decoder.do(redials) == ()
-            wait_until(lambda: decoder.do(redial_threads) == 0)
+            wait_until(lambda: redials_no_more(decoder))
         # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
         alone(prompt)
         assert decoder.do(links) == {}
@@ -451,7 +445,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
     assert decoder.do(redials) == ()
     with redial_without_answer(shm_pair):
         decoder.stop()
-        assert decoder.do(redial_threads) == 0
+        assert redials_no_more(decoder)
 
 
 def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:

@@ -212,7 +212,6 @@ WRONG: list[Row] = [
     bad(TYPE, "switch_options", "str", switch_options="x"),
     bad(TYPE, LISTEN, "int", switch_options={LISTEN: 1}),
     bad(RULE, "''", "ip:port", switch_options={LISTEN: ""}),
-    bad(RULE, "ip:port", switch_options={LISTEN: "127.0.0.1"}),
     bad(RULE, "port 'x'", switch_options={LISTEN: "127.0.0.1:x"}),
     bad(RULE, "65536", switch_options={LISTEN: "127.0.0.1:65536"}),
     bad(RULE, "::1:5", switch_options={LISTEN: "::1:5"}),
