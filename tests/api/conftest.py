@@ -76,13 +76,9 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from _scene(request, "shm", rca=request.param)
 
 
-def _scenes(*, rca: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scene", [pytest.param(rca, id="shm")], indirect=True, scope="module")
-
-
 #: Without and with remote cache access; neither has a host pool.
-PLAIN: Final = _scenes(rca=False)
-ACCESSIBLE: Final = _scenes(rca=True)
+PLAIN: Final = pytest.mark.parametrize("scene", [pytest.param(False, id="shm")], indirect=True, scope="module")
+ACCESSIBLE: Final = pytest.mark.parametrize("scene", [pytest.param(True, id="shm")], indirect=True, scope="module")
 
 
 @pytest.fixture

@@ -187,12 +187,6 @@ def test_a_stranger_in_a_handshake_reserves_neither_its_token_nor_a_cluster_id(l
         first.hear(wire.Refused)
 
 
-def still_served(stranger: Stranger) -> None:
-    stranger.say(wire.Ping(4711))
-    while stranger.hear(wire.Pong).id != 4711:
-        pass
-
-
 def test_wild_questions_are_failures_what_was_not_asked_for_is_ignored_and_unlink_requests_are_answered(
     linked: Pair,
 ) -> None:
@@ -204,17 +198,17 @@ def test_wild_questions_are_failures_what_was_not_asked_for_is_ignored_and_unlin
             assert answer.id == message.id
             assert answer.code in (Code.LLM_KV_CACHE_NOT_EXIST, Code.LLM_PARAM_INVALID)
         stranger.say(*UNASKED)
-        still_served(stranger)
+        stranger.is_served()
         # But a pin in an answer that was not asked for is given back.
         stranger.say(wire.Resolved(9, 1, msgspec.Raw(b"\xc0"), 0, b"", b"", [], 77))
         assert stranger.hear(wire.Release) == wire.Release(77, 0, 0)
-        still_served(stranger)
+        stranger.is_served()
         for number in range(20):
             stranger.say(wire.UnlinkRequest(number))
             assert stranger.hear(wire.UnlinkAck).id == number
         assert linked.prompt.do(links)[66] == "draining"
         stranger.say(wire.UnlinkCancel())
-        still_served(stranger)
+        stranger.is_served()
         assert linked.prompt.do(links)[66] == "ready"
 
 
@@ -241,7 +235,7 @@ def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_i
         with Stranger(linked.prompt.port, 67) as other:
             other.link()
             other.say(*(wire.Release(pin, 0, 4) for pin in pins))
-            still_served(other)
+            other.is_served()
         now = prompt.do(picture)
         assert (now.pins, now.unknown_releases - before.unknown_releases, now.keys) == (
             len(pins),
@@ -297,8 +291,8 @@ def test_a_stranger_may_link_again_and_replaces_its_own_link_only(linked: Pair) 
         first.link(sequence=1)
         second.link(sequence=2)
         assert first.is_hung_up_on()
-        still_served(second)
+        second.is_served()
         with Stranger(port, 66, incarnation) as stale, pytest.raises(AssertionError, match="Linked"):
             stale.link(sequence=1)
-        still_served(second)
+        second.is_served()
         assert linked.prompt.do(links) == {2: "ready", 66: "ready"}

@@ -288,25 +288,23 @@ def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_a
     victim.close()
 
 
-def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> None:
+def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair, end: LocalEnd) -> None:
     """Both members live; the third one comes after the link between them was given up by hand."""
-    ends = ranks.start_two(local_pair)
-    third = LocalEnd("third")
+    ends, third = ranks.start_two(local_pair), end
     third.start("MIX", 3, extra={"llm.Transport": local_pair.transport}, **SECONDS)
     meeting = Meeting((1, 2, 3))
-    try:
-        meeting.join(*ends)
-        wait_until(lambda: all(end.do(explained, 1).waiting_for == (3,) for end in ends))
-        for end, peer in zip(ends, (2, 1), strict=True):
-            was = end.do(link_number, peer)
-            assert end.do(linking.unlink, [info(peer)], 5000, True) == SUCCESS
-            wait_until(lambda end=end, peer=peer, was=was: end.do(link_number, peer) > was)  # type: ignore[misc]
-            wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
-        meeting.join(third)
-        assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
-        bytes_move_both_ways(*ends)
-    finally:
-        third.stop()
+    meeting.join(*ends)
+    wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
+    for here, peer in zip(ends, (2, 1), strict=True):
+        was = here.do(link_number, peer)
+        assert here.do(linking.unlink, [info(peer)], 5000, True) == SUCCESS
+        wait_until(lambda here=here, peer=peer, was=was: here.do(link_number, peer) > was)  # type: ignore[misc]
+        wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
+    meeting.join(third)
+    assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
+    bytes_move_both_ways(*ends)
+    for each in (third, *ends):
+        each.stop()
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:

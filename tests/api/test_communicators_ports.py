@@ -236,7 +236,6 @@ WRONG: list[Row] = [
     bad(RULE, "rank_id", "-1", rank_table=devices(-1)),
     bad(RULE, "rank_id", "4294967296", rank_table=devices("4294967296")),
     bad(RULE, "device[1].rank_id", "twice", rank_table=devices("0", "0")),
-    bad(RULE, "rank 1", "twice", rank_table=devices("0", "1")),
     bad(RULE, "rank_id 0", "cluster 2", rank_table=devices("7")),
     bad(RULE, "server_list[0].host_ip", "a host", rank_table=servers(host_ip="a host")),
     bad(RULE, "server_list[0].host_ip", "int", rank_table=servers(host_ip=1)),

@@ -129,27 +129,26 @@ def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
     assert end.do(switch, "DECODER", at(port)) == port
 
 
-@pytest.mark.parametrize("pair", ["shm"], indirect=True)
-def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(pair: Pair) -> None:
-    pair.start()
-    wait_until(lambda: pair.prompt.do(links) == {2: "ready"})
-    for end in (pair.prompt, pair.decoder):
+def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(shm_pair: Pair) -> None:
+    shm_pair.start()
+    wait_until(lambda: shm_pair.prompt.do(links) == {2: "ready"})
+    for end in (shm_pair.prompt, shm_pair.decoder):
         before = end.do(now)
         for options in (None, at(linking.free_port()), at(end.port or 0)):
             refused([end], [], StateError, ["unlinked first"], switch, "MIX", options, status=EXIST_LINK)
         assert end.do(now) == before
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-    alone(pair.prompt)
-    assert pair.prompt.do(switch, "PROMPT", at(pair.prompt.port)) == pair.prompt.port
-    comm_id = pair.prompt.do(join, new_name(), {1: 0, 2: 1}, table(host(0), host(0)))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+    alone(shm_pair.prompt)
+    assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
+    comm_id = shm_pair.prompt.do(join, new_name(), {1: 0, 2: 1}, table(host(0), host(0)))
     told = [f"communicator {comm_id}"]
-    refused([pair.prompt], [], StateError, told, switch, "PROMPT", at(0), status=EXIST_LINK)
-    pair.prompt.do(drop, comm_id)
-    pair.link()  # a peer that has ended does not stand in the way either
-    pair.decoder.stop()
-    alone(pair.prompt)
-    assert pair.prompt.do(switch, "DECODER") is None
+    refused([shm_pair.prompt], [], StateError, told, switch, "PROMPT", at(0), status=EXIST_LINK)
+    shm_pair.prompt.do(drop, comm_id)
+    shm_pair.link()  # a peer that has ended does not stand in the way either
+    shm_pair.decoder.stop()
+    alone(shm_pair.prompt)
+    assert shm_pair.prompt.do(switch, "DECODER") is None
 
 
 def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
