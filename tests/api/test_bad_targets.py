@@ -18,6 +18,7 @@ from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._links import messages as wire
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
+from tests.support.gates import count_messages, releases
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import listener, read_hello
@@ -212,14 +213,12 @@ NO_ANSWERS: Final[list[tuple[wire.Message, type[LLMException], LLMStatusCode, st
 
 
 class Liar:
-    """Doctors the prompt's answers while ``lie`` is set, and notes the pins that come back."""
+    """Doctors the prompt's answers while ``lie`` is set."""
 
     def __init__(self, end: LocalEnd) -> None:
         engine: Any = end.world.dd._engine
         self.lie: Callable[[wire.Resolved], wire.Message] | None = None
-        self.released: list[int] = []
-        handlers: Any = engine.links._handlers
-        honest, release = handlers[wire.Resolve], handlers[wire.Release]
+        honest = engine.links._handlers[wire.Resolve]
 
         def resolve(link: Any, message: wire.Resolve) -> None:
             if self.lie is None:
@@ -227,11 +226,7 @@ class Liar:
                 return
             link.send(self.lie(engine._target._resolved(link, message)))
 
-        def note(link: Any, message: wire.Release) -> None:
-            self.released.append(message.pin)
-            release(link, message)
-
-        handlers[wire.Resolve], handlers[wire.Release] = resolve, note
+        engine.links._handlers[wire.Resolve] = resolve
 
 
 def pull(world: World, row: int, layers: int = 2) -> None:
@@ -245,6 +240,7 @@ def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin
     local_pair.start()
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src, dst = prompt.do(make, "kv", Spec(keys=(KEY,)), 1), decoder.do(make, "kv", Spec(), 2)
+    prompt.do(count_messages)
     liar = Liar(prompt)  # type: ignore[arg-type]  # both ends are here
     for change, text in LIES:
         liar.lie = None
@@ -252,13 +248,13 @@ def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin
             decoder.do(pull, 3, 1)  # one layer, and true: not yet all that the key is for
             dst = moved(dst[:2], src[:2], [(3, 0)]) + dst[2:]
         wait_until(lambda: prompt.do(picture).pins == 0)
-        liar.released.clear()
+        was = prompt.do(releases)
         liar.lie = lambda answer, change=change: msgspec.structs.replace(answer, **change)
         with pytest.raises(ProtocolError, match=text) as caught:
             decoder.do(pull, 5)
         assert caught.value.status_code is LLMStatusCode.LLM_FAILED
         assert "\n" not in str(caught.value)
-        wait_until(lambda: len(liar.released) == 1 and prompt.do(picture).pins == 0)
+        wait_until(lambda was=was: prompt.do(releases) == was + 1 and prompt.do(picture).pins == 0)  # type: ignore[misc]
         assert [key.key for key in prompt.do(picture).keys] == ["(0, 10, 0)"]
         same_bytes(decoder.do(show, "kv"), dst)
     for answer, kind, status, text in NO_ANSWERS:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import BlocksCacheKey
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import CacheNotFound, LinkRefused, LLMStatusCode, NotLinked
@@ -17,7 +16,7 @@ from tests.support import linking, ranks
 from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
-from tests.support.moves import Spec, Use, call, make, picture, wait_until
+from tests.support.moves import picture, wait_until
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
 from tests.support.world import make_config, residue_of
 
@@ -223,14 +222,13 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
     meeting, there = Meeting((1, 2, 3)), [info(1, listening.port)]
     meeting.join(listening, dialling)
     wait_until(lambda: all(end.do(links) for end in (listening, dialling)))
-    dialling.do(make, "kv", Spec(blocks=True), 1)
     not_linked(dialling, 1)
     assert dialling.do(link, there) == SUCCESS
     assert dialling.do(link, there) == (ALREADY, [ALREADY])
     dialling.do(drop, 1)
     assert dialling.do(links) == {1: "ready"}
     with pytest.raises(CacheNotFound):
-        dialling.do(call, "pull_blocks", BlocksCacheKey(1, 0), Use("kv"), [0], [0])
+        dialling.do(linking.pull_from, 1)
     was = dialling.do(link_number, 1)
     # At the other end the communicator fails, and its link with it: the one that link_clusters made is dialled again.
     replace(meeting, table=ranks.table(*[host(0)] * 3, version="1.2")).join(third)

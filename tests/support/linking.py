@@ -77,7 +77,7 @@ def not_linked(end: End, peer: int, *parts: str) -> str:
     with pytest.raises(NotLinked, match=str(peer)):
         end.do(explain, peer)
     with pytest.raises(NotLinked) as caught:
-        end.do(_pull_from, peer)
+        end.do(pull_from, peer)
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     text = str(caught.value)
     assert [part for part in (str(peer), *parts) if part not in text] == [], text
@@ -85,7 +85,8 @@ def not_linked(end: End, peer: int, *parts: str) -> str:
     return text
 
 
-def _pull_from(world: World, peer: int) -> None:
+def pull_from(world: World, peer: int) -> None:
+    """Pull a block from the peer into a new cache."""
     cache = world.cm.allocate_blocks_cache(Spec().desc)
     try:
         world.cm.pull_blocks(BlocksCacheKey(peer, 0), cache, [0], [0])
