@@ -10,7 +10,7 @@ No time is asserted: a call that hangs is one whose end gives no answer at all (
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -19,9 +19,10 @@ from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placemen
 from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import DeadlineExceeded
 from tests.faults.test_stalls import go_on, stall_there
+from tests.support import linking
 from tests.support.frozen import frozen
 from tests.support.gates import count_messages, releases, resolves, stopped
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, finalize, info, link, links, links_of, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.strangers import Stranger
 
@@ -54,28 +55,26 @@ STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control threa
 @contextmanager
 def stalled(pair: Pair, what: str) -> Iterator[None]:
     """The peer's process does nothing at all; what is sent to it waits here. Or only its control thread is deaf."""
-    if what == "deaf control thread":
-        pair.prompt.do(stall_there, "control")
-        try:
-            yield
-        finally:
-            pair.prompt.do(go_on)
-        return
-    with frozen(pair.prompt):
+    with ExitStack() as stalling:
+        if what == "deaf control thread":
+            pair.prompt.do(stall_there, "control")
+            stalling.callback(pair.prompt.do, go_on)
+        else:
+            stalling.enter_context(frozen(pair.prompt))
         if what == "full socket":
             pair.decoder.do(fill_socket)
         yield
 
 
 def fill_socket(world: World) -> None:
-    link_ = links_of(world).get(1)
+    link_ = linking.links_of(world).get(1)
     while not link_.channel._backlog:
         link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World) -> None:
     """Wait until the peer has worked off all that was said to it meanwhile."""
-    link_ = links_of(world).get(1)
+    link_ = linking.links_of(world).get(1)
     number = link_.ping()
     wait_until(lambda: link_.last_pong >= number, 30)
 
@@ -135,7 +134,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     decoder.do(wait_for_answer)
-    wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    wait_until(lambda: linking.linked(prompt, decoder))
     # The peer answers late: the pins of those answers, of rows, are given back.
     wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
     assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
@@ -158,7 +157,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
     shm_pair.link()
     bytes_move_both_ways(prompt, decoder)
     with stalled(shm_pair, what):
-        decoder.do(finalize)
+        decoder.do(linking.finalize)
     alone(prompt)
 
 

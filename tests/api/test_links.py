@@ -40,7 +40,6 @@ pytestmark = pytest.mark.covers(
 
 ALREADY, FAILED = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_LINK_FAILED
 TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
-LINKED = [{2: "ready"}, {1: "ready"}]
 REASONS = {
     "inproc": "the peer is in this process",
     "shm": "is on this host, 2 regions mapped",
@@ -51,10 +50,6 @@ REASONS = {
 def there(peer: End) -> list[LLMClusterInfo]:
     """Return what names the other end of a pair."""
     return [info(peer.cluster_id, peer.port)]
-
-
-def both(pair: Pair) -> list[dict[int, str]]:
-    return [pair.prompt.do(links), pair.decoder.do(links)]
 
 
 def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_changes_nothing(pair: Pair) -> None:
@@ -201,7 +196,7 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
             told = [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])]
         # One call may be over before the other begins: then the link is there already, unless both ends are to link.
         assert {OK} <= set(told) <= ({OK} if backend else {OK, ALREADY})
-        assert both(pair) == LINKED
+        assert linking.linked(pair.prompt, pair.decoder)
         assert [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])] == [ALREADY] * 2
         if number % 5 == 0 or threads > 1:
             bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -238,7 +233,7 @@ def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and
                 assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
                 # The peer may still hold its end of a link that was given up by force.
                 assert unlinker.do(link, there(peer)) == SUCCESS
-                wait_until(lambda: both(pair) == LINKED)
+                wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
             assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
             not_linked(unlinker, peer.cluster_id)
             if not force:
@@ -274,7 +269,7 @@ def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair:
         with pull_under_way(pair, tmp_path / str(number)):
             if not force:
                 assert unlinker.do(unlink, there(peer), 100) == (TIMEOUT, [TIMEOUT])
-                wait_until(lambda: both(pair) == LINKED)
+                wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
                 bytes_move_both_ways(pair.prompt, pair.decoder)
             unlinker.do(begin_there, "unlink", unlink, there(peer), 30_000, force)
             wait_until(lambda: pair.decoder.do(links) == {1: "draining"})

@@ -44,16 +44,13 @@ LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own
 PATIENT = {"llm.PeerTimeout": "600"}  # ... nor by missed beats
 ALREADY, TIMEOUT = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_TIMEOUT
 KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
-BOTH_UP = ({2: "ready"}, {1: "ready"})
 BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
 
 
 class Family(Processes):
     """The processes of one test, to be killed, frozen and born again. The survivors must have nothing left."""
 
-    def __init__(self, transport: str) -> None:
-        super().__init__()
-        self.transport = transport
+    transport: str
 
     def start(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
         end = self.born(f"{role.lower()} {cluster_id}")
@@ -65,7 +62,8 @@ class Family(Processes):
 @pytest.fixture
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     """Afterwards nothing of the library's may be left in the file system either."""
-    before, family = files_of_ours(), Family(getattr(request, "param", "shm"))
+    before, family = files_of_ours(), Family()
+    family.transport = getattr(request, "param", "shm")
     yield family
     for end in family._alive:
         end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
@@ -76,10 +74,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
 def files_of_ours() -> list[str]:
     names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
     return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
-
-
-def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
-    return pair.prompt.do(links), pair.decoder.do(links)
 
 
 def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
@@ -323,7 +317,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     assert decoder.do(links) == {1: "suspect"}
     prompt.signal(signal.SIGCONT)
     assert decoder.do(result_there, "row pull") is None
-    wait_until(lambda: (prompt.do(links), decoder.do(links)) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, decoder))
     unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
     unchanged(prompt, source)
 
@@ -344,7 +338,7 @@ def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_
     # At once: the prompt may not yet know that its end of the old link is dead.
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pulls_arrive(prompt, decoder, source, target)
-    assert (prompt.do(links), decoder.do(links)) == BOTH_UP
+    assert linking.linked(prompt, decoder)
 
 
 def beats(world: World) -> int:
@@ -376,7 +370,7 @@ def redials_no_more(end: End) -> bool:
 def comes_back(pair: Pair, was: int) -> None:
     """Wait for another link than ``was`` at the decoder, and for the end of the redial."""
     wait_until(lambda: pair.decoder.do(link_number, 1) > was)
-    wait_until(lambda: both(pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
     assert pair.decoder.do(redials) == ()
     wait_until(lambda: redials_no_more(pair.decoder))
 
@@ -423,7 +417,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
         assert [each.address for each in decoder.do(redials)] == [f"127.0.0.1:{prompt.port}"]
         assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
         wait_until(lambda: redialling(decoder))  # it goes on: the user wants the link, too
-    wait_until(lambda: both(shm_pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, decoder))
     wait_until(lambda: decoder.do(redials) == ())
     bytes_move_both_ways(prompt, decoder)
     for force in (False, True):
@@ -476,7 +470,7 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start()
     assert prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
-    wait_until(lambda: both(shm_pair) == ({}, {}) and decoder.do(redials) == ())
+    wait_until(lambda: prompt.do(links) == decoder.do(links) == {} and decoder.do(redials) == ())
     shm_pair.link()
     was = decoder.do(link_number, 1)
     decoder.do(lose, 1)  # linked explicitly since: forgiven
@@ -486,7 +480,7 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
         wait_until(lambda: prompt.do(links) == {})
         assert prompt.do(unlink, [info(2, 1)]) == SUCCESS
     wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())
-    assert both(shm_pair) == ({}, {})
+    assert prompt.do(links) == decoder.do(links) == {}
     shm_pair.link()
 
 
@@ -499,13 +493,13 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
             loser.do(lose, peer)
         if number % 3 == 1:
             assert pair.decoder.do(link, [info(1, pair.prompt.port)]) in (SUCCESS, (ALREADY, [ALREADY]))
-            wait_until(lambda: both(pair) == BOTH_UP)
+            wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
         elif number % 3 == 2:
             assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
             assert (pair.decoder.do(links), pair.decoder.do(redials)) == ({}, ())
             alone(pair.prompt)
             pair.link()
-    wait_until(lambda: both(pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
@@ -524,6 +518,6 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -
         forker.do(lose, 1)
         wait_until(lambda: redialling(forker))
         assert forker.do(fork_and_look) == 0
-    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, forker))
     bytes_move_both_ways(prompt, forker)
     family.kill(forker)  # a fork ends threads of other libraries, too

@@ -49,6 +49,11 @@ def links(world: World) -> dict[int, str]:
     return {each.remote_cluster_id: each.state for each in world.dd.statistics().links}
 
 
+def linked(prompt: End, decoder: End) -> bool:
+    """Return True if 1 and 2 have a link with each other that can be used, and no other."""
+    return (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"})
+
+
 def redials(world: World) -> tuple[Any, ...]:
     return world.dd.statistics().redials
 
