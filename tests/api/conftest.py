@@ -3,13 +3,14 @@ changes it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
 from tests.conftest import Pair, _pair
 from tests.support.moves import Spec, make
+from tests.support.pushers import small_pool
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ def _populate_decoder(world: World) -> None:
 
 
 def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
-    pools: dict[str, Any] = {"mem_pool_cfg": '{"memory_size": 1048576, "page_shift": 12}', "host_mem_pool_cfg": None}
     for pair in _pair(request, transport):
-        pair.start(rca=rca, **pools)
+        pair.start(rca=rca, **small_pool())
         pair.prompt.do(_populate, PROMPT_CACHES)
         pair.decoder.do(_populate_decoder)
         yield pair
@@ -82,17 +82,12 @@ def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iter
 @pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
-    transport, rca = request.param
-    yield from _scene(request, transport, rca=rca)
-
-
-def _scenes(*, rca: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scene", [pytest.param(("shm", rca), id="shm")], indirect=True, scope="module")
+    yield from _scene(request, "shm", rca=request.param)
 
 
 #: Without and with remote cache access; neither has a host pool.
-PLAIN: Final = _scenes(rca=False)
-ACCESSIBLE: Final = _scenes(rca=True)
+PLAIN: Final = pytest.mark.parametrize("scene", [pytest.param(False, id="shm")], indirect=True, scope="module")
+ACCESSIBLE: Final = pytest.mark.parametrize("scene", [pytest.param(True, id="shm")], indirect=True, scope="module")
 
 
 @pytest.fixture

@@ -69,7 +69,6 @@ def table(*hosts: str, **fields: Any) -> str:
 
 
 def join(world: World, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Call ``link()`` there."""
     return world.dd.link(name, ranks, rank_table)
 
 
@@ -92,7 +91,6 @@ class Meeting:
 
 
 def drop(world: World, comm_id: int) -> None:
-    """Call ``unlink()`` there."""
     world.dd.unlink(comm_id)
 
 
