@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts.cluster import Cluster, Crew
+from tests.hosts.cluster import Cluster
 from tests.hosts.network import Impossible, Network
 from tests.support.moves import wait_until
 
@@ -39,14 +39,6 @@ def made_network() -> Iterator[Network]:
     network.close()
 
 
-@pytest.fixture(scope="package")
-def crew(made_network: Network) -> Iterator[Crew]:
-    """Processes on them."""
-    crew = Crew()
-    yield crew
-    crew.close()
-
-
 @pytest.fixture
 def network(made_network: Network) -> Iterator[Network]:
     """The hosts as new, and nothing changed about them afterwards."""
@@ -60,12 +52,9 @@ def network(made_network: Network) -> Iterator[Network]:
 
 
 @pytest.fixture
-def cluster(network: Network, crew: Crew) -> Iterator[Cluster]:
+def cluster(network: Network) -> Iterator[Cluster]:
     """Processes for one test, which leave nothing behind: neither in themselves nor on their hosts."""
-    cluster = Cluster(network, crew)
-    try:
-        yield cluster
-        network.heal()  # so that those who part hear of each other
-        cluster.part()
-    finally:
-        cluster.abandon()
+    cluster = Cluster(network)
+    yield cluster
+    network.heal()  # so that those who part hear of each other
+    cluster.part()

@@ -10,8 +10,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
-from tests.hosts.cluster import explained
-from tests.support.linking import begin_there, bytes_move_both_ways, info, link, links, result_there
+from tests.support.linking import begin_there, bytes_move_both_ways, explain, info, link, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def born(cluster: Cluster, *, rca: bool) -> tuple[list[ChildEnd], list[ChildEnd]
 def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
     """Both ends say that tcp connects them, and that it is because they share no host."""
     for here, there in ((one, other), (other, one)):
-        story = here.do(explained, there.cluster_id)
+        story = here.do(explain, there.cluster_id)
         assert (story.state, story.transport) == ("ready", "tcp")
         assert "not shm: " in story.reason
 
@@ -143,9 +142,9 @@ def test_auto_takes_shm_on_one_host_and_tcp_to_another_and_a_forced_one_is_kept_
     for decoder in (near, far, forced):
         cluster.link(decoder, prompt)
         bytes_move_both_ways(decoder, prompt)
-    assert {near.do(explained, 1).transport, prompt.do(explained, 2).transport} == {"shm"}
+    assert {near.do(explain, 1).transport, prompt.do(explain, 2).transport} == {"shm"}
     over_tcp(far, prompt)
-    assert forced.do(explained, 1).transport == "tcp"
+    assert forced.do(explain, 1).transport == "tcp"
     code, _ = refused.do(link, [info(1, prompt.port, ip=first.address, local=second.address)])
     assert code is LLMStatusCode.LLM_LINK_FAILED
     assert refused.do(links) == {}

@@ -15,7 +15,7 @@ from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
@@ -58,17 +58,16 @@ class LocalEnd(End):
 class ChildEnd(End):
     """A world in a child process, which dies with this one (its pipe ends).
 
-    ``prefix``: a command that becomes the one behind it, elsewhere. ``fresh``: an interpreter of its own; otherwise a
-    child of the nursery, which is there a hundred times faster.
+    ``fresh``: an interpreter of its own; otherwise a child of the nursery, which is there a hundred times faster.
     """
 
-    def __init__(self, name: str, prefix: Sequence[str] = (), *, fresh: bool = False) -> None:
+    def __init__(self, name: str, *, fresh: bool = False) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if prefix or fresh else NURSERY.fork(name, theirs, environment)
+            forked = None if fresh else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
-                [*prefix, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
+                [sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=_ROOT,
                 env=environment,

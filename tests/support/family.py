@@ -15,35 +15,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Family:
+class Processes:
     """The processes of one test. Survivors must have nothing left when they have finalized."""
 
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
+    def __init__(self) -> None:
         self._newborn: dict[ChildEnd, Any] = {}
 
-    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
-        end = ChildEnd(f"{role.lower()} {cluster_id}")
+    def child(self, name: str) -> ChildEnd:
+        end = ChildEnd(name)
         self._newborn[end] = end.do(residue_of)
-        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
-        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
         return end
 
     def kill(self, end: ChildEnd) -> None:
+        """``kill -9``."""
         del self._newborn[end]
         end.kill()
 
     def part(self) -> None:
+        """Finalize and end them, the last one first: it is the one that linked."""
         for end in self._newborn:
             end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
         try:
-            for end, newborn in self._newborn.items():
+            for end, newborn in reversed(self._newborn.items()):
                 end.stop()
                 assert end.do(settled_of, newborn) == newborn
                 end.close()
         finally:
             for end in self._newborn:
                 end.kill()
+            self._newborn.clear()
+
+
+class Family(Processes):
+    """Ends over one transport."""
+
+    def __init__(self, transport: str) -> None:
+        super().__init__()
+        self.transport = transport
+
+    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
+        end = self.child(f"{role.lower()} {cluster_id}")
+        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
+        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
+        return end
 
 
 @contextmanager
