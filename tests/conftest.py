@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from llm_datadist import LLMStatusCode
 from tests.support.ends import NURSERY, ChildEnd, End, LocalEnd
-from tests.support.world import World, baseline, cluster_info, settled, settled_of
+from tests.support.family import Processes
+from tests.support.linking import SUCCESS, info, link
+from tests.support.world import World, baseline, settled, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,10 +110,6 @@ def _baseline(world: World) -> dict[str, Any]:
     return baseline()
 
 
-def _link(world: World, cluster_id: int, port: int) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-    return world.dd.link_clusters([cluster_info(cluster_id, port)], 10_000)
-
-
 @dataclass
 class Pair:
     """A prompt (cluster 1, listening) and a decoder (cluster 2), not started yet."""
@@ -133,8 +130,8 @@ class Pair:
 
     def link(self) -> None:
         """Link the decoder to the prompt."""
-        codes = self.decoder.do(_link, 1, self.prompt.port)
-        assert codes == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS]), codes
+        codes = self.decoder.do(link, [info(1, self.prompt.port)])
+        assert codes == SUCCESS, codes
 
 
 @pytest.fixture(scope="session")
@@ -147,17 +144,11 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 
 @pytest.fixture
-def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
-    """Four processes; afterwards nothing may be left in the two that go on."""
-    before = [child.do(_baseline) for child in children]
-    ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
-    all_of_them = list(ends)
-    yield ends
-    for end in ends[::-1]:  # but those that a test has killed
-        end.stop()
-    for end in all_of_them[2:]:
-        end.close()
-    assert [child.do(settled_of, was) for child, was in zip(children, before, strict=True)] == before
+def four() -> Iterator[list[ChildEnd]]:
+    """Four processes; afterwards nothing may be left in those that were not killed."""
+    processes = Processes()
+    yield [processes.child(name) for name in ("first", "second", "third", "fourth")]
+    processes.part()
 
 
 @pytest.fixture
@@ -165,36 +156,6 @@ def socket_folder() -> Iterator[Path]:
     """An empty folder for sockets, whose path is short: with a socket's name behind it, it has 108 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="sockets-") as folder:
         yield Path(folder)
-
-
-@pytest.fixture(params=TRANSPORTS)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends over each transport: two processes but for inproc; afterwards nothing may be left in either process."""
-    yield from _pair(request, request.param)
-
-
-@pytest.fixture(params=["inproc", "shm"])
-def mapped_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends over the transports whose initiator reads the peer's guards by itself."""
-    yield from _pair(request, request.param)
-
-
-@pytest.fixture
-def tcp_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in two processes over data lanes."""
-    yield from _pair(request, "tcp")
-
-
-@pytest.fixture
-def shm_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in two processes."""
-    yield from _pair(request, "shm")
-
-
-@pytest.fixture
-def local_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in this process."""
-    yield from _pair(request, "inproc")
 
 
 @pytest.fixture
@@ -219,3 +180,18 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
     for end in reversed(ends):
         end.stop()
     assert [end.do(settled_of, was) for end, was in zip(ends, before, strict=True)] == before
+
+
+def _pairs(*transports: str) -> Any:
+    """Two ends over each of these: two processes but for inproc; afterwards nothing may be left in either process."""
+
+    @pytest.fixture(params=transports if len(transports) > 1 else None)
+    def ends(request: pytest.FixtureRequest) -> Iterator[Pair]:
+        yield from _pair(request, getattr(request, "param", transports[0]))
+
+    return ends
+
+
+pair = _pairs(*TRANSPORTS)
+mapped_pair = _pairs("inproc", "shm")  # whose initiator reads the peer's guards by itself
+tcp_pair, shm_pair, local_pair = _pairs("tcp"), _pairs("shm"), _pairs("inproc")

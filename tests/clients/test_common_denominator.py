@@ -18,7 +18,7 @@ from tests.support.linking import SUCCESS, info
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
-    from tests.clients.conftest import Processes
+    from tests.support.family import Processes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("what all have in common")
@@ -140,9 +140,9 @@ def lists(random: np.random.Generator) -> dict[str, tuple[list[int], list[int]]]
 def test_a_decoder_with_24_links_pulls_from_all_of_them_and_again_after_linking_anew_any_list(
     processes: Processes,
 ) -> None:
-    prompts = [processes.born(f"prompts {each}") for each in range(PROCESSES)]
+    prompts = [processes.child(f"prompts {each}") for each in range(PROCESSES)]
     ports = [port for process, end in enumerate(prompts) for port in end.do(start_prompts, process)]
-    decoder = processes.born("decoder")
+    decoder = processes.child("decoder")
     decoder.do(start_decoder)
     random, expected = np.random.default_rng(1), kv(-1)
 

@@ -19,9 +19,9 @@ from tests.support.ranks import host
 
 if TYPE_CHECKING:
     from llm_datadist import Cache
-    from tests.clients.conftest import Processes
     from tests.clients.kv import Tensors
     from tests.support.ends import ChildEnd
+    from tests.support.family import Processes
     from tests.support.world import World
 
 KINDS, LAYERS, BLOCKS, BLOCK_BYTES = 3, 4, 40, 320
@@ -301,7 +301,7 @@ def test_force_unlink_by_bare_id_is_a_success_for_the_living_the_dead_and_the_un
     # A new process with the same id: a failed pull finds it out; then the host has a new timestamp.
     for timestamp, seed in ((1, 40), (2, 50)):
         processes.kill(prompt)
-        prompt = processes.born(f"prompt of {seed}")
+        prompt = processes.child(f"prompt of {seed}")
         prompt.do(start, Dynamic(LLMRole.PROMPT, PROMPT_ID, port=told.port), seed)
         decoder.do(drive, "pull_kv", told._replace(timestamp=timestamp))
         holds(decoder, 20, (seed, SRC, DST))
@@ -339,11 +339,11 @@ def test_sleep_mode_the_prompts_object_is_initialised_again_with_the_saved_optio
 @pytest.mark.covers("omni-npu")
 def test_overlapping_keyless_caches_over_parts_of_the_tensors_registered_after_linking(processes: Processes) -> None:
     parts = [(0, 2), (2, 4), (1, 3), (0, 4)]  # two topologies and the whole: every address is in three caches
-    decoder = processes.born("decoder")
+    decoder = processes.child("decoder")
     decoder.do(start, Dynamic(LLMRole.DECODER, DECODER_ID), 20)
     for stage, (first, last) in enumerate(parts):  # each has its own layers only
         manager = Dynamic(LLMRole.PROMPT, PROMPT_ID + stage)
-        port = processes.born(f"stage {stage}").do(start, manager, 50 + 10 * stage, last - first)
+        port = processes.child(f"stage {stage}").do(start, manager, 50 + 10 * stage, last - first)
         decoder.do(drive, "link", Prompt(port, 1, PROMPT_ID + stage))
     decoder.do(drive, "register_parts", parts)
     expected = kinds(20)
@@ -365,7 +365,7 @@ def test_more_pairs_than_one_burst_all_become_ready_and_two_ranks_serve_one_deco
     """34 prompts in two processes and two decoders: 32 links, a pause, 2 more."""
     prompts = [Rank(2**63 + number, host(number % 2), number) for number in range(34)]
     decoders = [Rank(2**64 - 2 - number, host(number), number) for number in range(2)]
-    serving, pulling = ([processes.born(f"{name} {at}") for at in range(2)] for name in ("prompts", "decoder"))
+    serving, pulling = ([processes.child(f"{name} {at}") for at in range(2)] for name in ("prompts", "decoder"))
     for rank in prompts:
         manager = Static(LLMRole.PROMPT, rank.cluster_id, own=rank)
         serving[rank.rank % 2].do(start, manager, 100 * rank.rank)

@@ -19,7 +19,7 @@ from tests.support.moves import moved, same_bytes, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.clients.conftest import Processes
+    from tests.support.family import Processes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("sglang", "LLMConfig.local_comm_res", "llm.LocalCommRes")
@@ -119,7 +119,7 @@ def requests(prompt: int, decoders: list[int]) -> Iterator[Chunk]:
 @pytest.mark.parametrize("name", MODELS)
 def test_twelve_threads_push_over_the_links_that_the_decoders_opened(processes: Processes, name: str) -> None:
     model = MODELS[name]
-    prompts, decoders = ([processes.born(f"{role} {device}") for device in range(2)] for role in ("prompt", "decoder"))
+    prompts, decoders = ([processes.child(f"{role} {device}") for device in range(2)] for role in ("prompt", "decoder"))
     ports = [end.do(start, device, True, model, 1000 + 10 * device) for device, end in enumerate(prompts)]
     for device, end in enumerate(decoders):
         end.do(start, device, False, model, 2000 + 10 * device)

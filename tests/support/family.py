@@ -28,22 +28,21 @@ class Processes:
 
     def kill(self, end: ChildEnd) -> None:
         """``kill -9``."""
-        del self._newborn[end]
         end.kill()
 
     def part(self) -> None:
-        """Finalize and end them, the last one first: it is the one that linked."""
-        for end in self._newborn:
+        """Finalize and end those that were not killed, the last one first: it is the one that linked."""
+        alive = [end for end in self._newborn if end.code != -signal.SIGKILL]
+        for end in alive:
             end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
         try:
-            for end, newborn in reversed(self._newborn.items()):
+            for end in reversed(alive):
                 end.stop()
-                assert end.do(settled_of, newborn) == newborn
+                assert end.do(settled_of, self._newborn[end]) == self._newborn[end]
                 end.close()
         finally:
-            for end in self._newborn:
+            for end in alive:
                 end.kill()
-            self._newborn.clear()
 
 
 class Family(Processes):
