@@ -48,21 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have all tests between hosts in one worker: each worker would make hosts and their processes for itself."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "tests/hosts" if file.startswith("tests/hosts/") else file
-
-    return Scheduling(config, log)
-
-
 def pytest_collection_finish() -> None:
     """Take all that collecting made out of the collector's sight: every test collects garbage to see what it left."""
     NURSERY.open()
