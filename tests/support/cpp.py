@@ -160,26 +160,33 @@ def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
     return CacheIndex(world.dd.cluster_id, world.memory[f"cache {name}"].cache_id, batch_index)
 
 
-def run(world: World, method: str, *args: Any) -> Any:
+def run(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method; :class:`Use` arguments become caches of this end."""
     real = [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
-    return getattr(dist(world), method)(*real)
+    return getattr(dist(world), method)(*real, **kwargs)
 
 
-def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
-    """Call a method; return its status and the text of the reason, which is kept for this thread."""
+def failed(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMStatusCode, BaseException | None]:
+    """Call a method; return its status and the reason, which is kept for this thread."""
     before = dist(world).last_error
-    result = run(world, method, *args)
-    status = result[0] if isinstance(result, tuple) else result
+    result = run(world, method, *args, **kwargs)
+    status, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
     if status is OK:
-        return status, ""
-    assert not isinstance(result, tuple) or not result[1], f"{method} failed and returned {result}"
+        return status, None
+    assert not any(rest), f"{method} failed and returned {result}"
     assert error is not None
     assert error.__traceback__ is None
+    assert getattr(error, "status_code", None) is status
     assert "\n" not in str(error)
-    return status, str(error)
+    return status, error
+
+
+def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
+    """Call a method; return its status and the text of the reason."""
+    status, error = failed(world, method, *args)
+    return status, "" if error is None else str(error)
 
 
 def all_unchanged(ends: Sequence[End], names: Sequence[str], rows: Sequence[Row]) -> None:

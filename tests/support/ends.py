@@ -7,17 +7,16 @@ import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.nursery import Forked, Nursery
+from tests.support.source import ROOT
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
 
-_ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
 R = TypeVar("R")
@@ -62,14 +61,14 @@ class ChildEnd(End):
     """
 
     def __init__(self, name: str, *, fresh: bool = False) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         ours, theirs = socket.socketpair()
         with theirs:
             forked = None if fresh else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
                 [sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                cwd=_ROOT,
+                cwd=ROOT,
                 env=environment,
             )
         self._pipe = Connection(ours.detach())

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import LLMStatusCode, cpp_api
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
-from tests.support.cpp import dist
+from tests.support.cpp import failed
 from tests.support.cpp import show as show_cpp
 from tests.support.moves import Use, asked, picture, wait_until
 from tests.support.v1 import kv_of
@@ -243,28 +242,12 @@ def _attempt(world: World, table: Table, changes: dict[str, Any]) -> BaseExcepti
     arguments = {name: _real(world, of, value) for name, value in (table.good | changes).items()}
     try:
         if of == "cpp":
-            return _failed_with(dist(world), call, arguments)
+            return failed(world, call, **arguments)[1]
         owner = {"cm": "cache_manager", "v1": "kv_cache_manager"}.get(of)
         getattr(getattr(world.dd, owner) if owner else world.dd, call)(**arguments)
     except Exception as error:  # noqa: BLE001 (looked at by the test)
         return error
     return None
-
-
-def _failed_with(owner: cpp_api.LlmDataDist, call: str, arguments: dict[str, Any]) -> Exception | None:
-    before = owner.last_error
-    result = getattr(owner, call)(**arguments)
-    status, *rest = result if isinstance(result, tuple) else (result,)
-    error = owner.last_error
-    if status is LLMStatusCode.LLM_SUCCESS:
-        assert error is before
-        return None
-    assert not any(rest), f"{call} failed and returned {result}"
-    assert error is not None
-    assert error is not before
-    assert error.__traceback__ is None
-    assert getattr(error, "status_code", None) is status
-    return error
 
 
 def _real(world: World, of: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,21 +123,14 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
 def residue() -> dict[str, Any]:
     """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
     gc.collect()
-    fds: dict[str, int] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:
-            continue  # the descriptor of the listing itself
-        kind = target.split(":")[0] if not target.startswith("/") else target
-        fds[kind] = fds.get(kind, 0) + 1
+    targets = [each.split(" ", 1)[1] for each in scene._descriptors()]
     # Raw and counted in one go: a process has hundreds of mappings, and every test looks several times.
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "kernel threads": sorted(map(int, os.listdir("/proc/self/task"))),
-        "fds": fds,
+        "fds": Counter(each if each.startswith("/") else each.split(":")[0] for each in targets),
         "memfd mappings": memfds,
     }
 
