@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, DataType, LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
-from tests.clients.kv import contents, drive, initialised, options, registered
+from llm_datadist import BlocksCacheKey, DataType, LLMDataDist, LLMException, LLMRole, RegisterMemStatus
+from tests.clients.kv import contents, drive, drive_one, initialised, options, registered, same_kinds, succeeded
 from tests.support.linking import info, links
 from tests.support.moves import moved, picture, same_bytes, wait_until
 from tests.support.ranks import host
@@ -60,9 +60,6 @@ class Manager:
     def register_one(self, tensors: Tensors, key: BlocksCacheKey | None) -> Cache:
         return registered(self.data_dist, tensors, DataType.DT_BF16, [BLOCK_BYTES // 2], key)
 
-    def shown(self) -> list[Tensors]:
-        return self.memory
-
     def unregister(self) -> None:
         """Drop all caches: a change of topology, or sleep."""
         for cache in self.caches:
@@ -104,24 +101,21 @@ class Dynamic(Manager):
     def link(self, prompt: Prompt) -> None:
         cluster = info(prompt.cluster_id, prompt.port)
         status, _ = self.data_dist.link_clusters([cluster], timeout=LINK_TIMEOUT)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"link to {prompt.cluster_id}: {status}")
+        succeeded(f"link to {prompt.cluster_id}", status)
         self.links[prompt.cluster_id] = prompt
 
     def force_unlink(self, *cluster_ids: int) -> None:
         """By id alone; also of what is dead or was never linked."""
         clusters = [info(cluster_id, local=None) for cluster_id in cluster_ids]
-        status, each = self.data_dist.unlink_clusters(clusters, timeout=LINK_TIMEOUT, force=True)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"unlink: {status} {each}")
+        status, _ = self.data_dist.unlink_clusters(clusters, timeout=LINK_TIMEOUT, force=True)
+        succeeded("unlink", status)
         for cluster_id in cluster_ids:
             self.links.pop(cluster_id, None)
 
     def close_link(self, prompt: Prompt) -> None:
         """Unlink in agreement with the peer: before sleep."""
         status, _ = self.data_dist.unlink_clusters([info(prompt.cluster_id, prompt.port)], timeout=LINK_TIMEOUT)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"unlink: {status}")
+        succeeded("unlink", status)
         del self.links[prompt.cluster_id]
 
     def pull_kv(self, prompt: Prompt) -> None:
@@ -146,9 +140,6 @@ class Dynamic(Manager):
             except LLMException:
                 return False
         return True
-
-    def counted(self) -> int:
-        return self.attempts
 
     # Prompts in pipeline stages: keyless caches over parts of the same tensors, registered after linking.
 
@@ -235,9 +226,9 @@ def start(world: World, manager: Manager, seed: int, layers: int = LAYERS) -> An
     return world.dd.listen_port
 
 
-def everyone(world: World, method: str, *args: Any) -> list[Any]:
-    """Call all managers of a process."""
-    return [getattr(manager, method)(*args) for manager in world.memory["managers"]]
+def everyone(world: World, name: str, *args: Any) -> list[Any]:
+    """Drive all managers of a process."""
+    return [drive_one(manager, name, *args) for manager in world.memory["managers"]]
 
 
 def holds(end: ChildEnd, own_seed: int, *pulls: tuple[int, list[int], list[int]]) -> None:
@@ -246,8 +237,7 @@ def holds(end: ChildEnd, own_seed: int, *pulls: tuple[int, list[int], list[int]]
     for seed, src, dst in pulls:
         pairs = list(zip(dst, src, strict=True))
         expected = [moved(mine, theirs, pairs) for mine, theirs in zip(expected, kinds(seed), strict=True)]
-    for got, wanted in zip(end.do(drive, "shown"), expected, strict=True):
-        same_bytes(got, wanted)
+    same_kinds(end.do(drive, "memory"), expected)
 
 
 @pytest.fixture
@@ -270,13 +260,13 @@ def test_links_are_lazy_and_after_a_failure_unlink_by_force_link_again_and_one_m
         decoder.do(drive, "pull_kv", told)
         holds(decoder, 20, (10, SRC, DST))
         assert decoder.do(links) == {PROMPT_ID: "ready"}
-    assert decoder.do(drive, "counted") == 2 * KINDS, "none had to be repeated"
+    assert decoder.do(drive, "attempts") == 2 * KINDS, "none had to be repeated"
 
     # The prompt is asleep in the middle of its topology change; it keeps the old entity of the link all the time.
     prompt.do(drive, "unregister")
     with pytest.raises(RuntimeError, match=r"pull from .* failed"):
         decoder.do(drive, "pull_kv", told)
-    assert decoder.do(drive, "counted") == 2 * KINDS + 2, "one model each time: the first failure ends the request"
+    assert decoder.do(drive, "attempts") == 2 * KINDS + 2, "one model each time: the first failure ends the request"
     assert decoder.do(links) == {PROMPT_ID: "ready"}
     holds(decoder, 20, (10, SRC, DST))
     prompt.do(drive, "register", 30)
@@ -351,13 +341,12 @@ def test_overlapping_keyless_caches_over_parts_of_the_tensors_registered_after_l
         decoder.do(drive, "pull_part", stage, PROMPT_ID + stage)
         source, tensors = kinds(50 + 10 * stage, last - first)[0], [(first + t, t) for t in range(last - first)]
         expected[0] = moved(expected[0], source, zip(DST, SRC, strict=True), tensors)
-        same_bytes(decoder.do(drive, "shown")[0], expected[0])
+        same_bytes(decoder.do(drive, "memory")[0], expected[0])
     decoder.do(drive, "unregister_parts")  # another topology; the caches of all layers stay
     assert decoder.do(picture).caches.registered == KINDS
     decoder.do(drive, "register_parts", [(3, 4)])
     decoder.do(drive, "unregister_parts")
-    for got, wanted in zip(decoder.do(drive, "shown"), expected, strict=True):
-        same_bytes(got, wanted)
+    same_kinds(decoder.do(drive, "memory"), expected)
 
 
 @pytest.mark.covers("omni-infer, static")
@@ -385,8 +374,7 @@ def test_more_pairs_than_one_burst_all_become_ready_and_two_ranks_serve_one_deco
         held[at].append((100 * number, SRC, dst))
         holds(pulling[at], 5 + at, *held[at])
     for parity, end in enumerate(serving):
-        for at, shown in enumerate(end.do(everyone, "shown")):
-            for got, wanted in zip(shown, kinds(100 * (2 * at + parity)), strict=True):
-                same_bytes(got, wanted)
+        for at, held_there in enumerate(end.do(everyone, "memory")):
+            same_kinds(held_there, kinds(100 * (2 * at + parity)))
     for end in (*serving, *pulling):
         end.do(everyone, "sleep")

@@ -170,12 +170,12 @@ def failed(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMSta
     """Call a method; return its status and the reason, which is kept for this thread."""
     before = dist(world).last_error
     result = run(world, method, *args, **kwargs)
-    status, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+    status: LLMStatusCode = result[0] if isinstance(result, tuple) else result
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
     if status is OK:
         return status, None
-    assert not any(rest), f"{method} failed and returned {result}"
+    assert not isinstance(result, tuple) or not result[1], f"{method} failed and returned {result}"
     assert error is not None
     assert error.__traceback__ is None
     assert getattr(error, "status_code", None) is status
