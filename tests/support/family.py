@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.ends import ChildEnd
@@ -72,3 +73,11 @@ def one_family(transport: str) -> Iterator[Family]:
 def _files_of_ours() -> list[str]:
     names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
     return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is at most an entry that its parent, who may not be ours, has not collected yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text("ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return True

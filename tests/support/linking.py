@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,18 +37,13 @@ def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, 
 
 def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int = 1) -> list[LLMStatusCode]:
     """Spin until the file is there, then link, from several threads at once."""
-    codes: list[LLMStatusCode] = []
 
-    def run() -> None:
+    def run(_: int) -> LLMStatusCode:
         wait_until(start.exists)
-        codes.append(world.dd.link_clusters([cluster], 20_000)[0])
+        return world.dd.link_clusters([cluster], 20_000)[0]
 
-    runners = [threading.Thread(target=run) for _ in range(threads)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
-    return codes
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(run, range(threads)))
 
 
 def links(world: World) -> dict[int, str]:
