@@ -114,7 +114,6 @@ class Pair:
             self.link()
 
     def link(self) -> None:
-        """Link the decoder to the prompt."""
         codes = self.decoder.do(link, [info(1, self.prompt.port)])
         assert codes == SUCCESS, codes
 

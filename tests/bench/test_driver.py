@@ -39,8 +39,6 @@ GOOD = Case(side=side("Good"), call="copy", transport="hand", workload=WORK, pas
 
 @dataclass
 class Told:
-    """A listener that keeps what it is told."""
-
     lines: list[str] = field(default_factory=list)
     steps: list[tuple[str, int, int]] = field(default_factory=list)
 

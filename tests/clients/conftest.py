@@ -24,5 +24,4 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture
 def ends(processes: Processes) -> tuple[ChildEnd, ChildEnd]:
-    """A prompt and a decoder."""
     return processes.child("prompt"), processes.child("decoder")

@@ -79,13 +79,11 @@ def drive_one(client: object, name: str, *args: Any) -> Any:
 
 
 def succeeded(what: str, status: LLMStatusCode) -> None:
-    """Raise what clients raise."""
     if status != LLMStatusCode.LLM_SUCCESS:
         raise RuntimeError(f"{what}: {status}")
 
 
 def same_kinds(got: Iterable[Tensors], wanted: Iterable[Tensors]) -> None:
-    """Compare every byte of every kind of tensors."""
     for mine, theirs in zip(got, wanted, strict=True):
         same_bytes(mine, theirs)
 

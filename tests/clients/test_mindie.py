@@ -89,7 +89,6 @@ class Mindie:
         return self.datadist
 
     def ask_for(self, *peers: Member) -> None:
-        """Link to these, in the background."""
         for peer in peers:
             self._jobs.put(peer)
 
@@ -154,7 +153,6 @@ class Mindie:
         return OK
 
     def finalize(self) -> None:
-        """Unlink everything, then end."""
         self._closing.set()
         self._jobs.put(None)
         self._places.release()

@@ -61,7 +61,6 @@ class Manager:
         return registered(self.data_dist, tensors, DataType.DT_BF16, [BLOCK_BYTES // 2], key)
 
     def unregister(self) -> None:
-        """Drop all caches: a change of topology, or sleep."""
         for cache in self.caches:
             self.data_dist.cache_manager.unregister_cache(cache.cache_id)
         self.caches.clear()
@@ -227,7 +226,6 @@ def start(world: World, manager: Manager, seed: int, layers: int = LAYERS) -> An
 
 
 def everyone(world: World, name: str, *args: Any) -> list[Any]:
-    """Drive all managers of a process."""
     return [drive_one(manager, name, *args) for manager in world.memory["managers"]]
 
 

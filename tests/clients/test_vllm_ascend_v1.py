@@ -59,8 +59,6 @@ def sync_kv_timeout() -> int:
 
 @dataclass
 class Connector:
-    """One worker's connector."""
-
     role: LLMRole
     own: Agent
     linked: dict[int, int] = field(default_factory=dict)
@@ -128,7 +126,6 @@ class Connector:
                 raise RuntimeError(f"pull failed, perhaps it timed out: {error}") from error
 
     def close(self) -> None:
-        """End the thread, and the LLMDataDist."""
         self.pool.shutdown()
         self.datadist.finalize()
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class Cluster(Processes):
-    """The processes of one test."""
-
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network

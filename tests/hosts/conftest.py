@@ -30,7 +30,6 @@ def impossible(error: Impossible) -> None:
 
 @pytest.fixture(scope="package")
 def made_network() -> Iterator[Network]:
-    """Four hosts around a router."""
     try:
         network = Network(HOSTS)
     except Impossible as error:

@@ -81,8 +81,6 @@ class Namespace:
 
 
 class Host(Namespace):
-    """A namespace with an address."""
-
     def __init__(self, within: list[str], number: int) -> None:
         super().__init__(within)
         self.number = number
@@ -90,7 +88,6 @@ class Host(Namespace):
         self._unplugged = self._limited = False
 
     def bytes_sent(self) -> int:
-        """Return how many bytes have left the host."""
         for line in Path(f"/proc/{self.pid}/net/dev").read_text("ascii").splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == "eth0":
@@ -118,12 +115,10 @@ class Host(Namespace):
         return int(words[words.index("overlimits") + 1])
 
     def unlimit(self) -> None:
-        """Take the limit off."""
         self.run(*["tc", "qdisc", "del", "dev", "eth0", "root"])
         self._limited = False
 
     def heal(self) -> None:
-        """Undo what was done to it."""
         if self._unplugged:
             self.plug_in()
         if self._limited:
@@ -178,7 +173,6 @@ class Network:
         self.lose(other, one)
 
     def heal(self) -> None:
-        """Undo all that was done to cables, routes and rates."""
         while self._lost:
             source, target = self._lost.pop()
             self.router.ip(f"rule del from {source.address} to {target.address} priority 10 blackhole")
@@ -186,11 +180,9 @@ class Network:
             host.heal()
 
     def picture(self) -> dict[str, list[str]]:
-        """Return what every host and the router look like."""
         return {"router": self.router.picture()} | {f"host {host.number}": host.picture() for host in self.hosts}
 
     def close(self) -> None:
-        """End every namespace."""
         for each in (*self.hosts, self.router):
             each.close()
 

@@ -68,7 +68,6 @@ class Caches:
         self._jobs.clear()
 
     def check(self) -> None:
-        """Compare every byte of every cache."""
         for (end, name), wanted in self._wanted.items():
             same_bytes(end.do(show, name), wanted)
 

@@ -151,7 +151,6 @@ def _views(cache: Cache) -> list[NDArray[np.uint8]]:
 
 
 def show(world: World, name: str) -> Bytes:
-    """Return a copy of every byte of a cache."""
     return [view.copy() for view in _views(world.memory[f"cache {name}"])]
 
 
@@ -184,7 +183,6 @@ def failed(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMSta
 
 
 def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
-    """Call a method; return its status and the text of the reason."""
     status, error = failed(world, method, *args)
     return status, "" if error is None else str(error)
 

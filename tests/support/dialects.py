@@ -69,7 +69,6 @@ class V1:
         return kv_make(world, name, desc, seed, blocks=paged, blocks_key=key if keyed else None)
 
     def host(self, world: World, name: str, shape: Shape, seed: int) -> Bytes:
-        """Host memory of the user."""
         desc = CacheDesc(shape.tensors, [shape.rows, shape.width], DataType.DT_INT32, Placement.HOST)
         world.memory[f"kv {name}"] = cache = KvCache.create_cpu_cache(desc, [user_memory(world, name, desc)])
         world.caches[name] = cache._cache
@@ -145,8 +144,6 @@ def _ranges(layers: Layers) -> dict[str, Any]:
 
 
 class Cpp:
-    """LlmDataDist and its calls."""
-
     timed_out = LLMStatusCode.LLM_TIMEOUT
     full = LLMStatusCode.LLM_OUT_OF_MEMORY
 

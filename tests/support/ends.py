@@ -50,7 +50,6 @@ class LocalEnd(End):
         self.world = World(name)
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
-        """Call at once."""
         return function(self.world, *args)
 
 
@@ -75,7 +74,6 @@ class ChildEnd(End):
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
@@ -104,13 +102,11 @@ class ChildEnd(End):
         return self._process.poll()
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
-        """Call in the child and wait for the result."""
         self.begin(function, *args)
         result: R = self.finish()
         return result
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the child a signal."""
         self._process.send_signal(number)
 
     def kill(self) -> None:

@@ -28,7 +28,6 @@ class Processes:
         return end
 
     def kill(self, end: ChildEnd) -> None:
-        """``kill -9``."""
         end.kill()
 
     def part(self) -> None:

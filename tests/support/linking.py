@@ -85,14 +85,12 @@ def not_linked(end: End, peer: int, *parts: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens at now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
 
 
 def alone(*ends: End) -> None:
-    """Wait until no end has a link."""
     for end in ends:
         wait_until(lambda end=end: end.do(links) == {})  # type: ignore[misc]
 

@@ -53,13 +53,11 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it ended, or None."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return how."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout or 0)
@@ -71,13 +69,11 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
-        """``kill -9``."""
         self.send_signal(signal.SIGKILL)
 
 

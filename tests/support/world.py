@@ -54,7 +54,6 @@ class World:
 
     @property
     def cm(self) -> CacheManager:
-        """The cache manager."""
         return self.dd.cache_manager
 
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
