@@ -15,7 +15,7 @@ from hypothesis import settings
 from tests.support.ends import NURSERY, ChildEnd, End, LocalEnd
 from tests.support.family import Processes
 from tests.support.linking import SUCCESS, info, link
-from tests.support.world import World, baseline, settled, settled_of
+from tests.support.world import baseline, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,10 +91,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
 
 
-def _baseline(world: World) -> dict[str, Any]:
-    return baseline()
-
-
 @dataclass
 class Pair:
     """A prompt (cluster 1, listening) and a decoder (cluster 2), not started yet."""
@@ -145,12 +141,11 @@ def socket_folder() -> Iterator[Path]:
 @pytest.fixture
 def end() -> Iterator[LocalEnd]:
     """One end in this process, for what needs no peer; afterwards nothing may be left."""
-    before = baseline()
     end = LocalEnd("alone")
+    before = end.do(baseline)
     yield end
     end.stop()
-    del end
-    assert settled(before) == before
+    assert end.do(settled_of, before) == before
 
 
 def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
@@ -158,7 +153,7 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
         ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
     else:
         ends = request.getfixturevalue("children")
-    before = [end.do(_baseline) for end in ends]
+    before = [end.do(baseline) for end in ends]
     yield Pair(*ends, transport)
     # The decoder first: it is the one that linked.
     for end in reversed(ends):

@@ -85,24 +85,19 @@ class Host(Namespace):
         super().__init__(within)
         self.number = number
         self.address = f"10.99.{number}.2"
-        self._unplugged = self._limited = False
+        self._limited = False
 
     def bytes_sent(self) -> int:
-        for line in Path(f"/proc/{self.pid}/net/dev").read_text("ascii").splitlines():
-            name, _, counters = line.partition(":")
-            if name.strip() == "eth0":
-                return int(counters.split()[8])
-        raise AssertionError(f"host {self.number} has no eth0")
+        _, counters = Path(f"/proc/{self.pid}/net/dev").read_text("ascii").split("eth0:")
+        return int(counters.split()[8])
 
     def plug_in(self) -> None:
         """Have the cable in, and the way to the others."""
         self.ip("link set eth0 up", f"route replace default via 10.99.{self.number}.1")
-        self._unplugged = False
 
     def pull_plug(self) -> None:
         """Have the cable out: what is sent fails here at once, what others send to it is lost."""
         self.ip("link set eth0 down")
-        self._unplugged = True
 
     def limit(self, megabits: int) -> None:
         """Let no more than this leave the host in a second."""
@@ -119,8 +114,7 @@ class Host(Namespace):
         self._limited = False
 
     def heal(self) -> None:
-        if self._unplugged:
-            self.plug_in()
+        self.plug_in()
         if self._limited:
             self.unlimit()
 

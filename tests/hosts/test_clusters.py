@@ -72,17 +72,6 @@ class Caches:
             same_bytes(end.do(show, name), wanted)
 
 
-def born(cluster: Cluster, *, rca: bool) -> tuple[list[ChildEnd], list[ChildEnd]]:
-    """Start two prompts and two decoders, each on a host of its own, and make all four links."""
-    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": rca}
-    prompts = [cluster.born(cluster.hosts[n - 1], "PROMPT", n, **settings) for n in PROMPTS]
-    decoders = [cluster.born(cluster.hosts[n - 1], "DECODER", n, **settings) for n in DECODERS]
-    for decoder in decoders:
-        for prompt in prompts:
-            cluster.link(decoder, prompt)
-    return prompts, decoders
-
-
 def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
     """Both ends say that tcp connects them, and that it is because they share no host."""
     for here, there in ((one, other), (other, one)):
@@ -94,7 +83,9 @@ def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
 @pytest.mark.parametrize("rca", [False, True])
 def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) -> None:
     """Decoders pull; where caches may be accessed remotely, prompts pull too, and all push."""
-    prompts, decoders = born(cluster, rca=rca)
+    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": rca}
+    prompts = [cluster.born(cluster.hosts[n - 1], "PROMPT", n, **settings) for n in PROMPTS]
+    decoders = [cluster.born(cluster.hosts[n - 1], "DECODER", n, **settings) for n in DECODERS]
     caches = Caches()
     for end in (*prompts, *decoders):
         for number, (kind, spec) in enumerate(KINDS.items()):
@@ -104,6 +95,7 @@ def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) 
         keys = tuple(CacheKey(prompt.cluster_id, 10 + d) for d in DECODERS)
         caches.make(prompt, "rows", Spec(rows=2, stride=STRIDE, keys=keys))
     for decoder, prompt in pairs:
+        cluster.link(decoder, prompt)
         over_tcp(decoder, prompt)
         if not rca:  # where requests have names
             p, d = prompt.cluster_id, decoder.cluster_id

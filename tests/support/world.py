@@ -103,7 +103,7 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
     return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
 
 
-def baseline() -> dict[str, Any]:
+def baseline(world: World) -> dict[str, Any]:
     """Return :func:`residue` before a test, and take all that lives now out of the collector's sight.
 
     What is imported or kept between tests is not the test's; every later look would go through it again, which costs
