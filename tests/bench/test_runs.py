@@ -63,10 +63,7 @@ SINGLE = [
     [
         (f"pull {SHAPE}", [SHAPED | {"transport": "shm", "memory": "pool"}]),
         (f"pull --transport cma {SHAPE}", [SHAPED | {"transport": "cma", "memory": "registered"}]),
-        (
-            f"pull --transport tcp --memory registered {SHAPE}",
-            [SHAPED | {"transport": "tcp", "memory": "registered"}],
-        ),
+        (f"pull --transport tcp --memory registered {SHAPE}", [SHAPED | {"transport": "tcp", "memory": "registered"}]),
         (f"push --transport tcp {SHAPE}", [SHAPED | {"transport": "tcp", "memory": "pool"}]),
         (
             "pull --transport inproc --set-mib 2 --tensors 2",
@@ -80,10 +77,7 @@ SINGLE = [
                 {"call": "copy_cache", "tensors": 64, "bytes": 8192 * 5 * 64},
             ],
         ),
-        (
-            "swap --block-bytes 8192 --blocks 50",
-            [{"call": "swap_blocks", "transport": "local", "bytes": 8192 * 50}],
-        ),
+        ("swap --block-bytes 8192 --blocks 50", [{"call": "swap_blocks", "transport": "local", "bytes": 8192 * 50}]),
         ("plan --blocks 300 --tensors 5", [{"blocks": 300, "tensors": 5, "bytes": 0}]),
         ("alloc --tensors 7", [{"tensors": 7, "bytes": 0}]),
         ("link --transport shm", [{"transport": "shm", "bytes": 0}]),
