@@ -10,8 +10,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
 from tests.conftest import Pair, _pair
 from tests.support.moves import Spec, make
-from tests.support.pushers import small_pool
-from tests.support.world import World, fill
+from tests.support.world import World, fill, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

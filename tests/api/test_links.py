@@ -16,9 +16,8 @@ from tests.support.background import Call, begin_there, result_there
 from tests.support.gates import gated_call
 from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
-from tests.support.pushers import small_pool
 from tests.support.strangers import Stranger, silent_port
-from tests.support.world import World, fill, make_config, residue_of
+from tests.support.world import World, fill, make_config, residue_of, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,9 +17,9 @@ import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
-from tests.clients.conftest import Processes
 from tests.support import linking
 from tests.support.background import begin_there, result_there
+from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
@@ -47,33 +46,10 @@ KILLED = "the connection broke|closed the connection|its process has ended"  # w
 BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
 
 
-class Family(Processes):
-    """The processes of one test, to be killed, frozen and born again. The survivors must have nothing left."""
-
-    transport: str
-
-    def start(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
-        end = self.born(f"{role.lower()} {cluster_id}")
-        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
-        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
-        return end
-
-
 @pytest.fixture
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
-    """Afterwards nothing of the library's may be left in the file system either."""
-    before, family = files_of_ours(), Family()
-    family.transport = getattr(request, "param", "shm")
-    yield family
-    for end in family._alive:
-        end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
-    family.part()
-    assert files_of_ours() == before
-
-
-def files_of_ours() -> list[str]:
-    names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
-    return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+    with one_family(getattr(request, "param", "shm")) as family:
+        yield family
 
 
 def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
@@ -133,8 +109,8 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
 def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold_up_no_other_link(
     family: Family,
 ) -> None:
-    prompt, third = family.start("PROMPT", 1), family.start("PROMPT", 3)
-    decoder = family.start("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
+    prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
     # What a process makes at its first link and keeps is there from now on; data lanes close a bit later.
     sockets = decoder.do(residue_of)["fds"]["socket"]
@@ -182,7 +158,7 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
     family: Family, properly: bool, timeout: str
 ) -> None:
     """The child holds the link, the lanes and the listener: over tcp only missed beats tell."""
-    prompt, decoder = family.start("PROMPT", 1), family.start("DECODER", 2, extra={"llm.PeerTimeout": timeout})
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra={"llm.PeerTimeout": timeout})
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     child = prompt.do(forked, properly)
     try:
@@ -205,14 +181,14 @@ def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
     socket_folder: Path, family: Family, same_address: bool
 ) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
-    prompt = family.start("PROMPT", 1, extra=extra)
-    decoder = family.start("DECODER", 2, extra=extra)
+    prompt = family.born("PROMPT", 1, extra=extra)
+    decoder = family.born("DECODER", 2, extra=extra)
     _, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 7], [2, 3])  # its answer is kept
     target[1] = decoder.do(show, "kv")
     family.kill(prompt)
-    prompt = family.start("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
+    prompt = family.born("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
     alone(decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("kv"), [0], [1])):
@@ -229,11 +205,11 @@ def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
 @BOTH_TRANSPORTS
 def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_seen(family: Family) -> None:
     """The old process is only stopped: no end of stream, no pidfd tells anything."""
-    prompt, old = family.start("PROMPT", 1, extra=PATIENT), family.start("DECODER", 2, extra=PATIENT)
+    prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
     caches(prompt, old)
     assert old.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(old):
-        decoder = family.start("DECODER", 2, extra=PATIENT)
+        decoder = family.born("DECODER", 2, extra=PATIENT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         bytes_move_both_ways(prompt, decoder)
     alone(old)
@@ -242,7 +218,7 @@ def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_s
     assert [each.peer_pid for each in prompt.do(picture).links] == [decoder.pid]
     for wanted in (1, None):  # the one that listens is restarted
         with frozen(prompt):
-            second = family.start("PROMPT", 1, extra=PATIENT)
+            second = family.born("PROMPT", 1, extra=PATIENT)
             assert decoder.do(link, [info(wanted, second.port)]) == SUCCESS
             bytes_move_both_ways(second, decoder)
         alone(prompt)
@@ -256,10 +232,10 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
 
 
 def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family) -> None:
-    decoder, first = family.start("DECODER", 2, extra=PATIENT), family.start("PROMPT", 1)
+    decoder, first = family.born("DECODER", 2, extra=PATIENT), family.born("PROMPT", 1)
     assert decoder.do(link, [info(1, first.port)]) == SUCCESS
     for _ in range(4):
-        second = family.start("PROMPT", 1)
+        second = family.born("PROMPT", 1)
         assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
         family.kill(first)
         bytes_move_both_ways(second, decoder)
@@ -287,13 +263,13 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
 def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
     family: Family, cluster_id: int
 ) -> None:
-    prompt, decoder = family.start("PROMPT", 1), family.start("DECODER", 2, extra=PATIENT)
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
     linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
-    other = family.start("PROMPT", cluster_id, port=prompt.port)
+    other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
     # Nothing has asked for a link to the new one.
     assert (decoder.do(links), other.do(links)) == ({}, {})
@@ -302,8 +278,8 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
 
 
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
-    prompt = family.start("PROMPT", 1)
-    decoder = family.start("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
+    prompt = family.born("PROMPT", 1)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
     source, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [0])
@@ -324,8 +300,8 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
 
 @BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
-    prompt = family.start("PROMPT", 1)
-    decoder = family.start("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
+    prompt = family.born("PROMPT", 1)
+    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
     source, target = caches(prompt, decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
@@ -347,8 +323,8 @@ def beats(world: World) -> int:
 
 
 def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
-    prompt = family.start("PROMPT", 1, extra=PATIENT)
-    decoder = family.start("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
+    prompt = family.born("PROMPT", 1, extra=PATIENT)
+    decoder = family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     number, begun = decoder.do(link_number, 1), decoder.do(beats)
     wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
@@ -512,7 +488,7 @@ def fork_and_look(world: World) -> int:
 
 
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
-    prompt, forker = family.start("PROMPT", 1), family.start("DECODER", 2)
+    prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
     assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(prompt):
         forker.do(lose, 1)

@@ -88,7 +88,6 @@ def refill(world: World, name: str, seed: int) -> Bytes:
 
 
 def show(world: World, name: str) -> Bytes:
-    """Return every byte of a cache."""
     return read(world.caches[name])
 
 
@@ -205,7 +204,6 @@ def moved(
 
 
 def same_bytes(actual: Bytes, expected: Bytes) -> None:
-    """Compare every byte."""
     assert len(actual) == len(expected)
     for tensor, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         np.testing.assert_array_equal(got, wanted, err_msg=f"tensor {tensor}")

@@ -85,7 +85,6 @@ class Meeting:
         return {cluster_id: rank for rank, cluster_id in enumerate(sorted(self.members))}
 
     def join(self, *ends: End) -> list[int]:
-        """Let these ends call ``link()``, in this order; return the communicators' ids."""
         rank_table = self.table or table(*(host(0) for _ in self.members))
         return [end.do(join, self.name, self.ranks, rank_table) for end in ends]
 

@@ -38,7 +38,6 @@ class Stranger:
         self._guards: GuardTable | None = None
 
     def say(self, *what: bytes | wire.Message) -> None:
-        """Send bytes as they are, messages as frames."""
         self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
 
     def hear(self, kind: type[M]) -> M:

@@ -59,7 +59,6 @@ def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def gated_call_v1(world: World, peer: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Make a call that stops at ``step``."""
     with shut(world.dd, step, folder, peer=peer):
         return kv_call(world, method, *args, **kwargs)
 
