@@ -88,7 +88,7 @@ def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("v1", [True, False])
-def test_r20_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
+def test_r20_i11_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
     v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"enable_cache_manager": not v1}
