@@ -23,6 +23,7 @@ from llm_datadist._checks import (
     check_uint64_list,
     is_digits,
 )
+from llm_datadist._transfer.arguments import ARGUMENTS, check
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
 from llm_datadist.status import handle_llm_status, raise_if_false, raise_if_true
 from llm_datadist.utils import utils
@@ -48,13 +49,13 @@ WIDTHS = {
 
 def test_r01_integer_passes_inside_its_width_only_alone_and_in_a_list() -> None:
     for kind, (low, high) in WIDTHS.items():
-        check, check_each = getattr(checks, f"check_{kind}"), getattr(utils, f"check_list_{kind}")
-        assert [check("n", low), check("n", high), check("n", 5)] == [low, high, 5]
+        check_one, check_each = getattr(checks, f"check_{kind}"), getattr(utils, f"check_list_{kind}")
+        assert [check_one("n", number) for number in (low, high, 5)] == [low, high, 5]
         check_each("ids", [low, high])
         check_each("ids", (True,))
         rows = [bad(RULE, f"n: {value} ", str(high), kind, n=value) for value in (low - 1, high + 1)]
         rows += [bad(TYPE, "n only support [int]", type(value).__name__, n=value) for value in (1j, np.float32(1))]
-        refuse_each(partial(_named, check), {}, {"n": integer(low, high)}, *rows)
+        refuse_each(partial(_named, check_one), {}, {"n": integer(low, high)}, *rows)
         outside = [(RULE, f"ids[1]: {value} ", [low, value]) for value in (low - 1, high + 1)]
         in_lists = Spec((3, {1}), (TYPE, "{}[0]", ["1"]), (NONE, "{}[0]", [None]), *outside)
         refuse_each(partial(_named, check_each), {}, {"ids": in_lists})
@@ -104,6 +105,14 @@ def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened(
     with pytest.raises(TypeError) as caught:
         check_type("shape", "x" * 10_000, list)
     assert len(str(caught.value)) < 200
+
+
+def test_arguments_are_checked_by_name_in_the_order_given() -> None:
+    assert check(ARGUMENTS, offset=3, batch_index=0, req_id=None, src_cache_offset=None) == [3, 0, None, 0]
+    with pytest.raises(ParamError, match=r"^batch_index: -1 is outside"):
+        check(ARGUMENTS, offset=3, batch_index=-1, size="not reached")
+    with pytest.raises(NoneArgument, match=r"^cache only support \[Cache\] but got None"):
+        check(ARGUMENTS, cache=None, batch_index=-1)
 
 
 def test_is_digits_allows_one_to_twenty_ascii_digits() -> None:

@@ -51,6 +51,7 @@ def test_status_codes_have_the_documented_values_and_names() -> None:
     assert {code.name: int(code) for code in LLMStatusCode} == {
         f"LLM_{name}": number for first, names in CODES.items() for number, name in enumerate(names.split(), first)
     }
+    assert str(LLMStatusCode.LLM_TIMEOUT) == "LLMStatusCode.LLM_TIMEOUT"
 
 
 def test_code_2_status_finds_every_code_and_takes_all_else_for_failed() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import llm_datadist
 from llm_datadist import DataType, Tensor, TensorDesc
 from llm_datadist.data_type import valid_np_dtypes
 from llm_datadist.errors import NoneArgument, ParamError
@@ -127,10 +126,3 @@ def test_wrong_types_are_type_errors() -> None:
     for dim in (-1, 2**63):
         with pytest.raises(ParamError, match="shape"):
             TensorDesc(DataType.DT_INT8, [1, dim])
-
-
-def test_the_names_that_come_late_are_in_the_package_and_no_others() -> None:
-    assert llm_datadist.Tensor is Tensor
-    assert llm_datadist.KvCacheManager.__name__ == "KvCacheManager"
-    with pytest.raises(AttributeError, match="has no attribute 'KvTensor'"):
-        _ = llm_datadist.KvTensor

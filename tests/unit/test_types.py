@@ -56,8 +56,6 @@ BLOCKS, ROW = BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1)
 
 def test_r01_enumerations_are_ints_with_the_name_as_text_and_another_number_is_a_value_error() -> None:
     """The documented members and their values are in test_public_api.py."""
-    assert [member.name for member in PushType] == ["NO_CACHE_KEY", "BLOCKS_CACHE_KEY", "CACHE_KEY_BY_ID"]
-    assert [member.value for member in PushType] == [0, 1, 2]
     every: list[type[Any]] = [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType]
     for enum in every:
         for value in (-1, 5_000, "PROMPT", None, 0.5):
