@@ -103,17 +103,12 @@ class RegistryMachine(RuleBasedStateMachine):
         self.entries[entry.cache_id] = entry
         self.model.add(entry.cache_id, cache, wanted)
 
-    @rule(op=st.sampled_from(OWNER_OPS), a=arguments)
-    def owner_acts(self, op: str, a: Args) -> None:
+    def act(self, op: str, a: Args) -> None:
         getattr(self, op)(a)
 
-    @rule(op=st.sampled_from(PULL_OPS), a=arguments)
-    def pulls(self, op: str, a: Args) -> None:
-        getattr(self, op)(a)
-
-    @rule(op=st.sampled_from(PEER_OPS), a=arguments)
-    def peer_acts(self, op: str, a: Args) -> None:
-        getattr(self, op)(a)
+    owner_acts = rule(op=st.sampled_from(OWNER_OPS), a=arguments)(act)
+    pulls = rule(op=st.sampled_from(PULL_OPS), a=arguments)(act)
+    peer_acts = rule(op=st.sampled_from(PEER_OPS), a=arguments)(act)
 
     @precondition(lambda self: len(self.model.caches) > 12)
     @rule()
@@ -219,11 +214,8 @@ class RegistryMachine(RuleBasedStateMachine):
             self.model.caches[cache_id].holds -= 1
 
     @invariant()
-    def tables_are_sound(self) -> None:
+    def tables_are_sound_and_storages_and_guards_where_they_should_be(self) -> None:
         self.registry.check_integrity()
-
-    @invariant()
-    def storages_and_guards_are_where_they_should_be(self) -> None:
         freed, retired, void = self.model.expected()
         assert self.ledger.freed == freed
         assert self.ledger.retired == retired
@@ -293,8 +285,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.clear()
         while self.held:
             self.let_go(Args(PEERS[0], 0, 0, 0, 0, 0, flag=False))
-        self.tables_are_sound()
-        self.storages_and_guards_are_where_they_should_be()
+        self.tables_are_sound_and_storages_and_guards_where_they_should_be()
         assert self.ledger.freed == {cache.name for cache in self.model.caches.values()}
         names = {binding.name for binding in self.model.bindings}
         assert self.ledger.retired == self.ledger.freed | names
