@@ -30,14 +30,7 @@ if TYPE_CHECKING:
     from enum import Enum
 
 pytestmark = pytest.mark.covers(
-    "__all__",
-    "v2_list",
-    "llm_datadist.*",
-    "llm_datadist_v1",
-    "llm_datadist_wrapper",
-    "trans_str_ip",
-    "LLMDataDist.kv_cache_manager",
-    "compat.check_positive_or_set_default",
+    "__all__", "v2_list", "llm_datadist.*", "llm_datadist_*", "LLMDataDist.kv_cache_manager", "compat.check_positive*"
 )
 
 #: interface §1.1, in its order.

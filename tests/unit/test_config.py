@@ -19,15 +19,7 @@ from llm_datadist.types.enums import LLMRole
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
 
 pytestmark = pytest.mark.covers(
-    "LLMConfig",
-    "LLMConfig: *",
-    "ge: *",
-    "llm: *",
-    "apply_environment",
-    "parse_listen_ip_info",
-    "Options.parse",
-    "PoolOptions.parse",
-    "check_buf_pool",
+    "LLMConfig*", "ge: *", "llm: *", "parse_listen_ip_info", "Options.parse", "PoolOptions.parse", "check_buf_pool"
 )
 
 DEVICE = {"ge.exec.deviceId": "0"}

@@ -35,27 +35,11 @@ from llm_datadist.types import (
 from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
 from tests.support.refusals import INT64, NONE, RULE, TYPE, UINT32, UINT64, Spec, assign, bad, integer, refuse_each
 
-pytestmark = pytest.mark.covers(
-    "BlocksCacheKey",
-    "BlocksCacheKey: cluster_id model_id prompt_cluster_id",
-    "Cache",
-    "CacheKey",
-    "CacheKey: *",
-    "CacheKeyByIdAndIndex",
-    "CacheKeyByIdAndIndex: batch_index cache_id",
-    "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs",
-    "CacheDesc*",
-    "DataType*",
-    "LLMClusterInfo*",
-    "LLMRole",
-    "LayerSynchronizer*",
-    "MemInfo*",
-    "Memtype",
-    "Placement",
-    "RegisterMemStatus",
-    "TransferConfig*",
-    "TransferWithCacheKeyConfig*",
-)
+pytestmark = [
+    pytest.mark.covers("Cache", "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs"),
+    pytest.mark.covers("BlocksCacheKey*", "CacheDesc*", "CacheKey*", "DataType*", "LLMClusterInfo*", "LLMRole"),
+    pytest.mark.covers("LayerSynchronizer*", "Mem*", "Placement", "RegisterMemStatus", "Transfer*Config*"),
+]
 
 HALF = DataType.DT_FLOAT16
 MAX64 = 2**64 - 1
