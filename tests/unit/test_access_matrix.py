@@ -139,12 +139,11 @@ def test_every_server_answers_as_the_table_says() -> None:
     """One line for each verb, kind of cache and remote_accessible."""
     lines = []
     for verb in ("resolve", "lane", "checksum"):
-        names = [
-            f"{'rca' if rca else '-'}/{'located' if located else '-'}/{last}" for rca, located, last in _columns(verb)
-        ]
-        lines.append(f"{verb:<43}" + " ".join(f"{each:<17}" for each in names))
+        names = [f"{'rca' if rca else '-'}/{'located' if near else '-'}/{last}" for rca, near, last in _columns(verb)]
+        rows = [(verb, iter(names))]
         for push, kind, shared in itertools.product(_BOTH, _KINDS, (True, False)):
             head = f"{verb} {'push' if push else 'pull'} {kind} {'shared' if shared else 'not-shared'}"
-            lines.append(f"{head:<43}" + " ".join(f"{each:<17}" for each in _cells(verb, push, kind, shared)))
+            rows.append((head, _cells(verb, push, kind, shared)))
+        lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in rows]
         lines.append("")
     assert [line.rstrip() for line in lines[:-1]] == _TABLE.read_text().splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import threading
@@ -22,9 +21,9 @@ from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolE
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llm_datadist._memory.segment import Segment
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MIB = 1 << 20
@@ -62,14 +61,6 @@ def new(nbytes: int = MIB, *, peers_may_write: bool = False) -> SharedSegment:
 
 def attach(segment: SharedSegment, *, writable: bool) -> SharedSegment:
     return SharedSegment.attach(os.dup(segment.fd), segment.nbytes, writable=writable)
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptor_leaks() -> Iterator[None]:
-    before = open_fds()
-    yield
-    gc.collect()
-    assert open_fds() == before
 
 
 # --- shared segments --------------------------------------------------------------------------------------------------
