@@ -143,8 +143,8 @@ def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> N
     with pytest.raises(LinkError, match=r"^peer holds 4096 unreleased pins: ") as caught:
         registry.pin("p", LATER, key=req(1))
     assert caught.value.status_code is LLMStatusCode.LLM_LINK_BUSY
-    registry.release("q", registry.pin("q", LATER, key=req(1)).pin_id)
-    registry.release("p", pins[0].pin_id)
+    registry.release("q", registry.pin("q", LATER, key=req(1)).pin_id, 0, 4)  # of which nothing is consumed
+    registry.release("p", pins[0].pin_id, -1, 1, consume=True)  # there is no such tensor
     registry.pin("p", LATER, key=req(1))
 
 
