@@ -103,12 +103,17 @@ class RegistryMachine(RuleBasedStateMachine):
         self.entries[entry.cache_id] = entry
         self.model.add(entry.cache_id, cache, wanted)
 
-    def act(self, op: str, a: Args) -> None:
+    @rule(op=st.sampled_from(OWNER_OPS), a=arguments)
+    def owner_acts(self, op: str, a: Args) -> None:
         getattr(self, op)(a)
 
-    owner_acts = rule(op=st.sampled_from(OWNER_OPS), a=arguments)(act)
-    pulls = rule(op=st.sampled_from(PULL_OPS), a=arguments)(act)
-    peer_acts = rule(op=st.sampled_from(PEER_OPS), a=arguments)(act)
+    @rule(op=st.sampled_from(PULL_OPS), a=arguments)
+    def pulls(self, op: str, a: Args) -> None:
+        getattr(self, op)(a)
+
+    @rule(op=st.sampled_from(PEER_OPS), a=arguments)
+    def peer_acts(self, op: str, a: Args) -> None:
+        getattr(self, op)(a)
 
     @precondition(lambda self: len(self.model.caches) > 12)
     @rule()
