@@ -292,24 +292,16 @@ def test_known_options_without_effect_are_silent_and_unknown_ones_or_fields_one_
 
 
 def test_every_option_of_llm_config_is_known_and_parsed(caplog: pytest.LogCaptureFixture) -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.sync_kv_timeout = 5000
-    config.listen_ip_info = "127.0.0.1:0"
-    config.enable_cache_manager = config.enable_remote_cache_accessible = config.enable_switch_role = True
-    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": 1048576}'
-    config.local_comm_res = config.global_resource_config = ""
-    config.transfer_backend = "hixl"
-    config.link_total_time = config.link_retry_count = config.output_max_size = 5
-    config.rdma_traffic_class = config.rdma_service_level = 4
-    config.buf_pool_cfg = '{"buf_cfg": []}'
-    config.deploy_res_path = "/x"
-    config.cluster_info = "{}"
+    config, pool = LLMConfig(), json.dumps({"memory_size": 1048576})
+    values = {name: next(iter(texts)) for name, _, _, texts in PROPERTIES if texts}
+    values |= {"device_id": 0, "mem_pool_cfg": pool, "host_mem_pool_cfg": pool, "buf_pool_cfg": '{"buf_cfg": []}'}
+    assign(config, **values | {"cluster_info": "{}"})
     with caplog.at_level(logging.DEBUG, logger="LLM_DATADIST"):
         parsed = parse(config.generate_options(), LLMRole.PROMPT)
     assert caplog.records == []
+    assert config.generate_options().keys() >= {option for _, _, option, texts in PROPERTIES if texts}
     assert (parsed.device_id, parsed.cache_manager, parsed.remote_accessible) == (0, True, True)
-    assert (parsed.sync_kv_timeout_ms, parsed.listen) == (5000, ("127.0.0.1", 0))
+    assert (parsed.sync_kv_timeout_ms, parsed.listen) == (1500, ("127.0.0.1", 26000))
     assert parsed.mem_pool == parsed.host_mem_pool == PoolOptions(1048576, 16)
 
 
