@@ -1,5 +1,5 @@
-"""The value types: enumerations, CacheDesc, Cache, keys, configs of transfers, LLMClusterInfo (interface §1.2, §2.1,
-§4, §5)."""
+"""The value types: enumerations, CacheDesc, Cache, keys, configs of transfers, LLMClusterInfo, Tensor (interface §1.2,
+§2.1, §4, §5, §8)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist import Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -39,6 +40,7 @@ pytestmark = [
     pytest.mark.covers("Cache", "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs"),
     pytest.mark.covers("BlocksCacheKey*", "CacheDesc*", "CacheKey*", "DataType*", "LLMClusterInfo*", "LLMRole"),
     pytest.mark.covers("LayerSynchronizer*", "Mem*", "Placement", "RegisterMemStatus", "Transfer*Config*"),
+    pytest.mark.covers("KvCacheManager", "Tensor", "Tensor: numpy tensor_desc", "TensorDesc*", "valid_np_dtypes"),
 ]
 
 HALF = DataType.DT_FLOAT16
@@ -67,16 +69,13 @@ SIZES: dict[int, dict[str, type]] = {
 }
 
 
-def test_every_data_type_has_its_size_and_numpy_type() -> None:
+def test_every_data_type_has_its_size_and_numpy_type_which_map_back_except_bfloat16() -> None:
     for size, types in SIZES.items():
         for name, numpy_type in types.items():
             dtype = DataType[f"DT_{name}"]
             assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, numpy_type)
             assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * size, "bytes of one tensor"
     assert len(dtype_to_np_dtype) == len(DataType) == sum(map(len, SIZES.values())) == 14
-
-
-def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
     assert len(np_dtype_to_dtype) == len(valid_np_dtypes) == 13
     assert np_dtype_to_dtype[np.float16] is DataType.DT_FLOAT16
     assert DataType.DT_BF16 not in np_dtype_to_dtype.values()
@@ -384,3 +383,92 @@ def test_keys_are_frozen_hashable_values() -> None:
         assert repr(key) == text
         with pytest.raises(AttributeError):
             key.cluster_id = 5
+
+
+# --- Tensor and TensorDesc of v1 (interface §8) ----------------------------------------------------------------------
+
+
+def test_a_tensor_over_an_array_is_the_array() -> None:
+    for scalar in valid_np_dtypes:
+        if scalar is np.bytes_:
+            continue
+        array = np.arange(6).astype(scalar).reshape(2, 3)
+        tensor = Tensor(array)
+        assert np.shares_memory(tensor.numpy(), array)
+        assert (tensor.numpy().dtype, tensor.tensor_desc.shape) == (array.dtype, [2, 3])
+        copy = tensor.numpy(copy=True)
+        assert not np.shares_memory(copy, array)
+        np.testing.assert_array_equal(copy, array)
+        same = Tensor(tensor, TensorDesc(tensor.tensor_desc.dtype, (2, 3)))
+        for again in (Tensor(tensor), same):
+            assert np.shares_memory(again.numpy(), array)
+
+
+def test_both_of_numpys_types_for_one_integer_are_that_integer() -> None:
+    for name, dtype in (
+        (np.longlong, DataType.DT_INT64),
+        (np.ulonglong, DataType.DT_UINT64),
+        (np.int_, DataType.DT_INT64),
+    ):
+        array = np.arange(3, dtype=name)
+        assert Tensor(array).tensor_desc.dtype is dtype
+        assert Tensor(array, TensorDesc(dtype, [3])).numpy() is array
+
+
+def test_bf16_comes_as_float32_by_value() -> None:
+    patterns = np.array([0x0000, 0x8000, 0x3F80, 0xBF00, 0x4049, 0x7F80, 0x0001], np.uint16)
+    expected = np.array([0.0, -0.0, 1.0, -0.5, 3.140625, np.inf, 2.0**-133], np.float32)
+    for data in (patterns, patterns.view(np.float16)):
+        tensor = Tensor(data, TensorDesc(DataType.DT_BF16, [7]))
+        np.testing.assert_array_equal(tensor.numpy(), expected)
+        assert tensor.numpy().dtype == np.float32
+        assert np.signbit(tensor.numpy()[1])
+        assert repr(tensor) == "<Tensor DT_BF16 [7]>"
+
+
+@pytest.mark.parametrize("text", [np.array(["a", "äb"]), np.array([b"a", b"bc"])])
+def test_text_is_dt_string_and_only_copied(text: Any) -> None:
+    tensor = Tensor(text)
+    assert tensor.tensor_desc.dtype is DataType.DT_STRING
+    with pytest.raises(RuntimeError, match="copy=True"):
+        tensor.numpy()
+    copy = tensor.numpy(copy=True)
+    assert copy.tolist() == text.tolist()
+    assert not np.shares_memory(copy, text)
+
+
+def test_an_address_with_a_descriptor_of_its_own_shape_is_the_memory_there() -> None:
+    array, shape = np.arange(6, dtype=np.int64), [3, 2]
+    desc = TensorDesc(DataType.DT_INT64, shape)
+    shape[0] = 9
+    desc.shape[1] = 9
+    assert (desc.dtype, desc.shape, TensorDesc(DataType.DT_INT8, ()).shape) == (DataType.DT_INT64, [3, 2], [])
+    Tensor(array.ctypes.data, desc).numpy()[2, 1] = 50
+    assert array[5] == 50
+
+
+def test_what_is_no_tensor_is_a_param_error_and_a_wrong_type_a_type_error() -> None:
+    half = np.zeros((2, 3), np.float16)
+    cases: list[tuple[Any, TensorDesc | None, str]] = [
+        (half, TensorDesc(DataType.DT_FLOAT, [2, 3]), "DT_FLOAT"),
+        (half, TensorDesc(DataType.DT_FLOAT16, [3, 2]), "[3, 2]"),
+        (half, TensorDesc(DataType.DT_FLOAT16, [6]), "[6]"),
+        (Tensor(half), TensorDesc(DataType.DT_INT16, [2, 3]), "DT_INT16"),
+        (half.astype(np.int16), TensorDesc(DataType.DT_BF16, [2, 3]), "DT_BF16"),
+        (half.T, None, "not contiguous"),
+        (half.astype(np.complex64), None, "complex64"),
+        (half.astype(object), None, "object"),
+        (half.astype(">f4"), None, ">f4"),
+        (np.zeros(2, "M8[s]"), None, "datetime64"),
+        (4096, None, "tensor_desc"),
+        *[(at, TensorDesc(DataType.DT_INT8, [4]), f"data={at}: 4 bytes") for at in (0, -1, 2**64 - 2)],
+        (4096, TensorDesc(DataType.DT_INT8, [4, 0]), "[4, 0]"),
+        (4096, TensorDesc(DataType.DT_STRING, [4]), "DT_STRING"),
+    ]
+    refuse_each(Tensor, {}, {}, *[bad(RULE, part, data=data, tensor_desc=desc) for data, desc, part in cases])
+    refuse_each(
+        Tensor, {"data": half}, {"data": Spec(([1], "a", 1.0, True)), "tensor_desc": Spec(([2, 3],), none_ok=True)}
+    )
+    refuse_each(Tensor(half).numpy, {}, {"copy": Spec((1,))})
+    shapes = Spec((3,), (TYPE, "{}[1]", [1, "2"]), (RULE, "{}", [1, -1], [1, 2**63]))
+    refuse_each(TensorDesc, {"dtype": DataType.DT_INT8, "shape": [1]}, {"dtype": Spec(("f",)), "shape": shapes})
