@@ -203,21 +203,6 @@ def _own(cls: type) -> Iterator[tuple[str, Any]]:
             yield from ((name, value) for name, value in vars(base).items() if not name.startswith("_"))
 
 
-def _callables(cls: type) -> Iterator[tuple[str, Callable[..., object]]]:
-    """Yield (name, function) of the constructor, methods and property getters and setters that we wrote."""
-    members = [*_own(cls), *((name, vars(cls)[name]) for name in ("__init__",) if name in vars(cls))]
-    for name, value in members:
-        if isinstance(value, property):
-            yield from ((name, function) for function in (value.fget, value.fset) if function is not None)
-        elif isinstance(value, staticmethod | classmethod):
-            yield name, value.__func__
-        elif inspect.isfunction(value):
-            yield name, value
-
-
-PUBLIC_CLASSES: Final = [getattr(llm_datadist, name) for name in llm_datadist.__all__] + [CacheManager]
-
-
 # --- interface R23 ----------------------------------------------------------------------------------------------------
 
 
@@ -401,16 +386,16 @@ def test_enumerations_have_the_documented_values() -> None:
 # --- documented and annotated ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", PUBLIC_CLASSES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*(getattr(llm_datadist, name) for name in llm_datadist.__all__), CacheManager])
 def test_every_public_name_is_documented_and_annotated(cls: type) -> None:
     assert (cls.__doc__ or "").strip(), f"{cls.__name__} has no docstring"
-    for name, value in _own(cls):
-        of_ours = inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod)
-        of_ours |= cls is llm_datadist.LLMConfig  # its settings
-        assert not of_ours or (inspect.getdoc(value) or "").strip(), f"{cls.__name__}.{name} has no docstring"
-    for name, function in _callables(cls):
+    for name, value in [*_own(cls), ("__init__", vars(cls).get("__init__"))]:
         where = f"{cls.__name__}.{name}"
-        signature = inspect.signature(function)
-        missing = [p.name for p in signature.parameters.values() if p.name != "self" and p.annotation is p.empty]
-        assert missing == [], f"{where}: parameters without annotation"
-        assert signature.return_annotation is not inspect.Signature.empty, f"{where}: no return annotation"
+        parts = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+        functions = [part for part in parts if inspect.isfunction(part)]
+        if name != "__init__" and (functions or cls is llm_datadist.LLMConfig):  # its settings are no functions
+            assert (inspect.getdoc(value) or "").strip(), f"{where} has no docstring"
+        for signature in map(inspect.signature, functions):
+            missing = [p.name for p in signature.parameters.values() if p.name != "self" and p.annotation is p.empty]
+            assert missing == [], f"{where}: parameters without annotation"
+            assert signature.return_annotation is not inspect.Signature.empty, f"{where}: no return annotation"
