@@ -96,8 +96,7 @@ def _exists(span: str) -> bool:
 
 @cache
 def _classes() -> dict[str, type]:
-    found = {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
-    return {name: each for name, each in found.items() if isinstance(each, type)}
+    return {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -158,7 +158,6 @@ for name in ("torch", "typer", "rich", "pytest", "prometheus_client"):
     sys.modules[name] = None
 """
 
-
 #: A fork for each path, before anything of the library is imported: which of them cannot be imported first?
 _EACH_FIRST: Final = """
 import json, os, sys
