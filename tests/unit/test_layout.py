@@ -313,9 +313,9 @@ HONEST = geometry()
 
 
 def test_geometry_counts_rows_by_the_first_dimension_whatever_the_batch_dimension() -> None:
-    desc = CacheDesc(3, [4, 5, 6], DataType.DT_FLOAT16, Placement.HOST, batch_dim_index=1)
-    for kind in CacheKind:
-        assert Geometry.of(desc, kind) == Geometry(kind, 3, 4, 60, 240, (4, 5, 6), 1, 0)
+    for kind, tensors in zip(CacheKind, (1, 2, 3), strict=True):
+        desc = CacheDesc(tensors, [4, 5, 6], DataType.DT_FLOAT16, Placement.HOST, batch_dim_index=1)
+        assert Geometry.of(desc, kind) == Geometry(kind, tensors, 4, 60, 240, (4, 5, 6), 1, 0)
     with pytest.raises(ParamError, match="num_tensors=0"):
         Geometry.of(CacheDesc(0, [4], DataType.DT_INT8), CacheKind.CACHE)
 
@@ -337,6 +337,7 @@ def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
 def test_a_geometry_travels_unchanged_and_one_that_lies_is_refused_however_often(shape: tuple[int, ...]) -> None:
     honest = msgspec.structs.replace(HONEST, shape=shape)
     largest = msgspec.structs.replace(honest, num_tensors=2**20, tensor_bytes=2**63 - 1)
+    smallest = msgspec.structs.replace(honest, num_tensors=1, rows=1, stride=1, tensor_bytes=1)
     lies = [
         *[{"num_tensors": count} for count in (0, -1, 2**20 + 1)],
         *[{"tensor_bytes": nbytes} for nbytes in (0, 8 * 12 - 1, 2**63)],
@@ -345,7 +346,7 @@ def test_a_geometry_travels_unchanged_and_one_that_lies_is_refused_however_often
         *[{"rows": rows, "stride": stride} for rows, stride in ((2**63, 2**63), (-8, -12))],
     ]
     for change in lies * 2:
-        for sound in (honest, largest):
+        for sound in (honest, largest, smallest):
             assert decode_geometry(msgspec.msgpack.encode(sound)) == sound
         with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
             decode_geometry(msgspec.msgpack.encode(msgspec.structs.replace(honest, **change)))
