@@ -63,7 +63,7 @@ def test_refusals_name_the_key_the_cache_or_the_row_and_change_nothing() -> None
         with pytest.raises(CacheNotFound) as caught:
             registry.find(key=key, cache_id=cache_id, row=row)
         assert str(caught.value) == text
-    with pytest.raises(CacheNotFound, match="^cache: no cache with id 99"):
+    with pytest.raises(CacheNotFound, match=r"^cache: no cache with id 99"):
         registry.begin_use(99)
     with pytest.raises(CacheNotFound, match="no pin 7 of this peer on cache 2: released, or expired"):
         registry.reach("peer", 2, 7)
