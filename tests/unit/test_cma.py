@@ -10,7 +10,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +23,14 @@ from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist.errors import PeerLost, StateError
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
+from tests.support.source import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from llm_datadist._transport import Connection
 
-SOURCE = Path(__file__).parents[2] / "src"
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
@@ -91,7 +91,7 @@ for uid in (0, 65534):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_the_kernel_refuses_another_user(met: tuple[PeerProcess, PeerMemory]) -> None:
     process, peer = met
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
     command = [sys.executable, "-c", STRANGER, str(peer.pid), str(process.address(PRIVATE))]
     said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
     other_user, same_user = said.splitlines()
