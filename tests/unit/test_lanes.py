@@ -56,17 +56,6 @@ ROW = one_row(64)
 LEAVES_NOTHING = pytest.mark.usefixtures("nothing_left")
 
 
-def test_a_request_holds_the_targets_side_of_a_plan() -> None:
-    runs = np.array([[10, 20, 5], [30, 40, 6]], np.uint64)
-    plan = Plan(1, 2, 3, runs, False, 33)
-    for write, first, column in ((False, 2, 1), (True, 1, 0)):
-        request = decode_request(encode_request(b"name", 99, plan, write=write))
-        assert (request.handle, request.extent) == (b"name", 99)
-        assert (request.plan.dst_first, request.plan.src_first, request.plan.count) == (first, first, 3)
-        assert request.plan.nbytes == 33
-        assert request.plan.runs.tolist() == [[run[column], run[column], run[2]] for run in runs.tolist()]
-
-
 @pytest.mark.parametrize(
     "meta",
     [
