@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkMachine, LinkOrigin, LinkState, Peer
 from llm_datadist._links.table import LinkTable
 from llm_datadist._transport import Choice
-from llm_datadist._transport.connection import Capabilities, Connection, DataPath, Window
+from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
 
 if TYPE_CHECKING:
@@ -22,28 +23,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("errors.AlreadyLinked")
 
 _names = itertools.count(1)
-
-
-class Nowhere(Connection):
-    """A connection to nothing, closed from the start, for links that move no bytes."""
-
-    capabilities = Capabilities("nowhere", shared_regions=False, private_memory=False)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.close()
-
-    def _window(self, region: int) -> Window | None:
-        return None
-
-    def _guards(self) -> Window:
-        raise AssertionError("no guards")
-
-    def _move(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("no bytes")
-
-    def _release(self) -> None:
-        pass
 
 
 class End:
@@ -55,8 +34,7 @@ class End:
         self.told: list[str] = []
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
-        origin = LinkOrigin(dialled, sequence, peer_sequence)
-        return Link(peer, DataPath(Nowhere()), Choice(name, name, "test"), origin)
+        return Link(peer, Mock(DataPath), Choice(name, name, "test"), LinkOrigin(dialled, sequence, peer_sequence))
 
     def end(self, link: Link | None) -> None:
         if link is not None:

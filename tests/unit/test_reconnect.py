@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,6 @@ from llm_datadist._transport import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
-from tests.unit.test_link_table import Nowhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,11 +28,9 @@ LONG_MS = 60_000
 
 def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
-    connection = Nowhere()
-    if pidfd is not None:
-        connection.peer_pidfd = lambda: os.dup(pidfd)  # type: ignore[method-assign]
+    path = Mock(DataPath, peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
-    return Link(Peer(cluster_id, bytes(16), 1, "host"), DataPath(connection), Choice("tcp", None, "test"), origin)
+    return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)
 
 
 class Attempts:
