@@ -20,17 +20,15 @@ MEMORY = 24 << 20  # private memory of the other process
 PAGE = os.sysconf("SC_PAGESIZE")
 
 HOLDER = f"""
-import ctypes, sys
+import ctypes, mmap, sys
 from multiprocessing.connection import Connection
 import numpy as np
 
 memory = np.zeros({MEMORY}, np.uint8)
 libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-edge = libc.mmap(None, {2 * PAGE}, 3, 0x22, -1, 0) + {PAGE}
-assert libc.munmap(edge, {PAGE}) == 0
+pages = mmap.mmap(-1, {2 * PAGE})
+edge = np.frombuffer(pages, np.uint8).ctypes.data + {PAGE}
+assert libc.munmap(ctypes.c_void_p(edge), ctypes.c_size_t({PAGE})) == 0
 pipe = Connection(int(sys.argv[1]))
 pipe.send((memory.ctypes.data, edge))
 while True:

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -438,12 +437,10 @@ def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder:
     assert list(socket_folder.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(socket_folder: Path) -> None:
     with staged(str(socket_folder)) as stage:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            pid = os.fork()
-        if pid == 0:
+        if (pid := os.fork()) == 0:
             with suppress(BaseException):  # whatever it is, the child must leave through _exit
                 stage.listener.close()
                 stage.listener.close()
