@@ -23,7 +23,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
+from llm_datadist._transport import PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
 from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.rendezvous import send_packet as send
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
@@ -458,31 +458,29 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
 def test_choose() -> None:
     peer = object.__new__(PeerMemory)
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
-    told = LinkRefused("no such socket")
-    assert choose(same_process=True, same_host=None, forced=None).name == "inproc"
-    assert choose(same_process=False, same_host=peer, forced=None) == Choice(
-        "shm",
-        "tcp",
-        "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
-        "memory by tcp, not by cma: nobody tried",
-    )
-    assert choose(same_process=False, same_host=peer, forced=None, private=None).private == "cma"
-    shm = choose(same_process=True, same_host=peer, forced="shm")
-    assert (shm.name, shm.private) == ("shm", None)
-    for reason, part in ((None, "no same-host rendezvous was made"), (told, "no such socket")):
-        choice = choose(same_process=False, same_host=reason, forced=None)
-        assert (choice.name, choice.private) == ("tcp", "tcp")
-        assert f"not shm: {part}" in choice.reason
-    assert choose(same_process=True, same_host=peer, forced="tcp").name == "tcp"
-    cma = choose(same_process=False, same_host=peer, forced="cma", private=None)
-    assert cma == Choice("cma", "cma", "the kernel lets us into the peer's memory")
-    refusals: list[tuple[str, dict[str, Any], str]] = [
-        ("inproc", {"same_host": peer}, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
-        ("shm", {"same_host": told}, "not shm: no such socket"),
-        ("cma", {"same_host": peer, "private": "it runs as uid 5"}, "'cma' cannot .* peer: not cma: it runs as uid 5"),
+    told, cma = LinkRefused("no such socket"), {"private": None}
+    mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
+    chosen: list[
+        tuple[bool, PeerMemory | LinkError | None, str | None, dict[str, None], tuple[str, str | None], str]
+    ] = [
+        (True, None, None, {}, ("inproc", "inproc"), "the peer is in this process"),
+        (False, peer, None, {}, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
+        (False, peer, None, cma, ("shm", "cma"), mapped + "memory by cma"),
+        (True, peer, "shm", {}, ("shm", None), "private memory by nothing: nobody tried"),
+        (False, None, None, {}, ("tcp", "tcp"), "not shm: no same-host rendezvous was made"),
+        (False, told, None, {}, ("tcp", "tcp"), "not shm: no such socket"),
+        (True, peer, "tcp", {}, ("tcp", "tcp"), "data lanes, as llm.Transport asks"),
+        (False, peer, "cma", cma, ("cma", "cma"), "the kernel lets us into the peer's memory"),
     ]
-    for forced, found, text in refusals:
-        with pytest.raises(LinkRefused, match=text):
-            choose(same_process=False, forced=forced, **found)
-    with pytest.raises(ParamError, match="known are inproc, shm, cma, tcp"):
-        choose(same_process=True, same_host=None, forced="rdma")
+    for same_process, same_host, forced, tried, names, reason in chosen:
+        choice = choose(same_process=same_process, same_host=same_host, forced=forced, **tried)
+        assert (choice.name, choice.private) == names
+        assert choice.reason.endswith(reason)
+    for forced, why, kind, text in (
+        ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
+        ("shm", None, LinkRefused, "not shm: no such socket"),
+        ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
+        ("rdma", None, ParamError, "known are inproc, shm, cma, tcp"),
+    ):
+        with pytest.raises(kind, match=text):
+            choose(same_process=False, same_host=told, forced=forced, private=why)
