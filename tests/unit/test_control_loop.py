@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-@pytest.fixture
-def control() -> Iterator[ControlLoop]:
-    control = ControlLoop()
-    control.start()
-    yield control
-    control.stop()
-    assert "llm-datadist-control" not in [thread.name for thread in threading.enumerate()]
-
-
 def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(control: ControlLoop) -> None:
     done: list[object] = []
 
