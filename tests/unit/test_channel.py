@@ -41,11 +41,7 @@ def test_a_frame_may_have_as_many_bytes_as_the_limit_and_what_came_before_a_larg
 class Ends:
     """A channel whose answers are UnlinkAcks, the socket at its other end, and what was reported in which thread."""
 
-    def __init__(
-        self,
-        control: ControlLoop,
-        first: Message | None = None,
-    ) -> None:
+    def __init__(self, control: ControlLoop, first: Message | None = None) -> None:
         self.control = control
         self.ours, self.theirs = socket.socketpair()
         for sock in (self.ours, self.theirs):
