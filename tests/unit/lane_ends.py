@@ -50,11 +50,6 @@ def one_row(nbytes: int) -> Plan:
     return twin.make_plan(plan_row(0, 0, nbytes))
 
 
-def tensors(memory: twin.Bytes) -> Tensors:
-    """Return the memory as one tensor."""
-    return twin.tensors_of([memory])
-
-
 def encode_plan(plan: Plan) -> bytes:
     head = struct.pack("<QQQQ", plan.dst_first, plan.src_first, plan.count, plan.nbytes)
     return head + plan.runs.tobytes()

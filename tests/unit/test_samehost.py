@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import queue
 import secrets
@@ -23,6 +22,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
+from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._transport import PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
 from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.rendezvous import send_packet as send
@@ -257,19 +257,16 @@ def test_memory_that_is_not_what_was_announced_is_refused_at_both_ends(stage: St
     """The seals and sizes by themselves: test_segment.py."""
     fds = stage.fds
     lie = [msgspec.structs.replace(described, writable=True) for described in stage.hello().regions]
-    small = os.memfd_create("small", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(small, 8)
-    fcntl.fcntl(small, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC)
-    os.ftruncate(unsealed, REGION_BYTES[1])
-    try:
+    segment = SharedSegment.create("small", 8, peers_may_write=True)
+    with segment, open(os.memfd_create("unsealed"), "r+b") as unsealed:
+        unsealed.truncate(REGION_BYTES[1])
         cases: list[tuple[tuple[str, ...], dict[str, Any], list[int]]] = [
             (("not acceptable",), {"regions": lie}, fds),
             (("another cookie",), {"cookie": bytes(16)}, fds),
-            (("header",), {"guards_nbytes": 8}, [small, *fds[1:]]),
+            (("header",), {"guards_nbytes": 8}, [segment.fd, *fds[1:]]),
             (("not acceptable",), {}, [*fds[:3], 0]),
-            (("'pool-1'", "seals"), {}, [*fds[:2], unsealed, fds[3]]),
-            (("'pool-1'", "announced as"), {}, [*fds[:2], small, fds[3]]),
+            (("'pool-1'", "seals"), {}, [*fds[:2], unsealed.fileno(), fds[3]]),
+            (("'pool-1'", "announced as"), {}, [*fds[:2], segment.fd, fds[3]]),
             *[((f"sent {count} descriptors",), {}, (fds * 11)[:count]) for count in (0, 3, 5, 33)],
         ]
         for parts, changes, sent in cases:
@@ -277,9 +274,6 @@ def test_memory_that_is_not_what_was_announced_is_refused_at_both_ends(stage: St
             text = stage.refused(msgspec.msgpack.encode(stage.hello(**changes)), sent)
             assert [part for part in parts if part not in text] == []
             assert isinstance(stage.results.get(timeout=10), LinkRefused)
-    finally:
-        os.close(small)
-        os.close(unsealed)
 
 
 def test_another_users_process(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
