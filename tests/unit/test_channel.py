@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -169,11 +169,10 @@ def test_frames_of_several_threads_never_interleave_whatever_the_reader_does(end
         for i in range(per_thread):
             ends.channel.send(Failed(i, number, LARGE[: 50 * (i % 70)]))
 
-    talkers = [threading.Thread(target=talk, args=(number,)) for number in range(threads)]
-    for talker in talkers:
-        talker.start()
-    got = ends.read(per_thread * threads)
-    join(*talkers)
+    with ThreadPoolExecutor(threads) as pool:
+        talkers = pool.map(talk, range(threads))
+        got = ends.read(per_thread * threads)
+        assert [*talkers] == [None] * threads
     assert all(isinstance(m, Failed) and m.text == LARGE[: 50 * (m.id % 70)] for m in got)
     for number in range(threads):
         assert [m.id for m in got if isinstance(m, Failed) and m.code == number] == list(range(per_thread))
@@ -356,13 +355,10 @@ def test_the_caller_that_reads_hands_answers_to_others_and_those_it_leaves_behin
 
 
 def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(ends: Ends) -> None:
-    callers, rounds = 6, 100
-    wrong: list[object] = []
-    numbers, sending = itertools.count(), threading.Lock()
+    callers, rounds, sending = 6, 100, threading.Lock()
 
-    def call() -> None:
-        for _ in range(rounds):
-            number = next(numbers)
+    def call(caller: int) -> None:
+        for number in range(caller * rounds, (caller + 1) * rounds):
             waiter = ends.expect(number)
             stream = b"".join(map(frame, (Beat(2 * number), UnlinkAck(number), Beat(2 * number + 1))))
             cut = number % len(stream)
@@ -370,14 +366,10 @@ def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(
                 ends.theirs.sendall(stream[:cut])
                 ends.theirs.sendall(stream[cut:])
             ends.channel.wait(waiter, Deadline(PATIENCE_MS))
-            if waiter.answer != UnlinkAck(number):
-                wrong.append((number, waiter.answer))
+            assert waiter.answer == UnlinkAck(number)
 
-    threads = [threading.Thread(target=call) for _ in range(callers)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    assert not wrong
+    with ThreadPoolExecutor(callers) as threads:
+        list(threads.map(call, range(callers)))
     wait_until(lambda: len(ends.heard) == 2 * callers * rounds)
     beats = [message.count for message in ends.heard if isinstance(message, Beat)]
     assert sorted(beats) == list(range(2 * callers * rounds)), "each once"
