@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -377,15 +379,8 @@ def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(
     assert sorted(number for number, _ in ends.answered) == list(range(callers * rounds))
 
 
-class Interrupt(BaseException):
-    """What a handler of signals raises."""
-
-
 def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(ends: Ends) -> None:
-    def interrupt(number: int, where: object) -> None:
-        raise Interrupt
-
-    handler, main = signal.signal(signal.SIGUSR1, interrupt), threading.get_ident()
+    handler, main = signal.signal(signal.SIGUSR1, lambda *_: sys.exit()), threading.get_ident()
     try:
         waiter = ends.expect(1)
         ends.channel.wait(waiter, Deadline(20))
@@ -397,7 +392,7 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
         join(thread)
         assert ends.at_rest()
         killer = ends.once_led(lambda: signal.pthread_kill(main, signal.SIGUSR1))
-        with pytest.raises(Interrupt):
+        with pytest.raises(SystemExit):
             ends.channel.wait(ends.expect(3), Deadline(PATIENCE_MS))
         join(killer)
         wait_until(ends.at_rest)
@@ -409,12 +404,9 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
 
 
 def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel(ends: Ends) -> None:
-    def interrupted(message: Message) -> bool:
-        raise Interrupt
-
-    ends.channel._on_answer = interrupted
+    ends.channel._on_answer = Mock(side_effect=SystemExit)
     peer = ends.once_led(lambda: ends.say(UnlinkAck(1), UnlinkAck(2)))
-    with pytest.raises(Interrupt):
+    with pytest.raises(SystemExit):
         ends.channel.wait(ends.expect(1), Deadline(PATIENCE_MS))
     join(peer)
     assert ends.channel._role_held, "no thread may read what follows"

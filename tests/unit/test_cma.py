@@ -52,9 +52,6 @@ def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
         yield process, memory
 
 
-# The probe
-
-
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(
     met: tuple[PeerProcess, PeerMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,9 +88,6 @@ def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_sc
     assert probe(peer, 4096, peer.cookie) == f"{refused}it runs as uid {peer.uid}, this process as uid 12345"
 
 
-# Ends of the peer
-
-
 def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
@@ -112,9 +106,6 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
         assert mine.tolist() == list(range(64))
         assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
         stranger.close()
-
-
-# Sharing
 
 
 def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:

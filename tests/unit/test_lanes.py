@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from llm_datadist._transport.lanes import LaneRequest
 
 ROW = one_row(64)
-LEAVES_NOTHING = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,6 @@ def move(connection: TcpConnection, data: twin.Bytes, *, write: bool = False) ->
     return verb(one_row(data.size), tensors_over(data), remote, None, Deadline(20_000))
 
 
-@LEAVES_NOTHING
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
     handler, into = Handler(), np.zeros(64, np.uint8)
     with connected(handler) as (connection, far):
@@ -195,7 +194,6 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
 
 
-@LEAVES_NOTHING
 def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
     assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control connection"
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
@@ -264,7 +262,6 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
         yield connection, fars, threads
 
 
-@LEAVES_NOTHING
 @pytest.mark.parametrize("kind", [READ, WRITE], ids=["read", "write"])
 def test_a_small_transfer_passes_a_large_one(kind: int) -> None:
     """The large one leaves a lane alone, and a read asks for its third part when the first has come."""

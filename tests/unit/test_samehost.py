@@ -128,9 +128,6 @@ def unchanged() -> Iterator[None]:
     assert settled(before) == before
 
 
-# What it yields
-
-
 @pytest.mark.parametrize(("in_folder", "new_kernel"), [(False, True), (True, False)])
 def test_both_ends_get_the_other_ends_memory(
     socket_folder: Path, in_folder: bool, new_kernel: bool, monkeypatch: pytest.MonkeyPatch
@@ -180,9 +177,6 @@ def test_a_folder_loses_the_socket_files_of_killed_processes_only_and_one_that_c
         with unchanged(), pytest.warns(ResourceWarning, match="unclosed <SameHostListener"):
             SameHostListener(living.ours, str(socket_folder))
     assert list(socket_folder.iterdir()) == [note]
-
-
-# What the listener refuses
 
 
 def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Stage) -> None:
@@ -319,9 +313,6 @@ def test_a_listener_that_cannot_accept_pauses(
     assert "cannot accept and pauses" in caplog.text
 
 
-# What the dialer refuses
-
-
 def test_a_name_of_no_listener_is_refused_and_any_other_name_not_dialled(stage: Stage) -> None:
     absent = ["@llm-datadist-0000000000000000", "/nowhere/llm-datadist-0.sock", f"/{'x' * 200}/llm-datadist-0.sock"]
     foreign = ["", "@", "llm-datadist-1", "@/run/dbus", "/run/docker.sock", "@llm-datadist-\0x"]
@@ -400,9 +391,6 @@ def test_deadlines_of_a_dialer(stage: Stage) -> None:
             late("@llm-datadist-full", 30)
 
 
-# Ends, forks, processes
-
-
 def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder: Path) -> None:
     for on_loop in (True, False):
         with staged(str(socket_folder)) as stage, stage.raw() as silent:
@@ -437,9 +425,6 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
         assert Path(stage.listener.name).exists()
         stage.expect()
         stage.links()
-
-
-# The choice
 
 
 def test_choose() -> None:

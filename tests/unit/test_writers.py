@@ -270,9 +270,6 @@ def test_what_is_no_page_or_slot_is_refused() -> None:
             IntentWriter(wrong)
 
 
-# --- quarantine -------------------------------------------------------------------------------------------------------
-
-
 def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept_under_a_writer_at_the_end(
     writers: WriteIntents, page: WriterPage
 ) -> None:
