@@ -84,11 +84,9 @@ def run(dials: list[Iterator[None]], order: Iterator[int]) -> None:
     for _ in range(2000):
         if not dials:
             return
-        chosen = dials[next(order, 0) % len(dials)]
-        if next(chosen, "over") == "over":
-            dials.remove(chosen)
-        else:
-            dials.append(dials.pop(dials.index(chosen)))  # none starves
+        chosen = dials.pop(next(order, 0) % len(dials))
+        if next(chosen, "over") != "over":
+            dials.append(chosen)  # none starves
     raise AssertionError("the dials never end")
 
 

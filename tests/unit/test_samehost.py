@@ -10,7 +10,7 @@ import secrets
 import socket
 import stat
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,6 @@ def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Sta
 
 
 def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: Stage) -> None:
-    honest = RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, 64, [])
     region = RegionDescriptor(1, 1, "x", True)
     hellos: list[dict[str, object]] = [
         {"version": VERSION + 1},
@@ -213,7 +212,7 @@ def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: St
         {"regions": [RegionDescriptor(each + 1, 1, "x", True) for each in range(33)]},
     ]
     others = [{"type": "hello"}, {"type": "eval", "code": "1"}, Refusal("no"), [1, 2, 3]]
-    values = [msgspec.structs.replace(honest, **changes) for changes in hellos] + others
+    values = [stage.hello(**changes) for changes in hellos] + others
     stage.expect()
     for data in [b"\xc1garbage", b"\x00", b"x" * 5000, *map(msgspec.msgpack.encode, values)]:
         assert stage.refused(data, [0, 1, 2])
@@ -229,12 +228,10 @@ def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     stage.expect()
     with unchanged():
         gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait)
-        try:
-            with stage.raw() as sock:
-                send(sock, stage.hello(), stage.fds)
-        finally:
-            gate.set()
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        with stage.raw() as sock:
+            send(sock, stage.hello(), stage.fds)
+        gate.set()
         result = stage.results.get(timeout=10)
         assert isinstance(result, LinkRefused)
         assert "left before the answer" in str(result)
@@ -333,7 +330,7 @@ def test_a_name_of_no_listener_is_refused_and_any_other_name_not_dialled(stage: 
 @contextmanager
 def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """Run a listener that answers one hello as the test wants; yield its name."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, ThreadPoolExecutor(1) as threads:
         server.bind("\0llm-datadist-liar-" + secrets.token_hex(4))
         server.listen(1)
 
@@ -344,12 +341,9 @@ def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
                 assert [os.get_inheritable(fd) for fd in packet.fds] == [False] * 4
                 answer(sock)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield "@" + server.getsockname()[1:].decode()
-        finally:
-            thread.join()
+        serving = threads.submit(serve)
+        yield "@" + server.getsockname()[1:].decode()
+        serving.result()
 
 
 def test_lying_listeners(stage: Stage) -> None:

@@ -85,9 +85,6 @@ def sleeper() -> Iterator[Sleeper]:
         child.kill()
 
 
-# --- announcements ----------------------------------------------------------------------------------------------------
-
-
 def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntents, page: WriterPage) -> None:
     intent_writer = page.intent_writer()
     assert writers.busy(GUARD) == ()
@@ -154,9 +151,6 @@ def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page
     for each in taken:
         each.end()
     assert writers.busy(GUARD) == ()
-
-
-# --- pages and the processes they belong to ---------------------------------------------------------------------------
 
 
 def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
