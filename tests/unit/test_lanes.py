@@ -43,6 +43,7 @@ from llm_datadist.errors import (
 )
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
+from tests.support.moves import wait_until
 
 from . import twin
 from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
@@ -138,8 +139,7 @@ class Handler:
         self.memory = np.arange(64, dtype=np.uint8)
         self.error: Exception | None = None
         self.extent = 64
-        self.lost: list[tuple[object, int, str]] = []
-        self.ended = threading.Event()
+        self.lost: list[tuple[object, int]] = []
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         if self.error is not None:
@@ -149,22 +149,7 @@ class Handler:
     on_write = on_read
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        self.lost.append((link, left, reason))
-        if left == 0:
-            self.ended.set()
-
-
-@contextmanager
-def connected(handler: Handler) -> Iterator[tuple[TcpConnection, Lanes]]:
-    """Yield a connection to ``handler`` over two lanes, and the far lanes."""
-    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
-    with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
-        loop.call_soon_threadsafe(far.start, loop)
-        far.begin(far.open(theirs), "the link")
-        with TcpConnection(near, near.open(ours), [], writable=True) as connection:
-            connection.begin("near")
-            yield connection, far
-        loop.call_soon_threadsafe(far.stop)
+        self.lost.append((link, left))
 
 
 def move(connection: TcpConnection, data: twin.Bytes, *, write: bool = False) -> int:
@@ -176,22 +161,26 @@ def move(connection: TcpConnection, data: twin.Bytes, *, write: bool = False) ->
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
     handler, into = Handler(), np.zeros(64, np.uint8)
-    with connected(handler) as (connection, far):
-        for error, extent, kind, text in (
-            (CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
-            (ZeroDivisionError(), 64, TransferFailed, "the target failed"),
-            (None, 63, CacheMismatch, "have 63 bytes, not 64"),
-        ):
-            handler.error, handler.extent = error, extent
-            with pytest.raises(kind, match=text):
-                move(connection, into)
-        assert "a handler failed" in caplog.text
-        handler.extent = 64
-        assert (move(connection, into), into.tolist()) == (64, list(range(64)))
-        connection.close()
-        assert handler.ended.wait(20), "the end of a peer's lanes is told"
-        assert [(link, left) for link, left, _ in handler.lost] == [("the link", 1), ("the link", 0)]
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+    with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
+        loop.call_soon_threadsafe(far.start, loop)
+        far.begin(far.open(theirs), "the link")
+        with TcpConnection(near, near.open(ours), [], writable=True) as connection:
+            connection.begin("near")
+            for error, extent, kind, text in (
+                (CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
+                (ZeroDivisionError(), 64, TransferFailed, "the target failed"),
+                (None, 63, CacheMismatch, "have 63 bytes, not 64"),
+            ):
+                handler.error, handler.extent = error, extent
+                with pytest.raises(kind, match=text):
+                    move(connection, into)
+            assert "a handler failed" in caplog.text
+            handler.extent = 64
+            assert (move(connection, into), into.tolist()) == (64, list(range(64)))
+        wait_until(lambda: handler.lost == [("the link", 1), ("the link", 0)])
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+        loop.call_soon_threadsafe(far.stop)
 
 
 def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
@@ -199,14 +188,12 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
-            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(50))
-        with pytest.raises(DeadlineExceeded):
-            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(0))
-        deadline = CancellableDeadline(600_000)
-        threading.Timer(0.05, deadline.cancel).start()
-        with pytest.raises(DeadlineExceeded, match="cancelled by its caller"):
-            dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
+        cancelled = CancellableDeadline(600_000)
+        threading.Timer(0.2, cancelled.cancel).start()
+        place = r"data lanes to 127\.0\.0\.1"
+        for deadline, text in ((Deadline(50), place), (Deadline(0), place), (cancelled, "cancelled by its caller")):
+            with pytest.raises(DeadlineExceeded, match=text):
+                dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
 
