@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
@@ -142,13 +142,10 @@ class Ends:
 @contextmanager
 def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
     """Yield two engines with that many lanes over unix sockets."""
-    ends = Ends(LaneEngine(threads), LaneEngine(threads))
-    try:
+    with closing(Ends(LaneEngine(threads), LaneEngine(threads))) as ends:
         for _ in range(lanes):
             ends.join()
         yield ends
-    finally:
-        ends.close()
 
 
 class Wire:

@@ -9,6 +9,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
@@ -34,22 +35,18 @@ PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
 @contextmanager
-def meeting() -> Iterator[tuple[PeerProcess, PeerMemory, Connection]]:
-    """Yield a child that was met once, what the rendezvous yielded, and the connection."""
-    met: list[PeerMemory] = []
-
-    def connect(memory: PeerMemory) -> Connection:
-        met.append(memory)
-        return CmaConnection(memory, writable=True)
-
+def meeting() -> Iterator[tuple[PeerProcess, PeerMemory]]:
+    """Yield a child that was met once, and what the rendezvous yielded."""
+    connect = partial(CmaConnection, writable=True)
     with PeerProcess(connect) as process, process.serving(writable=True), process.connect() as connection:
-        yield process, met[0], connection
+        assert isinstance(connection, CmaConnection)
+        yield process, connection._peer
 
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
-    with meeting() as (process, memory, _):
-        yield process, memory
+    with meeting() as met:
+        yield met
 
 
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(
@@ -91,7 +88,7 @@ def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_sc
 def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    with meeting() as (process, peer, _):
+    with meeting() as (process, peer):
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not peer.alive(), "an ended process that is not reaped yet"
