@@ -83,17 +83,6 @@ class Ends:
     def ended(self) -> bool:
         return bool(self.lost) and self.ours.fileno() == -1 and self.channel._watch.closed
 
-    def once_led(self, act: Callable[[], None]) -> threading.Thread:
-        """Call ``act`` in a thread once a caller reads the channel."""
-
-        def run() -> None:
-            wait_until(self.led)
-            act()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
     def say(self, *messages: Message) -> None:
         self.theirs.sendall(b"".join(map(frame, messages)))
 
@@ -380,6 +369,10 @@ def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(
 
 
 def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(ends: Ends) -> None:
+    def kill() -> None:
+        wait_until(ends.led)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
     handler, main = signal.signal(signal.SIGUSR1, lambda *_: sys.exit()), threading.get_ident()
     try:
         waiter = ends.expect(1)
@@ -391,10 +384,10 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
         later.cancel()
         join(thread)
         assert ends.at_rest()
-        killer = ends.once_led(lambda: signal.pthread_kill(main, signal.SIGUSR1))
-        with pytest.raises(SystemExit):
-            ends.channel.wait(ends.expect(3), Deadline(PATIENCE_MS))
-        join(killer)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(kill)
+            with pytest.raises(SystemExit):
+                ends.channel.wait(ends.expect(3), Deadline(PATIENCE_MS))
         wait_until(ends.at_rest)
         ends.say(UnlinkAck(2), Beat(1))
         wait_until(lambda: ends.heard == [Beat(1)])
@@ -405,10 +398,10 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
 
 def test_an_interrupt_while_an_answer_is_handed_over_ends_the_channel(ends: Ends) -> None:
     ends.channel._on_answer = Mock(side_effect=SystemExit)
-    peer = ends.once_led(lambda: ends.say(UnlinkAck(1), UnlinkAck(2)))
+    ends.channel.prepare(waiter := ends.expect(1))
+    ends.say(UnlinkAck(1), UnlinkAck(2))
     with pytest.raises(SystemExit):
-        ends.channel.wait(ends.expect(1), Deadline(PATIENCE_MS))
-    join(peer)
+        ends.channel.wait(waiter, Deadline(PATIENCE_MS))
     assert ends.channel._role_held, "no thread may read what follows"
     wait_until(ends.ended)
     assert ends.lost == ["a caller was interrupted while it read an answer"]
