@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist._links.loop import ControlLoop
 from llm_datadist.testing.scene import residue, settled
 
 if TYPE_CHECKING:
@@ -18,3 +20,12 @@ def nothing_left() -> Iterator[None]:
     before = residue()
     yield
     assert settled(before) == before
+
+
+@pytest.fixture
+def control() -> Iterator[ControlLoop]:
+    control = ControlLoop()
+    control.start()
+    yield control
+    control.stop()
+    assert "llm-datadist-control" not in [thread.name for thread in threading.enumerate()]
