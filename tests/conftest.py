@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from llm_datadist import LLMStatusCode
 from tests.support.ends import NURSERY, ChildEnd, End, LocalEnd
-from tests.support.world import World, baseline, cluster_info, settled, settled_of
+from tests.support.family import Processes
+from tests.support.linking import SUCCESS, info, link
+from tests.support.world import baseline, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,21 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
     items.sort(key=rank)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have all tests between hosts in one worker: each worker would make hosts and their processes for itself."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "tests/hosts" if file.startswith("tests/hosts/") else file
-
-    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -105,14 +91,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
 
 
-def _baseline(world: World) -> dict[str, Any]:
-    return baseline()
-
-
-def _link(world: World, cluster_id: int, port: int) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-    return world.dd.link_clusters([cluster_info(cluster_id, port)], 10_000)
-
-
 @dataclass
 class Pair:
     """A prompt (cluster 1, listening) and a decoder (cluster 2), not started yet."""
@@ -132,9 +110,8 @@ class Pair:
             self.link()
 
     def link(self) -> None:
-        """Link the decoder to the prompt."""
-        codes = self.decoder.do(_link, 1, self.prompt.port)
-        assert codes == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS]), codes
+        codes = self.decoder.do(link, [info(1, self.prompt.port)])
+        assert codes == SUCCESS, codes
 
 
 @pytest.fixture(scope="session")
@@ -147,17 +124,11 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 
 @pytest.fixture
-def four(children: tuple[ChildEnd, ChildEnd]) -> Iterator[list[ChildEnd]]:
-    """Four processes; afterwards nothing may be left in the two that go on."""
-    before = [child.do(_baseline) for child in children]
-    ends = [*children, ChildEnd("third"), ChildEnd("fourth")]
-    all_of_them = list(ends)
-    yield ends
-    for end in ends[::-1]:  # but those that a test has killed
-        end.stop()
-    for end in all_of_them[2:]:
-        end.close()
-    assert [child.do(settled_of, was) for child, was in zip(children, before, strict=True)] == before
+def four() -> Iterator[list[ChildEnd]]:
+    """Four processes; afterwards nothing may be left in those that were not killed."""
+    processes = Processes()
+    yield [processes.child(name) for name in ("first", "second", "third", "fourth")]
+    processes.part()
 
 
 @pytest.fixture
@@ -167,45 +138,14 @@ def socket_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=TRANSPORTS)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends over each transport: two processes but for inproc; afterwards nothing may be left in either process."""
-    yield from _pair(request, request.param)
-
-
-@pytest.fixture(params=["inproc", "shm"])
-def mapped_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends over the transports whose initiator reads the peer's guards by itself."""
-    yield from _pair(request, request.param)
-
-
-@pytest.fixture
-def tcp_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in two processes over data lanes."""
-    yield from _pair(request, "tcp")
-
-
-@pytest.fixture
-def shm_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in two processes."""
-    yield from _pair(request, "shm")
-
-
-@pytest.fixture
-def local_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends in this process."""
-    yield from _pair(request, "inproc")
-
-
 @pytest.fixture
 def end() -> Iterator[LocalEnd]:
     """One end in this process, for what needs no peer; afterwards nothing may be left."""
-    before = baseline()
     end = LocalEnd("alone")
+    before = end.do(baseline)
     yield end
     end.stop()
-    del end
-    assert settled(before) == before
+    assert end.do(settled_of, before) == before
 
 
 def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
@@ -213,9 +153,24 @@ def _pair(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
         ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
     else:
         ends = request.getfixturevalue("children")
-    before = [end.do(_baseline) for end in ends]
+    before = [end.do(baseline) for end in ends]
     yield Pair(*ends, transport)
     # The decoder first: it is the one that linked.
     for end in reversed(ends):
         end.stop()
     assert [end.do(settled_of, was) for end, was in zip(ends, before, strict=True)] == before
+
+
+def _pairs(*transports: str) -> Any:
+    """Two ends over each of these: two processes but for inproc; afterwards nothing may be left in either process."""
+
+    @pytest.fixture(params=transports if len(transports) > 1 else None)
+    def ends(request: pytest.FixtureRequest) -> Iterator[Pair]:
+        yield from _pair(request, getattr(request, "param", transports[0]))
+
+    return ends
+
+
+pair = _pairs(*TRANSPORTS)
+mapped_pair = _pairs("inproc", "shm")  # whose initiator reads the peer's guards by itself
+tcp_pair, shm_pair, local_pair = _pairs("tcp"), _pairs("shm"), _pairs("inproc")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +20,7 @@ from llm_datadist import config, cpp_api, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist.cache_manager import CacheManager
+from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def _exists(span: str) -> bool:
 
 @cache
 def _classes() -> dict[str, type]:
-    found = {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
-    return {name: each for name, each in found.items() if isinstance(each, type)}
+    return {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -125,9 +124,7 @@ def _start(script: Path) -> subprocess.Popen[str]:
 
 
 def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     for name, text in zip(("prompt.py", "decoder.py"), _fences(README, "python"), strict=True):
         assert text.startswith(f"# {name}\n")
         assert text.count("26000") == 1
@@ -182,16 +179,8 @@ def test_every_option_is_documented_and_extensions_lists_ours_those_without_effe
     assert set().union(*(options(_text(page)) for page in PAGES)) == known != set()
     page = DOCS / "extensions.md"
     ours = [row for row in _rows(_section(page, "Options"), 4) if "`" in row[0]]
-    assert {_code_spans(row[0])[0] for row in ours} == {
-        config.TRANSPORT,
-        config.SHM_SOCKET_DIR,
-        config.POOL_PREFAULT,
-        config.COPY_THREADS,
-        config.PEER_TIMEOUT,
-        config.CHECKSUM,
-        config.MAX_LINKS,
-        config.WRITE_BY_ADDRESS,
-    }
+    names = "TRANSPORT SHM_SOCKET_DIR POOL_PREFAULT COPY_THREADS PEER_TIMEOUT CHECKSUM MAX_LINKS WRITE_BY_ADDRESS"
+    assert {_code_spans(row[0])[0] for row in ours} == {getattr(config, name) for name in names.split()}
     values = next(row[1] for row in ours if config.TRANSPORT in row[0])
     assert tuple(_code_spans(values)) == config.TRANSPORTS
     ignored = {span for row in _rows(_section(page, "Accepted without effect"), 2) for span in _code_spans(row[0])}

@@ -1,24 +1,35 @@
-"""The scene of the tables of bad input: two linked ends full of caches, made once per file: no row changes it."""
+"""One end alone; and the scene of the tables of bad input: two linked ends full of caches, made once per file: no row
+changes it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
 from tests.conftest import Pair, _pair
 from tests.support.moves import Spec, make
-from tests.support.world import World, fill
+from tests.support.world import World, fill, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.support.ends import LocalEnd
+
+
+@pytest.fixture
+def world(end: LocalEnd) -> World:
+    """An initialised end alone, with both pools, pages of 4 KiB."""
+    end.start("PROMPT", 1)
+    return end.world
+
 
 #: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
 PROMPT_CACHES: Final[dict[str, Spec]] = {
     "rows": Spec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 0)),
-    "narrow rows": Spec(4, 3, 16, keys=(CacheKey(1, 30),)),
+    "narrow rows": Spec(4, 3, 16, keys=(CacheKey(1, 30), CacheKey(1, 0, model_id=1))),
     "two tensors": Spec(2, 3, 32, keys=(CacheKey(1, 40),)),
     "wide blocks": Spec(4, 6, 64, blocks=True, blocks_key=BlocksCacheKey(1, 1)),
     "two paged tensors": Spec(2, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 2)),
@@ -38,8 +49,6 @@ DECODER_CACHES: Final[dict[str, Spec]] = {
     "paged": Spec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(2, 0)),
     "more blocks": Spec(4, 6, 32, blocks=True),
     "host": Spec(4, 8, 32, blocks=True, placement=Placement.HOST, memory="private"),
-    "wide host": Spec(4, 6, 64, blocks=True, placement=Placement.HOST, memory="private"),
-    "two host tensors": Spec(2, 6, 32, blocks=True, placement=Placement.HOST, memory="private"),
     "freed rows": Spec(4, 3, 32),
     "freed blocks": Spec(4, 6, 32, blocks=True),
     "waiting": Spec(4, 3, 32, keys=(CacheKey(2, 50),)),
@@ -62,9 +71,8 @@ def _populate_decoder(world: World) -> None:
 
 
 def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
-    pools: dict[str, Any] = {"mem_pool_cfg": '{"memory_size": 1048576, "page_shift": 12}', "host_mem_pool_cfg": None}
     for pair in _pair(request, transport):
-        pair.start(rca=rca, **pools)
+        pair.start(rca=rca, **small_pool())
         pair.prompt.do(_populate, PROMPT_CACHES)
         pair.decoder.do(_populate_decoder)
         yield pair
@@ -73,17 +81,12 @@ def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iter
 @pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
-    transport, rca = request.param
-    yield from _scene(request, transport, rca=rca)
-
-
-def _scenes(*, rca: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scene", [pytest.param(("shm", rca), id="shm")], indirect=True, scope="module")
+    yield from _scene(request, "shm", rca=request.param)
 
 
 #: Without and with remote cache access; neither has a host pool.
-PLAIN: Final = _scenes(rca=False)
-ACCESSIBLE: Final = _scenes(rca=True)
+PLAIN: Final = pytest.mark.parametrize("scene", [pytest.param(False, id="shm")], indirect=True, scope="module")
+ACCESSIBLE: Final = pytest.mark.parametrize("scene", [pytest.param(True, id="shm")], indirect=True, scope="module")
 
 
 @pytest.fixture

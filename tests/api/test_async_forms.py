@@ -15,28 +15,15 @@ from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Pl
 from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
 from tests.faults.gates import Gate, shut
 from tests.faults.stalls import stall
+from tests.support import moves
 from tests.support.frozen import frozen
-from tests.support.linking import bytes_move_both_ways, info
-from tests.support.moves import (
-    BLOCKS,
-    Spec,
-    Use,
-    cache_id,
-    call,
-    make,
-    moved,
-    nothing_happens,
-    picture,
-    same_bytes,
-    show,
-    wait_until,
-)
+from tests.support.linking import bytes_move_both_ways, info, links_of
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from llm_datadist._transport.lanes import LaneGroup
     from tests.conftest import Pair
     from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
@@ -79,7 +66,7 @@ class Scene:
 
     def asked(self) -> None:
         """Return when a call waits for the peer's answer."""
-        link = self.world.dd._require_engine("test").links.get(1)
+        link = links_of(self.world).get(1)
         wait_until(lambda: bool(link.requests.waiters))
 
 
@@ -90,17 +77,14 @@ def scene(local_pair: Pair) -> Scene:
     return Scene(local_pair, world, peer, make(peer, "kv", SOURCE, 1), make(world, "kv", PAGED, 2))
 
 
-# --- what they do ----------------------------------------------------------------------------------------------------
-
-
 def test_pulls_pushes_copies_and_swaps_are_awaited(tcp_pair: Pair) -> None:
     tcp_pair.start(rca=True)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     there = {"kv": prompt.do(make, "kv", SOURCE, 1), "row": prompt.do(make, "row", Spec(), 2)}
     here = {"kv": decoder.do(make, "kv", PAGED, 3), "row": decoder.do(make, "row", Spec(), 4)}
     here["host"] = decoder.do(make, "host", Spec(blocks=True, placement=Placement.HOST), 5)
-    key = CacheKeyByIdAndIndex(1, prompt.do(cache_id, "row"), 2)
-    moves: list[tuple[str, tuple[Any, ...], dict[str, Bytes], dict[str, Bytes], list[tuple[int, int]]]] = [
+    key = CacheKeyByIdAndIndex(1, prompt.do(moves.cache_id, "row"), 2)
+    rows: list[tuple[str, tuple[Any, ...], dict[str, Bytes], dict[str, Bytes], list[tuple[int, int]]]] = [
         ("pull_blocks", (BLOCKS, Use("kv"), [1, 6], [0, 3]), here, there, [(0, 1), (3, 6)]),
         ("pull_cache", (key, Use("row"), 5), here, there, [(5, 2)]),
         ("copy_blocks", (Use("kv"), {1: [2, 4]}), here, here, [(2, 1), (4, 1)]),
@@ -108,7 +92,7 @@ def test_pulls_pushes_copies_and_swaps_are_awaited(tcp_pair: Pair) -> None:
         ("push_blocks", (BLOCKS, Use("kv"), [3, 7], [5, 2]), there, here, [(5, 3), (2, 7)]),
         ("push_cache", (key, Use("row"), 1), there, here, [(2, 1)]),
     ]
-    for method, args, target, source, pairs in moves:
+    for method, args, target, source, pairs in rows:
         name = "row" if method.endswith("cache") else "kv"
         decoder.do(awaited, f"{method}_async", *args)
         target[name] = moved(target[name], source[name], pairs)
@@ -136,8 +120,6 @@ def test_i1_links_are_awaited_and_work_both_ways(local_pair: Pair) -> None:
             _ = either([1])  # type: ignore[list-item]
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
 #: One of each: the checks are those of the blocking form.
 BAD: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
     ("pull_cache_async", (1, Use("row")), TypeError),
@@ -158,12 +140,9 @@ def test_argument_errors_are_raised_at_once_and_nothing_happens_others_where_the
             with pytest.raises(kind):
                 call(scene.world, method, *args)  # not awaited: there is nothing to await
 
-    nothing_happens((scene.pair.decoder, scene.pair.prompt), ["kv", "row"], attempt)
+    moves.nothing_happens((scene.pair.decoder, scene.pair.prompt), ["kv", "row"], attempt)
     with pytest.raises(CacheNotFound):
         awaited(scene.world, "pull_blocks_async", BlocksCacheKey(1, 5), Use("kv"), [1], [1])
-
-
-# --- cancellation ----------------------------------------------------------------------------------------------------
 
 
 async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], None]) -> None:
@@ -202,7 +181,7 @@ def test_r07_a_call_cancelled_before_one_of_32_threads_is_free_does_nothing_afte
 
 def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(scene: Scene) -> None:
     """Cancelled, or closed: then no loop is left to wait in, and the call ends by itself."""
-    waiters = scene.world.dd._require_engine("test").links.get(1).requests.waiters
+    waiters = links_of(scene.world).get(1).requests.waiters
 
     async def begun_and_closed() -> None:
         pull = scene.pull({1: 0})
@@ -275,8 +254,8 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
     asyncio.run(_cancelled(moving, on_its_way))
 
 
-def _groups(world: World) -> list[LaneGroup]:
-    return list(world.dd._require_engine("test")._lanes._groups.values())
+def _groups(world: World) -> Any:
+    return world.dd._require_engine("test")._lanes._groups.values()
 
 
 def _lanes(world: World) -> int:
@@ -317,12 +296,11 @@ def _await_in_a_fork(world: World) -> int:
     ahead = asyncio.wait_for(call(world, "copy_blocks_async", Use("kv"), {0: [2]}), BOUND_S)
     child = os.fork()
     if child == 0:
-        code = 3
         try:
             asyncio.run(ahead)
         except StateError as error:
-            code = 0 if "fork" in str(error) else 4
+            os._exit("fork" not in str(error))
         finally:
-            os._exit(code)
+            os._exit(3)
     asyncio.run(ahead)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

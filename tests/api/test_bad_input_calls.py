@@ -70,19 +70,24 @@ def blocks_of(model: int = 0, cluster: int = 1) -> BlocksCacheKey:
     return BlocksCacheKey(cluster, model)
 
 
+#: At a cluster that is not linked, and at our own; caches that are not there any more.
+AWAY, BLOCKS_AWAY = row_of("rows", cluster=77), blocks_of(cluster=77)
+OURS, OUR_BLOCKS = row_of("rows", cluster=2), blocks_of(cluster=2)
+FREED, FREED_BLOCKS = Use("freed rows"), Use("freed blocks")
+
 # --- kinds of arguments that only these calls have --------------------------------------------------------------------
 
 CACHE: Final = Spec((1, "rows", DESC, [Use("rows")], [Use("paged")]))
 ROWS: Final = Spec(
     CACHE.wrong,
     (RULE, "blocks cache", Use("paged"), UNKNOWN_BLOCKS),
-    (GONE, "no cache with id", Use("freed rows")),
+    (GONE, "no cache with id", FREED),
     (GONE, "99", UNKNOWN_ROWS),
 )
 PAGED: Final = Spec(
     CACHE.wrong,
     (RULE, "not a blocks cache", Use("rows"), UNKNOWN_ROWS),
-    (GONE, "no cache with id", Use("freed blocks")),
+    (GONE, "no cache with id", FREED_BLOCKS),
     (GONE, "99", UNKNOWN_BLOCKS),
 )
 CACHE_DESC: Final = Spec(
@@ -113,10 +118,10 @@ ADDRESSES: Final = Spec(
 ACCESS: Final = Spec((1, 0, "yes", [True]), none_ok=True)
 ROW_KEY: Final = Spec(
     (1, "key", (1, 10), blocks_of(), [row_of("rows")]),
-    (UNLINKED, "77", row_of("rows", cluster=77)),
+    (UNLINKED, "77", AWAY),
     (UNLINKED, "0", row_of("rows", cluster=0)),
     (GONE, "99", CacheKeyByIdAndIndex(1, 99)),
-    (GONE, "0", CacheKeyByIdAndIndex(1, 0)),  # in a push it stands for request 0 of model 0
+    (GONE, "0", CacheKeyByIdAndIndex(1, 0)),  # in a push it stands for request 0 of model 0; there is one of model 1
     (RULE, "blocks cache", row_of("paged")),
     (MISMATCH, "16", row_of("narrow rows")),
     (MISMATCH, "num_tensors", row_of("two tensors")),
@@ -125,7 +130,7 @@ ROW_KEY: Final = Spec(
 )
 MODEL: Final = Spec(
     (1, "key", (1, 0), [blocks_of()]),
-    (UNLINKED, "77", blocks_of(cluster=77)),
+    (UNLINKED, "77", BLOCKS_AWAY),
     (GONE, "model_id=9", blocks_of(9)),
     (MISMATCH, "64", blocks_of(1)),
     (MISMATCH, "num_tensors", blocks_of(2)),
@@ -188,14 +193,14 @@ GIVING_BACK: Final = (
         {"cache": Use("more rows")},
         {"cache": CACHE},
         *each(RULE, "blocks cache", cache=[Use("paged"), UNKNOWN_BLOCKS]),
-        *(no_op(cache=cache) for cache in (UNKNOWN_ROWS, Use("freed rows"))),
+        *(no_op(cache=cache) for cache in (UNKNOWN_ROWS, FREED)),
     ),
     Table(
         "cm.deallocate_blocks_cache",
         {"cache": Use("more blocks")},
         {"cache": CACHE},
         *each(RULE, "not a blocks cache", cache=[Use("rows"), UNKNOWN_ROWS]),
-        *(no_op(cache=cache) for cache in (UNKNOWN_BLOCKS, Use("freed blocks"))),
+        *(no_op(cache=cache) for cache in (UNKNOWN_BLOCKS, FREED_BLOCKS)),
     ),
     Table(
         "cm.remove_cache_key",
@@ -273,11 +278,14 @@ PULL_CACHE: Final = Table(
     {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
     *UNEQUAL_LAYERS,
     *each(RULE, "must be -1 or above 0", size=[0, -2]),
-    bad(RULE, "our own", cache_key=row_of("rows", cluster=2)),
-    # what is wrong here is said before what is wrong with the link
-    bad(RULE, "size", cache_key=row_of("rows", cluster=77), size=33),
-    bad(RULE, "batch_index", cache_key=row_of("rows", cluster=77), batch_index=3),
-    bad(GONE, "no cache with id", cache_key=row_of("rows", cluster=77), cache=Use("freed rows")),
+    # First types, one's own cluster, the local cache and its shape, then the link, then what is there.
+    bad(TYPE, "batch_index", cache_key=OURS, cache=FREED, batch_index="3"),
+    bad(RULE, "our own", cache_key=OURS, cache=FREED, batch_index=3),
+    bad(GONE, "no cache with id", cache_key=AWAY, cache=FREED, batch_index=3),
+    bad(RULE, "size", cache_key=AWAY, size=33),
+    bad(RULE, "batch_index", cache_key=AWAY, batch_index=3),
+    bad(UNLINKED, "cluster 77", cache_key=row_of("rows", 9, cluster=77)),
+    bad(GONE, "row 9", cache_key=row_of("narrow rows", 9)),
     bad(GONE, "-5", cache_key=CacheKeyByIdAndIndex(1, -5)),
     *each(GONE, "3 rows", cache_key=[row_of("rows", 3), row_of("rows", 2**32 - 1)]),
     bad(MISMATCH, "16", cache_key=row_of("narrow rows"), size=17),
@@ -314,9 +322,14 @@ PULL_BLOCKS: Final = Table(
     *UNEQUAL_LISTS,
     bad(RULE, "dst_blocks is empty", src_blocks=[], dst_blocks=[]),
     bad(RULE, "dst_blocks[1]=6", dst_blocks=[0, 6]),
-    bad(RULE, "our own", src_cache_key=blocks_of(cluster=2)),
-    bad(RULE, "dst_blocks[1]=6", src_cache_key=blocks_of(cluster=77), dst_blocks=[0, 6]),
-    bad(GONE, "no cache with id", src_cache_key=blocks_of(cluster=77), dst_cache=Use("freed blocks")),
+    # in the order of pull_cache
+    bad(TYPE, "dst_blocks", src_cache_key=OUR_BLOCKS, dst_cache=FREED_BLOCKS, dst_blocks=[0, "6"]),
+    bad(RULE, "our own", src_cache_key=OUR_BLOCKS, dst_cache=FREED_BLOCKS, dst_blocks=[0, 6]),
+    bad(GONE, "no cache with id", src_cache_key=BLOCKS_AWAY, dst_cache=FREED_BLOCKS, dst_blocks=[0, 6]),
+    bad(RULE, "dst_blocks[1]=6", src_cache_key=BLOCKS_AWAY, dst_blocks=[0, 6]),
+    bad(UNLINKED, "cluster 77", src_cache_key=BLOCKS_AWAY, src_blocks=[0, 99]),
+    bad(GONE, "model_id=9", src_cache_key=blocks_of(9), src_blocks=[0, 99]),
+    bad(MISMATCH, "block sizes", src_cache_key=blocks_of(1), src_blocks=[0, 99]),
     # a row that is cut into blocks
     *each(RULE, "only a BlocksCacheKey", src_cache_key=[row_of("rows"), CacheKey(1, 10)]),
     bad(GONE, "99", src_cache_key=CacheKeyByIdAndIndex(1, 99), **ROW_IN_BLOCKS),
@@ -324,7 +337,7 @@ PULL_BLOCKS: Final = Table(
     bad(RULE, "dst_blocks", src_cache_key=row_of("rows"), src_blocks=[], dst_blocks=[0, 1]),  # one piece only
     bad(RULE, "blocks cache", src_cache_key=row_of("paged"), **ROW_IN_BLOCKS),
     bad(MISMATCH, "num_tensors", src_cache_key=row_of("two tensors"), **ROW_IN_BLOCKS),
-    bad(RULE, "our own", src_cache_key=row_of("rows", cluster=2), **ROW_IN_BLOCKS),
+    bad(RULE, "our own", src_cache_key=OURS, **ROW_IN_BLOCKS),
     bad(RULE, "exactly one", src_cache_key=PLACEHOLDER, **ROW_IN_BLOCKS),
     bad(GONE, "req_id=13", src_cache_key=CacheKey(1, 13), **ROW_IN_BLOCKS),
     bad(GONE, "req_id=10", src_cache_key=CacheKey(1, 10, 4), **ROW_IN_BLOCKS),
@@ -349,7 +362,12 @@ PUSH_CACHE: Final = Table(
     },
     *UNEQUAL_LAYERS,
     *EMPTY_LAYERS,
-    bad(RULE, "src_batch_index", dst_cache_key=row_of("rows", cluster=77), src_batch_index=3),
+    bad(TYPE, "src_batch_index", dst_cache_key=AWAY, src_cache=FREED, src_batch_index="3"),
+    bad(GONE, "no cache with id", dst_cache_key=AWAY, src_cache=FREED, src_batch_index=3),
+    bad(RULE, "src_batch_index", dst_cache_key=AWAY, src_batch_index=3),
+    bad(UNLINKED, "cluster 77", dst_cache_key=row_of("rows", 9, cluster=77)),
+    bad(RULE, "batch_index", dst_cache_key=row_of("narrow rows", 9)),
+    bad(GONE, "req_id=0", dst_cache_key=CacheKeyByIdAndIndex(1, -1)),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(RULE, "3 rows", dst_cache_key=row_of("rows", 3)),
     bad(MISMATCH, "num_tensors", src_cache=Use("two tensors")),
@@ -362,7 +380,12 @@ PUSH_BLOCKS: Final = Table(
     *UNEQUAL_LISTS,
     *EMPTY_LAYERS,
     bad(RULE, "src_blocks[1]=6", src_blocks=[0, 6]),
-    bad(RULE, "src_blocks[1]=6", dst_cache_key=blocks_of(cluster=77), src_blocks=[0, 6]),
+    bad(TYPE, "src_blocks", dst_cache_key=BLOCKS_AWAY, src_cache=FREED_BLOCKS, src_blocks=[0, "6"]),
+    bad(GONE, "no cache with id", dst_cache_key=BLOCKS_AWAY, src_cache=FREED_BLOCKS, src_blocks=[0, 6]),
+    bad(RULE, "src_blocks[1]=6", dst_cache_key=BLOCKS_AWAY, src_blocks=[0, 6]),
+    bad(UNLINKED, "cluster 77", dst_cache_key=BLOCKS_AWAY, dst_blocks=[0, 99]),
+    bad(GONE, "model_id=9", dst_cache_key=blocks_of(9), dst_blocks=[0, 99]),
+    bad(MISMATCH, "block sizes", dst_cache_key=blocks_of(1), dst_blocks=[0, 99]),
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(GONE, "99", dst_cache_key=CacheKeyByIdAndIndex(1, 99)),
     bad(RULE, "batch_index=1", dst_cache_key=row_of("paged", 1)),
@@ -372,7 +395,7 @@ PUSHES: Final = (PUSH_CACHE, PUSH_BLOCKS)
 #: Whatever the arguments are: remote access is asked for first (interface R16).
 WITHOUT_ACCESS: Final = [
     bad(RULE, "enable_remote_cache_accessible", **changes)
-    for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": blocks_of(cluster=77)})
+    for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": BLOCKS_AWAY})
 ]
 
 # --- links of style A: what is raised; what is returned is in test_bad_input_instance.py -----------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotInitialized
 from tests.api.conftest import ACCESSIBLE
-from tests.support.linking import info
+from tests.support.linking import free_port, info, link, unlink
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises, refuse_each, state
-from tests.support.world import World, residue, settled
+from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -131,46 +130,32 @@ FAILED: Final = LLMStatusCode.LLM_LINK_FAILED
 ALREADY: Final = LLMStatusCode.LLM_ALREADY_LINK
 
 
-def closed_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def _call(world: World, method: str, clusters: list[LLMClusterInfo], *more: bool) -> Any:
-    return getattr(world.dd, method)(clusters, 5000, *more)
-
-
 @ACCESSIBLE
 def test_link_and_unlink_clusters_return_the_status_of_each_and_nothing_has_happened(scene: Pair) -> None:
-    no_ip, two_ips = info(5), info(5, closed_port(), closed_port())
-    other, announced = info(9, scene.prompt.port), info(None, scene.prompt.port)
-    closed = info(5, closed_port())
+    closed, linked = info(5, free_port()), info(1, scene.prompt.port)
     links: list[tuple[list[LLMClusterInfo], list[LLMStatusCode]]] = [
         ([], []),
-        ([no_ip], [INVALID]),
-        ([two_ips], [INVALID]),
+        ([info(5)], [INVALID]),
+        ([info(5, free_port(), free_port())], [INVALID]),
         ([closed], [FAILED]),
         ([closed, info(6)], [FAILED, INVALID]),
         ([info(6), closed], [INVALID, FAILED]),
-        ([info(1, scene.prompt.port)], [ALREADY]),
-        ([announced], [ALREADY]),
-        ([other], [FAILED]),  # it announces another id (interface R28)
-        ([info(1, scene.prompt.port), closed], [ALREADY, FAILED]),
+        ([linked], [ALREADY]),
+        ([info(None, scene.prompt.port)], [ALREADY]),
+        ([info(9, scene.prompt.port)], [FAILED]),  # it announces another id (interface R28)
+        ([linked, closed], [ALREADY, FAILED]),
     ]
-    #: Cluster, remote addresses, status unless it is forced: then the id is enough, and there is nothing to do.
-    unlinks = [(1, 0, INVALID), (1, 2, INVALID), (77, 0, INVALID), (77, 1, OK), (0, 1, OK), (2**64 - 1, 1, OK)]
-    calls: list[tuple[str, list[LLMClusterInfo], list[LLMStatusCode], tuple[bool, ...]]] = [
-        ("link_clusters", clusters, each, ()) for clusters, each in links
-    ]
-    for cluster_id, ips, status in unlinks:
-        ports = [closed_port() for _ in range(ips)]
-        by_force = info(76 if cluster_id == 1 else cluster_id, *ports)  # by force the link to 1 would be gone
-        calls.append(("unlink_clusters", [info(cluster_id, *ports)], [status], (False,)))
-        calls.append(("unlink_clusters", [by_force], [OK], (True,)))
     ends = (scene.decoder, scene.prompt)
-    for method, clusters, each, more in calls:
+    calls: list[tuple[Any, list[LLMClusterInfo], list[LLMStatusCode], tuple[bool, ...]]]
+    calls = [(link, clusters, statuses, ()) for clusters, statuses in links]
+    # Cluster, remote addresses, status unless it is forced: then the id is enough, and there is nothing to do.
+    unlinks = [(1, 0, INVALID), (1, 2, INVALID), (77, 0, INVALID), (77, 1, OK), (0, 1, OK), (2**64 - 1, 1, OK)]
+    for cluster_id, ips, status in unlinks:
+        ports = [free_port() for _ in range(ips)]
+        by_force = info(76 if cluster_id == 1 else cluster_id, *ports)  # by force the link to 1 would be gone
+        calls += [(unlink, [info(cluster_id, *ports)], [status], ()), (unlink, [by_force], [OK], (True,))]
+    for call, clusters, statuses, force in calls:
         before = [end.do(state) for end in ends]
-        overall = next((code for code in reversed(each) if code is not OK), OK) if each else INVALID
-        assert scene.decoder.do(_call, method, clusters, *more) == (overall, each), (method, clusters)
-        assert [end.do(state) for end in ends] == before, (method, clusters)
+        overall = next((code for code in reversed(statuses) if code is not OK), OK) if statuses else INVALID
+        assert scene.decoder.do(call, clusters, 5000, *force) == (overall, statuses), (call, clusters)
+        assert [end.do(state) for end in ends] == before, (call, clusters)

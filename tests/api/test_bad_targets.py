@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._links import messages as wire
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
+from tests.support.gates import count_messages, releases
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.strangers import listener, read_hello, silent_port
+from tests.support.strangers import listener, read_hello
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR", "error
 Code = LLMStatusCode
 FAILED, TIMEOUT, INVALID = Code.LLM_LINK_FAILED, Code.LLM_TIMEOUT, Code.LLM_PARAM_INVALID
 KEY = CacheKey(1, 10)
-
-# --- listeners --------------------------------------------------------------------------------------------------------
 
 
 def says(*what: bytes, close: bool = False) -> Behaviour:
@@ -64,22 +64,22 @@ def drips(sock: socket.socket) -> None:
 
 
 def welcome(**changes: Any) -> wire.Welcome:
-    fields: dict[str, Any] = {
-        "version": wire.PROTOCOL_VERSION,
-        "cluster_id": 1,
-        "incarnation": b"i" * 16,
-        "remote_accessible": False,
-        "pid": 1,
-        "host": "stranger",
-        "rendezvous": "@llm-datadist-without-listener",
-        "cookie": b"c" * 16,
-        "nonce": bytes(16),
-        "credentials": b"",
-        "proof": b"",
-        "transport": None,
-        "lane_token": b"t" * 16,
-    }
-    return wire.Welcome(**(fields | changes))
+    good = wire.Welcome(
+        version=wire.PROTOCOL_VERSION,
+        cluster_id=1,
+        incarnation=b"i" * 16,
+        remote_accessible=False,
+        pid=1,
+        host="stranger",
+        rendezvous="@llm-datadist-without-listener",
+        cookie=b"c" * 16,
+        nonce=bytes(16),
+        credentials=b"",
+        proof=b"",
+        transport=None,
+        lane_token=b"t" * 16,
+    )
+    return msgspec.structs.replace(good, **changes)
 
 
 def welcomes(**changes: Any) -> Behaviour:
@@ -106,13 +106,10 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "closes at once": (lambda sock: sock.shutdown(socket.SHUT_RDWR), FAILED),
     "half a frame, then the end": (says(wire.frame(welcome())[:20], close=True), FAILED),
     "garbage": (says(secrets.token_bytes(3) + b"\xff" * 4096), FAILED),
-    "http": (says(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"), FAILED),
-    "ssh": (says(b"SSH-2.0-OpenSSH_9.2\r\n"), FAILED),
     "an oversized frame": (says(struct.pack(">I", wire.FRAME_LIMIT + 1)), FAILED),
     "an empty frame": (says(struct.pack(">I", 0)), FAILED),
     "no message": (says(struct.pack(">I", 3) + b"abc"), FAILED),
     "another message": (says(wire.frame(wire.Beat(1))), FAILED),
-    "the last message first": (says(wire.frame(wire.Linked(1))), FAILED),
     "refuses, with success": (says(wire.frame(wire.Refused(0, "all is well"))), FAILED),
     "refuses, with a code": (says(wire.frame(wire.Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(wire.frame(wire.Refused(123, "x"))), Code.LLM_FAILED),
@@ -135,16 +132,9 @@ REASONS: Final = {
 
 @contextmanager
 def full_backlog() -> Iterator[int]:
-    """A port where connections wait to be accepted until the kernel takes no more."""
-    with silent_port() as port, ExitStack() as leaving, suppress(TimeoutError):
-        while True:
-            sock = leaving.enter_context(socket.socket())
-            sock.settimeout(0.2)
-            try:
-                sock.connect(("127.0.0.1", port))
-            except TimeoutError:
-                yield port
-                return
+    """A port where the one connection that may wait to be accepted does, so the kernel takes no other."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.create_connection(server.getsockname()):
+        yield server.getsockname()[1]
 
 
 @pytest.mark.parametrize("in_time", [False, True], ids=["timeouts", "failures"])
@@ -181,21 +171,9 @@ def test_bad_listeners_cost_a_code_within_the_deadline_and_leave_nothing(
     prompt.stop()
 
 
-# --- targets that lie -------------------------------------------------------------------------------------------------
-
-
-def geometry(**change: Any) -> msgspec.Raw:
-    fields = {
-        "kind": 0,
-        "num_tensors": 4,
-        "rows": 8,
-        "stride": 48,
-        "tensor_bytes": 8 * 48,
-        "shape": [8, 48],
-        "data_type": 4,
-        "placement": 1,
-    }
-    return msgspec.Raw(msgspec.msgpack.encode(list((fields | change).values())))
+def geometry(**changes: Any) -> msgspec.Raw:
+    good = Geometry.of(Spec().desc, CacheKind.CACHE)
+    return msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(good, **changes)))
 
 
 def words(kind: str, *values: int) -> bytes:
@@ -236,14 +214,12 @@ NO_ANSWERS: Final[list[tuple[wire.Message, type[LLMException], LLMStatusCode, st
 
 
 class Liar:
-    """Doctors the prompt's answers while ``lie`` is set, and notes the pins that come back."""
+    """Doctors the prompt's answers while ``lie`` is set."""
 
     def __init__(self, end: LocalEnd) -> None:
         engine: Any = end.world.dd._engine
         self.lie: Callable[[wire.Resolved], wire.Message] | None = None
-        self.released: list[int] = []
-        handlers: Any = engine.links._handlers
-        honest, release = handlers[wire.Resolve], handlers[wire.Release]
+        honest = engine.links._handlers[wire.Resolve]
 
         def resolve(link: Any, message: wire.Resolve) -> None:
             if self.lie is None:
@@ -251,11 +227,7 @@ class Liar:
                 return
             link.send(self.lie(engine._target._resolved(link, message)))
 
-        def note(link: Any, message: wire.Release) -> None:
-            self.released.append(message.pin)
-            release(link, message)
-
-        handlers[wire.Resolve], handlers[wire.Release] = resolve, note
+        engine.links._handlers[wire.Resolve] = resolve
 
 
 def pull(world: World, row: int, layers: int = 2) -> None:
@@ -269,6 +241,7 @@ def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin
     local_pair.start()
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src, dst = prompt.do(make, "kv", Spec(keys=(KEY,)), 1), decoder.do(make, "kv", Spec(), 2)
+    prompt.do(count_messages)
     liar = Liar(prompt)  # type: ignore[arg-type]  # both ends are here
     for change, text in LIES:
         liar.lie = None
@@ -276,13 +249,13 @@ def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin
             decoder.do(pull, 3, 1)  # one layer, and true: not yet all that the key is for
             dst = moved(dst[:2], src[:2], [(3, 0)]) + dst[2:]
         wait_until(lambda: prompt.do(picture).pins == 0)
-        liar.released.clear()
+        was = prompt.do(releases)
         liar.lie = lambda answer, change=change: msgspec.structs.replace(answer, **change)
         with pytest.raises(ProtocolError, match=text) as caught:
             decoder.do(pull, 5)
         assert caught.value.status_code is LLMStatusCode.LLM_FAILED
         assert "\n" not in str(caught.value)
-        wait_until(lambda: len(liar.released) == 1 and prompt.do(picture).pins == 0)
+        wait_until(lambda was=was: prompt.do(releases) == was + 1 and prompt.do(picture).pins == 0)  # type: ignore[misc]
         assert [key.key for key in prompt.do(picture).keys] == ["(0, 10, 0)"]
         same_bytes(decoder.do(show, "kv"), dst)
     for answer, kind, status, text in NO_ANSWERS:

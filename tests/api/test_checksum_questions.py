@@ -104,6 +104,8 @@ def test_a_fair_question_is_answered_again_and_again(local_pair: Pair) -> None:
 UNFAIR: list[tuple[dict[str, Any], LLMStatusCode, str]] = [
     ({"cache_id": 7}, GONE, "no cache with id 7"),
     ({"cache_id": -1}, GONE, "no cache with id -1"),
+    ({"cache_id": 2}, INVALID, "read under a pin"),
+    ({"cache_id": 4}, INVALID, "remote_accessible=False"),
     ({"pin": 5}, GONE, "no pin 5 of this peer"),
     ({"pin": 2**63 - 1}, GONE, "no pin"),
     ({"push": True}, INVALID, "remote cache access"),
@@ -131,7 +133,10 @@ UNFAIR: list[tuple[dict[str, Any], LLMStatusCode, str]] = [
 
 
 def test_rule_10_an_unfair_question_is_refused_and_costs_nothing(local_pair: Pair) -> None:
+    """Pins of others and of other caches: tests/unit/test_access_matrix.py and test_registry_machine.py."""
     src, dst = both(local_pair, PAGED, Spec(blocks=True))
+    local_pair.prompt.do(make, "rows", Spec(), 3)
+    local_pair.prompt.do(make, "hidden", Spec(blocks=True, memory="inside", accessible=False), 4)
     for number, (change, status, text) in enumerate(UNFAIR):
         with pytest.raises(RemoteFailure) as caught:
             asked(local_pair, **change)
@@ -143,28 +148,6 @@ def test_rule_10_an_unfair_question_is_refused_and_costs_nothing(local_pair: Pai
         dst = moved(dst, src, [(block, 1)])
     same_bytes(local_pair.decoder.do(show, "kv"), dst)
     same_bytes(local_pair.prompt.do(show, "kv"), src)
-
-
-def test_rule_10_what_a_peer_may_not_move_and_pins_of_others_it_may_not_ask_about(local_pair: Pair) -> None:
-    both(local_pair, ROWS, Spec())
-    local_pair.prompt.do(make, "hidden", Spec(blocks=True, blocks_key=BLOCKS, memory="inside", accessible=False), 3)
-    registry = engine(local_pair.prompt).store.registry
-    (theirs,) = engine(local_pair.prompt).links.all()
-    other = registry.pin("another peer", float("inf"), key=(0, 10, 0))
-    mine = registry.pin(theirs, float("inf"), key=(0, 10, 0))
-    for change, text in (
-        ({}, "read under a pin"),
-        ({"cache_id": 3}, "remote_accessible=False"),
-        ({"pin": other.pin_id}, "no pin"),
-        ({"pin": mine.pin_id, "cache_id": 2}, "no pin"),
-    ):
-        with pytest.raises(RemoteFailure, match=text):
-            asked(local_pair, **change)
-    digests(local_pair, pin=mine.pin_id)
-    for peer, pin in (("another peer", other), (theirs, mine)):
-        registry.release(peer, pin.pin_id)
-    with pytest.raises(RemoteFailure, match="no pin"):
-        asked(local_pair, pin=mine.pin_id)
 
 
 def test_rule_10_more_runs_than_a_question_may_have_cost_the_connection(local_pair: Pair) -> None:

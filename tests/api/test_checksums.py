@@ -4,7 +4,7 @@ nothing is confirmed when the peer does not look."""
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,7 +54,7 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
     tensor_views(world.caches[name])[tensor].reshape(-1).view(np.uint8)[at] ^= 4
 
 
-def flipping(world: World, tensor: int, at: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def flipping(world: World, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
     connections = world.dd._require_engine("test").links.get(1).connection.connections
     verb = "read" if method.startswith("pull") else "write"
@@ -188,19 +188,18 @@ def test_r05_r26_what_differs_is_named_and_consumes_nothing_and_what_is_right_is
     pushes = case.method.startswith("push")
     remote, local = both(pair, case.source, case.target, rca=pushes)
     keys = kept(pair)
-    arguments = (case.method, case.args, case.kwargs)
     for tensor, at, here, there, parts in case.wrong:
         with pytest.raises(ChecksumMismatch) as caught:
-            pair.decoder.do(flipping, tensor, at, *arguments)
+            pair.decoder.do(partial(flipping, **case.kwargs), tensor, at, case.method, *case.args)
         is_named(caught.value, *parts, local=here, remote=there)
         assert (verified(pair.decoder), kept(pair)) == (0, keys)
         if pushes:  # what is pushed again has changed
             local[tensor].reshape(-1)[at] ^= 4
     tensors = case.tensors or [(t, t) for t in range(TENSORS)]
     if case.besides is None:
-        pair.decoder.do(call_with, *arguments)
+        pair.decoder.do(partial(call, **case.kwargs), case.method, *case.args)
     else:
-        pair.decoder.do(flipping, *case.besides, *arguments)
+        pair.decoder.do(partial(flipping, **case.kwargs), *case.besides, case.method, *case.args)
         local[case.besides[0]].reshape(-1)[case.besides[1]] ^= 4
     confirmed = len({byte for at, _, length in case.spans for byte in range(at, at + length)}) * len(tensors)
     assert (verified(pair.decoder), verified(pair.prompt)) == (confirmed, 0)  # the prompt only answered
@@ -210,17 +209,10 @@ def test_r05_r26_what_differs_is_named_and_consumes_nothing_and_what_is_right_is
     same_bytes((pair.decoder if pushes else pair.prompt).do(show, "kv"), src)
 
 
-def call_with(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    call(world, method, *args, **kwargs)
-
-
 def test_a_peer_whose_bytes_changed_after_the_copy_is_a_mismatch(pair: Pair, tmp_path: Path) -> None:
     both(pair, PAGED, Spec(blocks=True), rca=True)
-    for number, (step, method, block, there) in enumerate(
-        (("after copy", "pull_blocks", 4, 2), ("after write", "push_blocks", 2, 4))
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+    for step, method, block, there in (("after copy", "pull_blocks", 4, 2), ("after write", "push_blocks", 2, 4)):
+        (folder := tmp_path / method).mkdir()
         with stopped(pair.decoder, step, folder, method, BLOCKS, KV, [1, 2, 6], [3, 4, 0]) as move:
             pair.prompt.do(flip, "kv", 1, there * STRIDE + 5)
             pair.prompt.do(flip, "kv", 3, there * STRIDE)
@@ -234,26 +226,21 @@ def test_a_wrong_byte_of_a_long_row_is_found_to_a_few_thousand_bytes(shm_pair: P
     both(shm_pair, Spec(1, 1, 10_000_000, keys=(KEY,)), Spec(1, 2, 10_000_000))
     for at in (10_000_000, 15_000_000, 19_999_999):
         with pytest.raises(ChecksumMismatch) as caught:
-            shm_pair.decoder.do(flipping, 0, at, "pull_cache", (KEY, KV, 1), {})
+            shm_pair.decoder.do(flipping, 0, at, "pull_cache", KEY, KV, 1)
         begin_, end = max(at // 4096 * 4096, 10_000_000), min(at // 4096 * 4096 + 4096, 20_000_000)
         is_named(caught.value, f"tensor 0 row 1 (bytes {begin_} to {end} of", local=(0, 1), remote=(0, 0))
 
 
 def test_r26_of_a_chain_inside_one_memory_the_rest_is_confirmed(local_pair: Pair) -> None:
     local_pair.start(extra=ON)
-    memory = [np.random.default_rng(t).integers(0, 256, 8 * STRIDE, dtype=np.uint8) for t in range(2)]
-    before = [tensor.reshape(8, STRIDE).copy() for tensor in memory]
-    for end, key in ((local_pair.prompt, BLOCKS), (local_pair.decoder, None)):
-        end.do(register, [tensor.ctypes.data for tensor in memory], key)
+    before = local_pair.prompt.do(make, "kv", Spec(2, blocks=True, blocks_key=BLOCKS, memory="private"), 1)
+    theirs, ours = local_pair.prompt.world, local_pair.decoder.world  # type: ignore[attr-defined]
+    ours.caches["kv"] = ours.cm.register_blocks_cache(Spec(2).desc, theirs.caches["kv"].tensor_addrs)
     # Block 2 is read, and then written over: its first copy can no longer be compared.
-    local_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, [2, 1, 7], [3, 2, 5])
+    call(ours, "pull_blocks", BLOCKS, KV, [2, 1, 7], [3, 2, 5])
     assert verified(local_pair.decoder) == 2 * 2 * STRIDE
-    same_bytes([t.reshape(8, STRIDE) for t in memory], moved(before, before, [(3, 2), (2, 1), (5, 7)]))
-
-
-def register(world: World, addrs: list[int], key: BlocksCacheKey | None) -> None:
-    desc = CacheDesc(len(addrs), [8, STRIDE], DataType.DT_UINT8)
-    world.caches["kv"] = world.cm.register_blocks_cache(desc, addrs, key)
+    for world in (theirs, ours):
+        same_bytes(show(world, "kv"), moved(before, before, [(3, 2), (2, 1), (5, 7)]))
 
 
 def test_each_end_asks_by_its_own_option(shm_pair: Pair) -> None:
@@ -281,7 +268,7 @@ def test_large_transfers_are_asked_about_in_parts(shm_pair: Pair) -> None:
     assert verified(shm_pair.decoder) == 2 * 2 * 9000 * 8192
     for tensor, block in ((1, 8999), (1, 8200), (0, 3)):
         with pytest.raises(ChecksumMismatch) as caught:
-            shm_pair.decoder.do(flipping, tensor, block * 8192 + 8191, "pull_blocks", (BLOCKS, KV, there, here), {})
+            shm_pair.decoder.do(flipping, tensor, block * 8192 + 8191, "pull_blocks", BLOCKS, KV, there, here)
         is_named(caught.value, "1 of 2 tensors", local=(tensor, block), remote=(tensor, 8999 - block))
 
 
@@ -322,14 +309,6 @@ def begun(prompt: End, decoder: End, folder: Path, *args: Any) -> Callable[[], A
     return finish
 
 
-def take_key_away(world: World) -> None:
-    world.cm.remove_cache_key(KEY)
-
-
-def give_cache_back(world: World) -> None:
-    forget(world, "kv")
-
-
 PULL_BLOCK: Final = ("pull_blocks", BLOCKS, KV, [1], [2])
 PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
 
@@ -337,19 +316,19 @@ PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
 @pytest.mark.parametrize(
     ("source", "change", "fails"),
     [
-        (ROWS, take_key_away, True),
-        (ROWS, give_cache_back, False),  # its key is not consumed yet, so the memory stays
-        (PAGED, give_cache_back, True),
-        (Spec(blocks=True, blocks_key=BLOCKS, memory="inside"), give_cache_back, True),
+        (ROWS, (call, "remove_cache_key", KEY), True),
+        (ROWS, (forget, "kv"), False),  # its key is not consumed yet, so the memory stays
+        (PAGED, (forget, "kv"), True),
+        (replace(PAGED, memory="inside"), (forget, "kv"), True),
     ],
 )
 def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull_unless_its_pin_keeps_it(
-    shm_pair: Pair, tmp_path: Path, source: Spec, change: Callable[[World], None], fails: bool
+    shm_pair: Pair, tmp_path: Path, source: Spec, change: Any, fails: bool
 ) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     src, dst = both(shm_pair, source, Spec(blocks=source.blocks))
     finish = begun(prompt, decoder, tmp_path, *(PULL_BLOCK if source.blocks else PULL_ROW))
-    prompt.do(change)
+    prompt.do(*change)
     (tmp_path / "go").touch()
     if not fails:
         finish()

@@ -10,63 +10,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import BlocksCacheKey
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import CacheNotFound, LinkRefused, LLMStatusCode, NotLinked
+from tests.support import linking, ranks
 from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    bytes_move_both_ways,
-    explain,
-    info,
-    link,
-    link_number,
-    links,
-    not_linked,
-    unlink,
-)
-from tests.support.moves import Spec, Use, call, make, picture, wait_until
-from tests.support.ranks import (
-    FAILED,
-    OK,
-    PREPARING,
-    SECONDS,
-    Meeting,
-    drop,
-    explained,
-    finalize_and_init,
-    host,
-    join,
-    joined,
-    new_name,
-    settle,
-    start_two,
-    status,
-    table,
-)
-from tests.support.world import make_config
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
+from tests.support.moves import picture, wait_until
+from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
+from tests.support.world import make_config, residue_of
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
-    from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 
 
-# --- members that come, or do not -------------------------------------------------------------------------------------
-
-
 def test_r20_either_member_may_be_first_and_unlink_is_local(pair: Pair) -> None:
-    ends = start_two(pair)
-    for end in ends:
-        end.do(make, "kv", Spec(blocks=True), 1)
+    ends = ranks.start_two(pair)
     for comm_id, early, late, hosts in ((1, *ends, (host(0), host(1))), (2, *ends[::-1], (host(0), host(0)))):
-        meeting = Meeting((1, 2), table=table(*hosts))
+        meeting = Meeting((1, 2), table=ranks.table(*hosts))
         assert meeting.join(early) == [comm_id]
         assert early.do(status, comm_id) is PREPARING
         assert "PREPARING" in not_linked(early, late.cluster_id)
@@ -76,7 +42,7 @@ def test_r20_either_member_may_be_first_and_unlink_is_local(pair: Pair) -> None:
         assert settle(ends, [comm_id, comm_id]) == [OK, OK]
         for end, peer in (ends, ends[::-1]):
             assert end.do(links) == {peer.cluster_id: "ready"}
-            there = end.do(explain, peer.cluster_id)
+            there = end.do(linking.explain, peer.cluster_id)
             assert (there.transport, there.remote_cluster_id) == (pair.transport, peer.cluster_id)
             assert end.do(explained, comm_id).waiting_for == ()
         bytes_move_both_ways(*ends)
@@ -96,9 +62,8 @@ def _warned(caplog: pytest.LogCaptureFixture, reason: str) -> bool:
 def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason_and_the_same_may_be_tried_again(
     local_pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ends = start_two(local_pair, link_total_time=1)
+    ends = ranks.start_two(local_pair, link_total_time=1)
     here = ends[0]
-    here.do(make, "kv", Spec(blocks=True), 1)
     meetings = {missing: Meeting((1, missing)) for missing in (9, 0, 2)}
     ids = [meeting.join(here)[0] for meeting in meetings.values()]
     assert settle([here] * 3, ids, 10) == [FAILED] * 3
@@ -132,15 +97,15 @@ DIFFERENCES: Final[dict[str, tuple[dict[str, Any], dict[int, int], dict[str, Any
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_members_that_do_not_mean_the_same_fail_and_say_what_differs(shm_pair: Pair, name: str) -> None:
-    settings, ranks, fields, text = DIFFERENCES[name]
+    settings, members, fields, text = DIFFERENCES[name]
     # Only for another transport is the time waited for: another attempt may find another one.
     seconds = {"link_total_time": 2 if name == "transport" else 60}
     shm_pair.prompt.start("PROMPT", 1, **({"extra": SHM} | seconds))
     shm_pair.decoder.start("DECODER", 2, **({"extra": SHM} | seconds | settings))
-    ends, communicator, hosts = (shm_pair.prompt, shm_pair.decoder), new_name(), [host(0)] * 4
+    ends, communicator, hosts = (shm_pair.prompt, shm_pair.decoder), ranks.new_name(), [host(0)] * 4
     ids = [
-        ends[0].do(join, communicator, {1: 0, 2: 1}, table(*hosts)),
-        ends[1].do(join, communicator, ranks, table(*hosts, **fields)),
+        ends[0].do(ranks.join, communicator, {1: 0, 2: 1}, ranks.table(*hosts)),
+        ends[1].do(ranks.join, communicator, members, ranks.table(*hosts, **fields)),
     ]
     assert settle(ends, ids) == [FAILED, FAILED]
     reasons = [end.do(explained, comm_id).reason for end, comm_id in zip(ends, ids, strict=True)]
@@ -151,12 +116,12 @@ def test_members_that_do_not_mean_the_same_fail_and_say_what_differs(shm_pair: P
 
 
 def test_members_that_never_come_do_not_hold_up_one_that_does(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair)
+    ends = ranks.start_two(shm_pair)
     for missing in range(100, 130):
         for end in ends:
             Meeting((end.cluster_id, missing)).join(end)
     # Those that are dialled: more than there are threads.
-    dead = [Meeting((1, 2), table=table(host(2), host(3))).join(ends[1])[0] for _ in range(40)]
+    dead = [Meeting((1, 2), table=ranks.table(host(2), host(3))).join(ends[1])[0] for _ in range(40)]
     assert joined(*ends) == [31, 71]
     bytes_move_both_ways(*ends)
     assert {ends[1].do(status, each) for each in dead} == {PREPARING}
@@ -166,10 +131,9 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
     for cluster_id, end in enumerate(four, 2**63 + 1):
         end.start("MIX", cluster_id, **SECONDS)
     members = tuple(end.cluster_id for end in four)
-    meeting = Meeting(members, table=table(*(host(number) for number in range(4))))
+    meeting = Meeting(members, table=ranks.table(*(host(number) for number in range(4))))
     assert meeting.join(four[2], four[0], four[3]) == [1] * 3
     wait_until(lambda: len(four[0].do(links)) == 2)
-    four[0].do(make, "kv", Spec(blocks=True), 1)
     assert four[0].do(status, 1) is PREPARING
     assert "PREPARING" in not_linked(four[0], four[2].cluster_id), "linked, but the communicator is not ready"
     meeting.join(four[1])
@@ -183,11 +147,8 @@ def test_four_processes_in_one_communicator_are_linked_pairwise(four: list[Child
     bytes_move_both_ways(four[0], four[1])
 
 
-# --- unlink, finalize -------------------------------------------------------------------------------------------------
-
-
 def test_r21_unlink_and_finalize_end_a_preparation_and_the_same_may_be_tried_again(shm_pair: Pair) -> None:
-    ends = start_two(shm_pair, link_total_time=2)
+    ends = ranks.start_two(shm_pair, link_total_time=2)
     meeting = Meeting((1, 2))
     before = [end.do(picture) for end in ends]
     for end in ends:
@@ -201,7 +162,7 @@ def test_r21_unlink_and_finalize_end_a_preparation_and_the_same_may_be_tried_aga
     joined(*ends)
     Meeting((1, 77)).join(ends[0])
     for end in ends:
-        end.do(finalize_and_init, make_config(extra=SHM, **SECONDS))
+        end.do(ranks.finalize_and_init, make_config(extra=SHM, **SECONDS))
         assert end.do(picture).communicators == ()
         with pytest.raises(NotLinked):
             end.do(status, 1)
@@ -210,11 +171,8 @@ def test_r21_unlink_and_finalize_end_a_preparation_and_the_same_may_be_tried_aga
     bytes_move_both_ways(*ends)
 
 
-# --- several that want one link ---------------------------------------------------------------------------------------
-
-
 def test_communicators_with_one_member_have_ids_of_their_own_and_the_last_one_keeps_the_link(tcp_pair: Pair) -> None:
-    ends = start_two(tcp_pair)
+    ends = ranks.start_two(tcp_pair)
     # Calls with the very same arguments find each other pairwise, also while none is ready.
     same = Meeting((1, 2))
     assert [same.join(*ends) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
@@ -239,22 +197,21 @@ def test_link_clusters_and_communicators_share_a_link_and_each_keeps_it_for_itse
     prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=SHM, **SECONDS)
     decoder.start("DECODER", 2, extra=SHM, **SECONDS)
     shm_pair.link()
-    before = [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)]
+    before = [end.do(linking.explain, peer) for end, peer in zip(ends, (2, 1), strict=True)]
     joined(*ends)
-    assert [end.do(explain, peer) for end, peer in zip(ends, (2, 1), strict=True)] == before, "the same link"
+    assert [end.do(linking.explain, peer) for end, peer in zip(ends, (2, 1), strict=True)] == before, "the same link"
     for end in ends:
         end.do(drop, 1)
     bytes_move_both_ways(*ends)
     there = [info(1, prompt.port)]
-    assert decoder.do(unlink, there) == SUCCESS
+    assert decoder.do(linking.unlink, there) == SUCCESS
     alone(*ends)
     # The other way round: link_clusters comes to the link of a communicator, and unlink_clusters ends it.
     assert joined(*ends) == [2, 2]
     assert decoder.do(link, there) == (ALREADY, [ALREADY])
-    assert decoder.do(unlink, there) == SUCCESS
+    assert decoder.do(linking.unlink, there) == SUCCESS
     alone(*ends)
     assert [end.do(status, 2) for end in ends] == [OK, OK]
-    decoder.do(make, "kv", Spec(blocks=True), 1)
     not_linked(decoder, 1)
     assert decoder.do(link, there) == SUCCESS
     for end in ends:
@@ -270,28 +227,19 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
     meeting, there = Meeting((1, 2, 3)), [info(1, listening.port)]
     meeting.join(listening, dialling)
     wait_until(lambda: all(end.do(links) for end in (listening, dialling)))
-    dialling.do(make, "kv", Spec(blocks=True), 1)
     not_linked(dialling, 1)
     assert dialling.do(link, there) == SUCCESS
     assert dialling.do(link, there) == (ALREADY, [ALREADY])
     dialling.do(drop, 1)
     assert dialling.do(links) == {1: "ready"}
     with pytest.raises(CacheNotFound):
-        dialling.do(call, "pull_blocks", BlocksCacheKey(1, 0), Use("kv"), [0], [0])
+        dialling.do(linking.pull_from, 1)
+    was = dialling.do(link_number, 1)
     # At the other end the communicator fails, and its link with it: the one that link_clusters made is dialled again.
-    replace(meeting, table=table(*[host(0)] * 3, version="1.2")).join(third)
+    replace(meeting, table=ranks.table(*[host(0)] * 3, version="1.2")).join(third)
     assert settle([listening], [1]) == [FAILED]
-    wait_until(lambda: dialling.do(is_redialled, 1))
+    wait_until(lambda: dialling.do(link_number, 1) > was)
     bytes_move_both_ways(listening, dialling)
-
-
-def is_redialled(world: World, peer: int) -> bool:
-    engine = world.dd._engine
-    link_ = None if engine is None else engine.links.peek(peer)
-    return link_ is not None and link_.origin.reconnected and link_.usable
-
-
-# --- members that are lost --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -331,7 +279,6 @@ def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_a
         survivor.start("MIX", 1, **SECONDS)
         victim.start("MIX", killed, **SECONDS)
         joined(survivor, victim)
-        survivor.do(make, "kv", Spec(blocks=True), 1)
         victim.kill()
         alone(survivor)
         not_linked(survivor, killed)
@@ -344,33 +291,29 @@ def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_a
     victim.close()
 
 
-def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair) -> None:
+def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair, end: LocalEnd) -> None:
     """Both members live; the third one comes after the link between them was given up by hand."""
-    ends = start_two(local_pair)
-    third = LocalEnd("third")
+    ends, third = ranks.start_two(local_pair), end
     third.start("MIX", 3, extra={"llm.Transport": local_pair.transport}, **SECONDS)
     meeting = Meeting((1, 2, 3))
-    try:
-        meeting.join(*ends)
-        wait_until(lambda: all(end.do(explained, 1).waiting_for == (3,) for end in ends))
-        for end, peer in zip(ends, (2, 1), strict=True):
-            was = end.do(link_number, peer)
-            assert end.do(unlink, [info(peer)], 5000, True) == SUCCESS
-            wait_until(lambda end=end, peer=peer, was=was: end.do(link_number, peer) > was)  # type: ignore[misc]
-            wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
-        meeting.join(third)
-        assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
-        bytes_move_both_ways(*ends)
-    finally:
-        third.stop()
+    meeting.join(*ends)
+    wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
+    for here, peer in zip(ends, (2, 1), strict=True):
+        was = here.do(link_number, peer)
+        assert here.do(linking.unlink, [info(peer)], 5000, True) == SUCCESS
+        wait_until(lambda here=here, peer=peer, was=was: here.do(link_number, peer) > was)  # type: ignore[misc]
+        wait_until(lambda: all(each.do(explained, 1).waiting_for == (3,) for each in ends))
+    meeting.join(third)
+    assert settle([*ends, third], [1, 1, 1]) == [OK] * 3
+    bytes_move_both_ways(*ends)
+    for each in (third, *ends):
+        each.stop()
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:
     """And only after the operation that uses it, not under it."""
-    ends = start_two(local_pair)
+    ends = ranks.start_two(local_pair)
     ready_ids = joined(*ends)
-    for end in ends:
-        end.do(make, "kv", Spec(blocks=True), 1)
     waiting = Meeting((1, 2, 3)).join(ends[0])
     bytes_move_both_ways(*ends)
     ends[0].do(drop, ready_ids[0])
@@ -410,26 +353,18 @@ def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dia
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member with another table comes between listening and dialling."""
-    ends = start_two(local_pair)
+    ends = ranks.start_two(local_pair)
     meeting = Meeting((0, 1, 2))
     really = RetryQueue.add
 
     def added_late(self: RetryQueue[Any], member: Any) -> bool:
         if member.cluster_id == 0 and member.communicator.expected:
-            replace(meeting, table=table(*[host(0)] * 3, version="1.2")).join(ends[1])
+            replace(meeting, table=ranks.table(*[host(0)] * 3, version="1.2")).join(ends[1])
             wait_until(lambda: not member.communicator.preparing)
         return really(self, member)
 
     monkeypatch.setattr(RetryQueue, "add", added_late)
     assert meeting.join(ends[0]) == [1]
     assert ends[0].do(status, 1) is FAILED
-    wait_until(lambda: not ends[0].do(is_dialling))
+    wait_until(lambda: not any("llm-datadist-meet" in name for name in ends[0].do(residue_of)["threads"]))
     assert ends[0].do(status, 1) is FAILED
-
-
-def is_dialling(world: World) -> bool:
-    engine = world.dd._engine
-    assert engine is not None
-    dials = engine.links.communicators._dials
-    with dials._changed:
-        return bool(dials._waiting or dials._current)

@@ -21,14 +21,10 @@ from tests.support.moves import moved, same_bytes
 from tests.support.world import fill, read
 
 if TYPE_CHECKING:
-    from tests.support.ends import LocalEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
-    "CacheDesc: batch_size placement",
-    "CacheKey.req_id",
-    "CacheManager: copy_blocks copy_cache",
-    "LLMStatusCode.LLM_TIMEOUT",
+    "CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache", "LLMStatusCode.LLM_TIMEOUT"
 )
 
 ROW = 64  # bytes of a row of desc()
@@ -36,14 +32,13 @@ GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 @pytest.fixture
-def world(end: LocalEnd) -> World:
+def world(world: World) -> World:
     """Continuous caches "src" and "dst", a blocks cache "kv" and its neighbour, of 4 rows or 10 blocks of 64 bytes."""
-    end.start("PROMPT", 1)
     for name in ("src", "dst"):
-        allocate(end.world, name)
+        allocate(world, name)
     for name in ("kv", "neighbour"):
-        allocate(end.world, name, blocks=True, shape=(10, 16))
-    return end.world
+        allocate(world, name, blocks=True, shape=(10, 16))
+    return world
 
 
 def allocate(world: World, name: str, *, blocks: bool = False, **geometry: Any) -> None:

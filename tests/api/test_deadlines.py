@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
-from llm_datadist._links.messages import Failed, Ping, Pong, frame
+from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import DeadlineExceeded
-from tests.faults.stalls import stall
+from tests.faults.test_stalls import go_on, stall_there
+from tests.support import linking
 from tests.support.frozen import frozen
 from tests.support.gates import count_messages, releases, resolves, stopped
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
@@ -48,51 +49,34 @@ TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
 }
 
 
-# --- what can stall ---------------------------------------------------------------------------------------------------
-
 STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
 
 
 @contextmanager
 def stalled(pair: Pair, what: str) -> Iterator[None]:
     """The peer's process does nothing at all; what is sent to it waits here. Or only its control thread is deaf."""
-    if what == "deaf control thread":
-        pair.prompt.do(stall_control)
-        try:
-            yield
-        finally:
-            pair.prompt.do(go_on)
-        return
-    with frozen(pair.prompt):
+    with ExitStack() as stalling:
+        if what == "deaf control thread":
+            pair.prompt.do(stall_there, "control")
+            stalling.callback(pair.prompt.do, go_on)
+        else:
+            stalling.enter_context(frozen(pair.prompt))
         if what == "full socket":
             pair.decoder.do(fill_socket)
         yield
 
 
-def stall_control(world: World) -> None:
-    world.memory["stall"] = stack = ExitStack()
-    stack.enter_context(stall(world.dd, "control"))
-
-
-def go_on(world: World) -> None:
-    world.memory.pop("stall").close()
-
-
 def fill_socket(world: World) -> None:
-    link_ = world.dd._require_engine("test").links.get(1)
-    assert link_.channel is not None
+    link_ = linking.links_of(world).get(1)
     while not link_.channel._backlog:
         link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World) -> None:
     """Wait until the peer has worked off all that was said to it meanwhile."""
-    link_ = world.dd._require_engine("test").links.get(1)
+    link_ = linking.links_of(world).get(1)
     number = link_.ping()
     wait_until(lambda: link_.last_pong >= number, 30)
-
-
-# --- every call -------------------------------------------------------------------------------------------------------
 
 
 def times_out(end: End, method: str, *args: Any) -> None:
@@ -150,7 +134,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     decoder.do(wait_for_answer)
-    wait_until(lambda: (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"}))
+    wait_until(lambda: linking.linked(prompt, decoder))
     # The peer answers late: the pins of those answers, of rows, are given back.
     wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
     assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
@@ -164,7 +148,17 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     wait_until(lambda: prompt.do(picture).pins == 0)
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    # Parting: by a forced unlink, after which the link can be made again; by finalize.
+    with stalled(shm_pair, what):
+        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
+        assert decoder.do(links) == {}
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    alone(prompt)
+    shm_pair.link()
+    bytes_move_both_ways(prompt, decoder)
+    with stalled(shm_pair, what):
+        decoder.do(linking.finalize)
+    alone(prompt)
 
 
 def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_nothing(
@@ -193,33 +187,11 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_no
     same_bytes(decoder.do(show, "rows"), ours)
 
 
-@STALLS
-def test_r06_parting_from_a_peer_that_stalls_ends_in_time(shm_pair: Pair, what: str) -> None:
-    """By a forced unlink, after which the link can be made again; by finalize."""
-    shm_pair.start(sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    with stalled(shm_pair, what):
-        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
-        assert decoder.do(links) == {}
-        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
-    alone(prompt)
-    shm_pair.link()
-    bytes_move_both_ways(prompt, decoder)
-    with stalled(shm_pair, what):
-        decoder.do(finalize)
-    alone(prompt)
-
-
-def finalize(world: World) -> None:
-    world.dd.finalize()
-
-
 def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:
     """It has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come."""
     shm_pair.start(linked=False, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     prompt = shm_pair.prompt
     before = prompt.do(make, "rows", ROWS, 1)
-    assert prompt.port is not None
     with Stranger(prompt.port) as stranger:
         stranger.link()
         whole = frame(Pong(1))
@@ -227,8 +199,7 @@ def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: P
         for _ in range(2):
             times_out(prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
         assert prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
-        stranger.say(whole[5:], Ping(77))
-        while stranger.hear(Pong).id != 77:
-            pass
+        stranger.say(whole[5:])
+        stranger.is_served()
         assert prompt.do(links) == {66: "ready"}
         same_bytes(prompt.do(show, "rows"), before)

@@ -3,7 +3,7 @@ success, and what is kept about a remote cache is never taken for another one.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -13,11 +13,22 @@ from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, Transf
 from tests.support.background import ended, in_background
 from tests.support.gates import count_messages, resolves, stopped
 from tests.support.linking import SUCCESS, info, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import fill
+from tests.support.moves import (
+    BLOCKS,
+    Spec,
+    Use,
+    call,
+    forget,
+    make,
+    moved,
+    picture,
+    refill,
+    same_bytes,
+    show,
+    wait_until,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
@@ -38,10 +49,6 @@ def kept(pair: Pair) -> int:
     (link,) = pair.decoder.do(picture).links
     answers: int = link.resolved
     return answers
-
-
-def refill(world: World, seed: int) -> Bytes:
-    return fill(world.caches["kv"], seed)
 
 
 # --- kept answers -------------------------------------------------------------------------------------------------
@@ -75,7 +82,7 @@ def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_ha
     missing()
     pulled(prompt.do(make, "kv", source, 1), 2)  # what appears after a miss is found
     pulled(prompt.do(show, "kv"), 2)
-    pulled(prompt.do(refill, 7), 2)  # what it holds now
+    pulled(prompt.do(refill, "kv", 7), 2)  # what it holds now
     prompt.do(forget, "kv")
     later = prompt.do(make, "later", source, 9)
     pulled(later, 3)
@@ -156,7 +163,8 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
     shown = {name: decoder.do(make, name, Spec(*shape, blocks=True), 10) for name, shape in rows.items()}
 
     def pull(name: str, src: int, dst: int, half: bool = False) -> None:
-        decoder.do(_pull, name, src, dst, {"src_layer_range": range(1, 2), "dst_layer_range": range(1)} if half else {})
+        layers: Any = {"src_layer_range": range(1, 2), "dst_layer_range": range(1)} if half else {}
+        decoder.do(partial(call, **layers), "pull_blocks", BLOCKS, Use(name), [src], [dst])
         shown[name] = moved(shown[name], source, [(dst, src)], [(0, 2), (1, 3)] if half else None)
 
     for turn in range(2):
@@ -169,7 +177,7 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
         ):
             pull("long", 1, 11)
             with pytest.raises(kind, match=says):
-                decoder.do(_pull, name, 1, block, {})
+                pull(name, 1, block)
         pull("same", 1, 2, half=True)
         pull("same", 3, 4)
         pull("same", 5, 6, half=True)
@@ -180,128 +188,87 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
     same_bytes(prompt.do(show, "kv"), source)
 
 
-def _pull(world: World, name: str, src: int, dst: int, layers: dict[str, range]) -> None:
-    call(world, "pull_blocks", BLOCKS, Use(name), [src], [dst], **layers)
-
-
 # --- changes while an operation is on its way -------------------------------------------------------------------------
 
 THEN, NOW = "the bytes of before", "the bytes of after"
-BY_ID: Final = CacheKeyByIdAndIndex(1, 1, 0)
 
 
-def freed(world: World, spec: Spec) -> Bytes:
-    """The memory is given back; of registered memory return what it holds: it is the user's again."""
-    forget(world, "kv")
-    return show(world, "kv") if spec.memory == "inside" else []
-
-
-def replaced(world: World, spec: Spec) -> Bytes:
-    """Free what has the key and give the key to another cache."""
-    forget(world, "kv")
-    return make(world, "later", spec, 9)
-
-
-def reused(world: World, spec: Spec) -> Bytes:
-    """The same pages serve another cache with another key."""
-    forget(world, "kv")
-    return make(world, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)
-
-
-def unbound(world: World, spec: Spec) -> Bytes:
-    world.cm.remove_cache_key(KEY)
-    return []
-
-
-def rebound(world: World, spec: Spec) -> Bytes:
-    """The key names row 0 of another cache."""
-    world.cm.remove_cache_key(KEY)
-    return make(world, "later", spec, 9)
-
-
-@dataclass(frozen=True)
-class Change:
-    """What the owner does while a call stands at a step, and what comes of the call.
-
-    ``mapped``: where the initiator compares the guards by itself. ``lanes``: where the owner judges, before its first
-    byte and after its last.
-    """
-
-    step: str
-    source: Spec
-    change: Callable[[World, Spec], Bytes]
-    mapped: Any
-    lanes: Any
-    by: Any = None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        if self.step.endswith("write"):
-            return "push_blocks", BLOCKS, Use("kv"), [1], [2]
-        return PULL if self.source.blocks else ("pull_cache", self.by or KEY, Use("kv"), 5)
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        return PAIRS if self.source.blocks else [(5, 0)]
+def change(world: World, what: str, spec: Spec) -> None:
+    """Take the memory (freed), or the key of a row (unbound), of what is named; give the key to another cache
+    (replaced, rebound), or the pages to another cache with another key (reused)."""
+    if what in ("unbound", "rebound"):
+        world.cm.remove_cache_key(KEY)
+    else:
+        forget(world, "kv")
+    if what == "reused":
+        make(world, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 8)), 9)
+    elif what in ("replaced", "rebound"):
+        make(world, "later", spec, 9)
 
 
 FAILED: Final = TransferFailed
-CHANGES = [
-    *[Change("resolved", spec, replaced, NOW, NOW) for spec in (PAGED, REGISTERED)],
-    *[Change("resolved", spec, freed, CacheNotFound, CacheNotFound) for spec in (PAGED, REGISTERED)],
-    Change("resolved", ROWS, rebound, NOW, NOW),
-    Change("resolved", ROWS, unbound, CacheNotFound, CacheNotFound),
-    *[Change("before copy", spec, replaced, FAILED, NOW) for spec in (PAGED, REGISTERED)],
-    *[Change("before copy", spec, freed, FAILED, CacheNotFound) for spec in (PAGED, REGISTERED)],
-    Change("before copy", PAGED, reused, FAILED, CacheNotFound),
-    Change("before copy", ROWS, unbound, FAILED, CacheNotFound),
-    *[Change("after copy", spec, replaced, FAILED, THEN) for spec in (PAGED, REGISTERED)],
-    *[Change("after copy", spec, freed, FAILED, THEN) for spec in (PAGED, REGISTERED)],
-    Change("after copy", ROWS, unbound, FAILED, THEN),
-    Change("after copy", ROWS, unbound, THEN, THEN, by=BY_ID),
-    Change("before write", REGISTERED, freed, FAILED, CacheNotFound),
-    Change("after write", REGISTERED, freed, FAILED, THEN),
+BY_KEY, BY_ID = (("pull_cache", key, Use("kv"), 5) for key in (KEY, CacheKeyByIdAndIndex(1, 1, 0)))
+BOTH: Final = (PAGED, REGISTERED)
+#: What the owner does while a call stands at a step, and what comes of the call: where the initiator compares the
+#: guards by itself; and where the owner judges, before its first byte and after its last.
+CHANGES: Final[list[tuple[Any, ...]]] = [
+    *[(PULL, "resolved", spec, "replaced", NOW, NOW) for spec in BOTH],
+    *[(PULL, "resolved", spec, "freed", CacheNotFound, CacheNotFound) for spec in BOTH],
+    (BY_KEY, "resolved", ROWS, "rebound", NOW, NOW),
+    (BY_KEY, "resolved", ROWS, "unbound", CacheNotFound, CacheNotFound),
+    *[(PULL, "before copy", spec, "replaced", FAILED, NOW) for spec in BOTH],
+    *[(PULL, "before copy", spec, "freed", FAILED, CacheNotFound) for spec in BOTH],
+    (PULL, "before copy", PAGED, "reused", FAILED, CacheNotFound),
+    (BY_KEY, "before copy", ROWS, "unbound", FAILED, CacheNotFound),
+    *[(PULL, "after copy", spec, what, FAILED, THEN) for what in ("replaced", "freed") for spec in BOTH],
+    (BY_KEY, "after copy", ROWS, "unbound", FAILED, THEN),
+    (BY_ID, "after copy", ROWS, "unbound", THEN, THEN),
+    (PUSH, "before write", REGISTERED, "freed", FAILED, CacheNotFound),
+    (PUSH, "after write", REGISTERED, "freed", FAILED, THEN),
 ]
 
 
-@pytest.mark.parametrize("each", CHANGES, ids=lambda each: f"{each.step}-{each.change.__name__}")
+@pytest.mark.parametrize(
+    ("args", "step", "source", "what", "mapped", "lanes"),
+    CHANGES,
+    ids=[f"{step}-{what}" for _, step, _, what, *_ in CHANGES],
+)
 def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_named(
-    pair: Pair, tmp_path: Path, each: Change
+    pair: Pair, tmp_path: Path, args: tuple[Any, ...], step: str, source: Spec, what: str, mapped: Any, lanes: Any
 ) -> None:
-    pair.start(rca=each.step.endswith("write"))
+    pair.start(rca=args is PUSH)
     prompt, decoder = pair.prompt, pair.decoder
     prompt.do(count_messages)
-    src, dst = prompt.do(make, "kv", each.source, 1), decoder.do(make, "kv", Spec(blocks=each.source.blocks), 2)
-    outcome = each.lanes if pair.transport == "tcp" else each.mapped
+    src, dst = prompt.do(make, "kv", source, 1), decoder.do(make, "kv", Spec(blocks=source.blocks), 2)
+    outcome, error = lanes if pair.transport == "tcp" else mapped, None
     # In one process the owner waits for a reader of registered memory, which would be freed under it.
-    with stopped(decoder, each.step, tmp_path, *each.args) as pulling, in_background(prompt, each.change, each.source):
+    with stopped(decoder, step, tmp_path, *args) as moving, in_background(prompt, change, what, source):
         if outcome is NOW:  # what is found must have its bytes by then
             wait_until(lambda: prompt.do(ended))
         if isinstance(outcome, str):
-            pulling.finish()
+            moving.finish()
         else:
             with pytest.raises(outcome) as caught:
-                pulling.finish()
-    error = None if isinstance(outcome, str) else caught.value
+                moving.finish()
+            error = caught.value
     if isinstance(error, TransferFailed):
         assert "freed, rebound or unregistered" in str(error)
         assert error.status_code is LLMStatusCode.LLM_FAILED
         assert (error.peer, error.phase, error.retryable) == (1, "copy", True)
-    if each.step.endswith("write"):
+    if args is PUSH:
         assert error is None or outcome is CacheNotFound or "remote bytes" in str(error)
         same_bytes(decoder.do(show, "kv"), dst)
         if outcome is CacheNotFound:
             same_bytes(prompt.do(show, "kv"), src)
         return
-    expected = dst
+    expected, pairs = dst, PAIRS if source.blocks else [(5, 0)]
+    found = decoder.do(show, "kv")
     if outcome is FAILED:  # what was addressed is undefined, the rest is as it was
-        found = decoder.do(show, "kv")
-        for tensor, now in zip(expected, found, strict=True):
-            tensor[[to for to, _ in each.pairs]] = now[[to for to, _ in each.pairs]]
+        expected = moved(dst, found, [(to, to) for to, _ in pairs])
         assert kept(pair) == 0
     elif outcome in (NOW, THEN):
-        expected = moved(dst, prompt.do(show, "later") if outcome is NOW else src, each.pairs)
-    same_bytes(decoder.do(show, "kv"), expected)
+        expected = moved(dst, prompt.do(show, "later") if outcome is NOW else src, pairs)
+    same_bytes(found, expected)
     assert prompt.do(resolves) == (2 if outcome in (NOW, CacheNotFound) else 1)
     wait_until(lambda: prompt.do(picture).pins == 0)
 

@@ -1,41 +1,38 @@
-"""Keys as the calls show them (interface R2 to R5, R25): what binds and removes them, what a peer finds by them, and
-what consumes them at the producer. The rules are those of `tests/unit/test_registry_machine.py`."""
+"""Keys as the calls show them (interface R2 to R5, R25, I5): what binds and removes them, what a peer finds by them,
+what consumes them at the producer, and walk 2 of the architecture: allocate, pull, deallocate, consume, free. The rules
+are those of `tests/unit/test_registry_machine.py`."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
-from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
+from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError, TransferFailed
+from tests.support.gates import stopped
+from tests.support.linking import SUCCESS, info, unlink
 from tests.support.memory import desc, pool, refused, state
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Pair
-    from tests.support.ends import End, LocalEnd
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
 
     #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
     Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers(
-    "CacheManager: allocate_cache check_cache_key deallocate_cache",
-    "LLMDataDist.statistics",
-    "errors.KeyInUse",
-    "llm.Transport",
+    "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"
 )
 
 PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)
-
-
-@pytest.fixture
-def world(end: LocalEnd) -> World:
-    """An initialised end with both pools."""
-    end.start("PROMPT", 1)
-    return end.world
 
 
 def bound(world: World) -> dict[str, tuple[int, int]]:
@@ -71,10 +68,6 @@ def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(w
     for model in (5, 0):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(1, model))
     assert bound(world) == before | {repr((2, 0, 5)): (7, 0), repr((2, 0, 0)): (8, 0)}
-    # In use, whatever cluster id it names: nothing is allocated or bound.
-    for key in (CacheKey(1, 1), CacheKey(6, 1)):
-        with refused(world, KeyInUse, "req_id=1", "cache 2"):
-            world.cm.allocate_cache(desc(), [CacheKey(1, 20), key])
     with refused(world, KeyInUse, "BlocksCacheKey", "model_id=5"):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 5))
     # Unknown keys and placeholders touch nothing; of a registered cache only the key goes.
@@ -89,9 +82,9 @@ def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(w
     # A deallocated cache, whose key waits for the pull, keeps it in use.
     world.cm.deallocate_cache(cache)
     with refused(world, KeyInUse, "prefix_id=5", "cache 6"):
-        world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+        world.cm.allocate_cache(desc(), [CacheKey(1, 20), CacheKey(1, 0, 0, 5)])
     world.cm.remove_cache_key(CacheKey(7, 0, 0, 5))
-    world.cm.allocate_cache(desc(), [CacheKey(1, 0, 0, 5)])
+    world.cm.allocate_cache(desc(), [CacheKey(1, 20), CacheKey(1, 0, 0, 5)])
 
 
 def test_check_cache_key_wants_exactly_one_id(world: World) -> None:
@@ -145,16 +138,11 @@ def gone(pair: Pair, key: Any) -> None:
 def leave(pair: Pair, steps: list[Step]) -> None:
     """Make the calls in turn; after each, exactly what it says is left at the producer."""
     waiting = left(pair.prompt)
-    for step in steps:
-        method, args, kwargs, changes = step
-        pair.decoder.do(_called, method, args, kwargs)
+    for method, args, kwargs, changes in steps:
+        pair.decoder.do(partial(call, **kwargs), method, *args)
         waiting |= {shown(row): nbytes for row, nbytes in changes.items()}
         waiting = {key: nbytes for key, nbytes in waiting.items() if nbytes}
         wait_until(lambda expected=waiting: left(pair.prompt) == expected)  # type: ignore[misc]
-
-
-def _called(world: World, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    call(world, method, *args, **kwargs)
 
 
 PULLS: list[Step] = [
@@ -203,8 +191,10 @@ def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_els
     # Of a registered cache the key goes, the cache itself with unregister (interface R25).
     prompt.do(call, "remove_cache_key", CacheKey(1, 91))
     gone(pair, CacheKey(1, 91))
-    decoder.do(call, "pull_cache", by_row(1, 3), KV, 5)
     same_bytes(prompt.do(show, "registered"), registered)
+    prompt.do(call, "deallocate_cache", Use("registered"))
+    decoder.do(call, "pull_cache", by_row(1, 3), KV, 0)
+    expected = moved(expected, registered, [(0, 1)])
     prompt.do(forget, "registered")
     for lost in (CacheKey(1, 90), by_row(1, 3)):
         gone(pair, lost)
@@ -258,3 +248,61 @@ def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_p
         decoder.do(call, "push_cache", by_row(row), KV)
     wait_until(lambda: prompt.do(used) < held)
     assert left(prompt) == {}
+
+
+# --- walk 2 and its other exits ---------------------------------------------------------------------------------------
+
+HELD: Final = 4 * 3 * 4096  # four tensors of 10000 bytes, each rounded up to pages
+PULL_ROW: Final = ("pull_cache", KEYS[0], KV, 3)
+
+
+def begin_walk(pair: Pair) -> tuple[Bytes, Bytes]:
+    pair.start()
+    source = Spec(rows=2, stride=5000, keys=KEYS[:1])
+    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(rows=6, stride=5000), 2)
+
+
+def seen(end: End) -> tuple[int, int, int, int, int, int]:
+    """Return (live, deferred, draining caches, keys, pins, used bytes of the device pool)."""
+    now = end.do(picture)
+    caches = now.caches
+    return caches.live, caches.deferred, caches.draining, len(now.keys), now.pins, end.do(used)
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["consumed", "removed"])
+def test_i5_walk_two_step_by_step(pair: Pair, tmp_path: Path, removed: bool) -> None:
+    """A key that is removed during the pull fails it; the memory waits for its pin."""
+    src, dst = begin_walk(pair)
+    prompt = pair.prompt
+    assert seen(prompt) == (1, 0, 0, 1, 0, HELD)
+    with stopped(pair.decoder, "before copy", tmp_path, *PULL_ROW) as pulling:
+        assert seen(prompt) == (1, 0, 0, 1, 1, HELD)
+        prompt.do(forget, "kv")
+        assert seen(prompt) == (0, 1, 0, 1, 1, HELD)
+        if removed:
+            prompt.do(call, "remove_cache_key", KEYS[0])
+            assert seen(prompt) == (0, 0, 1, 0, 1, HELD)
+            with pytest.raises(CacheNotFound if pair.transport == "tcp" else TransferFailed):
+                pulling.finish()
+        else:
+            pulling.finish()
+    wait_until(lambda: seen(prompt) == (0, 0, 0, 0, 0, 0))  # a release is on its way when a pull returns
+    found = pair.decoder.do(show, "kv")
+    expected = moved(dst, found if removed else src, [(3, 3 if removed else 0)])  # what was addressed is undefined
+    same_bytes(found, expected)
+    assert prompt.do(picture).pools[0].largest_hole_bytes == prompt.do(picture).pools[0].capacity_bytes
+
+
+def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tmp_path: Path) -> None:
+    pair = tcp_pair
+    begin_walk(pair)
+    with stopped(pair.decoder, "release", tmp_path, *PULL_ROW) as pulling:
+        assert seen(pair.prompt) == (1, 0, 0, 1, 1, HELD)
+        assert pair.prompt.do(unlink, [info(2)], 1000, True) == SUCCESS
+        wait_until(lambda: seen(pair.prompt) == (1, 0, 0, 1, 0, HELD))
+        pulling.finish()  # every byte was there before the link was given up
+    assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
+    wait_until(lambda: not pair.decoder.do(picture).links)
+    pair.link()
+    pair.decoder.do(call, *PULL_ROW)
+    wait_until(lambda: seen(pair.prompt) == (1, 0, 0, 0, 0, HELD))

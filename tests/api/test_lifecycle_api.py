@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.device import HostDevice
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
-from llm_datadist.errors import LLMException, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.errors import LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.views import tensor_views
 from tests.support.background import Call
 from tests.support.linking import SUCCESS, info
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
-from tests.support.strangers import listener
 from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
@@ -60,9 +59,6 @@ def live(cluster_id: int, **settings: Any) -> LLMDataDist:
     return datadist
 
 
-# --- several instances ------------------------------------------------------------------------------------------------
-
-
 def test_r20_instances_are_independent_and_the_last_live_one_is_the_engine_instance() -> None:
     first, second, third = (live(cluster_id, **LISTENING) for cluster_id in (1, 2, 3))
     assert LLMDataDist.llm_engine_instance is third
@@ -92,7 +88,7 @@ def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("v1", [True, False])
-def test_r20_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
+def test_r20_i11_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
     v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"enable_cache_manager": not v1}
@@ -117,9 +113,6 @@ def test_r20_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_ba
     second.finalize()
 
 
-# --- init and finalize ------------------------------------------------------------------------------------------------
-
-
 def test_init_and_finalize_may_be_called_again_and_the_options_are_not_changed() -> None:
     datadist = LLMDataDist(LLMRole.MIX, 2**64 - 1)
     datadist.finalize()
@@ -142,19 +135,6 @@ def test_init_and_finalize_may_be_called_again_and_the_options_are_not_changed()
     datadist.finalize()
 
 
-def test_i14_i11_init_again_on_the_same_port_with_peers_each_time() -> None:
-    server, client = live(1, **LISTENING), live(2)
-    listen = {"listen_ip_info": f"127.0.0.1:{server.listen_port}"}
-    for _ in range(3):
-        assert client.link_clusters([info(1, server.listen_port)]) == SUCCESS
-        assert server.cache_manager.allocate_cache(DESC, [CacheKey(1, 1)]).cache_id == 1
-        server.finalize()
-        server.init(make_config(**listen))
-        wait_until(lambda: client.statistics().links == ())
-    client.finalize()
-    server.finalize()
-
-
 def test_threads_that_init_and_finalize_one_object_make_one_engine() -> None:
     def init(datadist: LLMDataDist) -> CacheManager:
         datadist.init(make_config())
@@ -169,19 +149,11 @@ def test_threads_that_init_and_finalize_one_object_make_one_engine() -> None:
 
 
 def test_finalize_during_a_handshake_ends_it_with_a_code() -> None:
-    arrived, go = threading.Event(), threading.Event()
-
-    def wait_and_hang_up(sock: socket.socket) -> None:
-        arrived.set()
-        go.wait(20)
-        sock.shutdown(socket.SHUT_RDWR)
-
     datadist = live(2)
-    with listener(wait_and_hang_up) as port:
-        linking = Call(datadist.link_clusters, [info(1, port)], 20_000)
-        arrived.wait(20)
-        datadist.finalize()
-        go.set()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        linking = Call(datadist.link_clusters, [info(1, server.getsockname()[1])], 20_000)
+        with server.accept()[0]:
+            datadist.finalize()
     assert linking.result() == (LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])
 
 
@@ -200,9 +172,6 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
             stranger.result()
 
 
-# --- init that fails --------------------------------------------------------------------------------------------------
-
-
 class _BrokenDevice(HostDevice):
     """Host memory that is used up at the second pool."""
 
@@ -210,51 +179,41 @@ class _BrokenDevice(HostDevice):
         raise OutOfMemory("this device has nothing left")
 
 
-#: The device, settings, the error with its status, and a part of its text.
-FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str, str]]] = {
-    "pool too large": (
-        None,
-        {"mem_pool_cfg": '{"memory_size": 140737488355328}'},
-        OutOfMemory,
-        "LLM_OUT_OF_MEMORY",
-        "140737488355328",
-    ),
-    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "LLM_PARAM_INVALID", "/no/where"),
-    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "LLM_OUT_OF_MEMORY", "nothing left"),
-    "v1 with two listeners": (
-        None,
-        {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"},
-        ParamError,
-        "LLM_PARAM_INVALID",
-        "2 addresses",
-    ),
-    "a busy address": (None, {}, LLMException, "LLM_FAILED", ""),
-    "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LLMException, "LLM_FAILED", "192.0.2.1:26000"),
+TWO_LISTENERS: Final = {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"}
+#: The device, settings, the error, and a part of its text.
+FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str]]] = {
+    "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
+    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
+    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "nothing left"),
+    "v1 with two listeners": (None, TWO_LISTENERS, ParamError, "2 addresses"),
+    "a busy address": (None, {}, LinkError, ""),
+    "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LinkError, "192.0.2.1:26000"),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
-    device, settings, kind, status, part = FAILURES[name]
-    settings = dict(settings)
+    device, settings, kind, part = FAILURES[name]
+    status = LLMStatusCode.LLM_FAILED if kind is LinkError else kind.default_status
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        listen = {"listen_ip_info": f"127.0.0.1:{probe.getsockname()[1]}"}
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     with socket.create_server(("127.0.0.1", 0)) as busy:
         if name == "a busy address":
-            part = settings["listen_ip_info"] = f"127.0.0.1:{busy.getsockname()[1]}"
+            part = f"127.0.0.1:{busy.getsockname()[1]}"
+            settings = {"listen_ip_info": part}
         datadist = LLMDataDist(LLMRole.PROMPT, 1, device=device)
         before = residue()
         for _ in range(2):
             with pytest.raises(kind) as caught:
-                datadist.init(make_config(**(listen | settings)))
-            assert caught.value.status_code is LLMStatusCode[status]
+                datadist.init(make_config(**{"listen_ip_info": listen} | settings))
+            assert caught.value.status_code is status
             assert part in str(caught.value)
             assert "\n" not in str(caught.value)
             assert LLMDataDist.llm_engine_instance is None
             assert settled(before) == before
     datadist._device = None
-    datadist.init(make_config(**listen))
-    assert f"127.0.0.1:{datadist.listen_port}" == listen["listen_ip_info"]
+    datadist.init(make_config(listen_ip_info=listen))
+    assert f"127.0.0.1:{datadist.listen_port}" == listen
     datadist.finalize()
 
 
@@ -264,9 +223,6 @@ def test_listening_beyond_loopback_is_warned_about_once(caplog: pytest.LogCaptur
     assert warnings == [warnings[0]]
     assert f"0.0.0.0:{datadist.listen_port}" in warnings[0]
     datadist.finalize()
-
-
-# --- what is not initialised, and what is finalized -------------------------------------------------------------------
 
 
 def attempt(owner: object, name: str) -> None:
@@ -310,8 +266,6 @@ def test_r21_a_stale_manager_refuses_every_operation_also_after_init_again() -> 
 def public_names(of: type) -> set[str]:
     return {name for name in dir(of) if not name.startswith("_")}
 
-
-# --- the end of the process -------------------------------------------------------------------------------------------
 
 FORKING: Final = """
 import os, sys

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,28 +10,14 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException, NotLinked, ParamError, PeerLost
-from llm_datadist.testing import scene
+from tests.faults.gates import Gate
+from tests.support import linking
+from tests.support.background import Call, begin_there, result_there
 from tests.support.gates import gated_call
-from tests.support.linking import (
-    OK,
-    SUCCESS,
-    alone,
-    begin_there,
-    bytes_move_both_ways,
-    explain,
-    free_port,
-    info,
-    link,
-    link_when,
-    links,
-    not_linked,
-    result_there,
-    start_both,
-    unlink,
-)
+from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.strangers import Stranger, silent_port
-from tests.support.world import World, fill, make_config
+from tests.support.world import World, fill, make_config, residue_of, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,13 +37,8 @@ pytestmark = pytest.mark.covers(
     "llm: LocalCommRes TransferBackend",
 )
 
-ALREADY, FAILED, TIMEOUT, INVALID = (
-    LLMStatusCode.LLM_ALREADY_LINK,
-    LLMStatusCode.LLM_LINK_FAILED,
-    LLMStatusCode.LLM_TIMEOUT,
-    LLMStatusCode.LLM_PARAM_INVALID,
-)
-LINKED = [{2: "ready"}, {1: "ready"}]
+ALREADY, FAILED = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_LINK_FAILED
+TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
 REASONS = {
     "inproc": "the peer is in this process",
     "shm": "is on this host, 2 regions mapped",
@@ -71,15 +51,8 @@ def there(peer: End) -> list[LLMClusterInfo]:
     return [info(peer.cluster_id, peer.port)]
 
 
-def both(pair: Pair) -> list[dict[int, str]]:
-    return [pair.prompt.do(links), pair.decoder.do(links)]
-
-
-# --- a link -----------------------------------------------------------------------------------------------------------
-
-
 def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_changes_nothing(pair: Pair) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     ends = (pair.prompt, pair.decoder)
     before = [end.do(picture) for end in ends]
     assert pair.decoder.do(link, [info(3, pair.prompt.port)]) == (FAILED, [FAILED]), "it announces another id"
@@ -88,7 +61,7 @@ def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_cha
     bytes_move_both_ways(*ends)
     before = [end.do(picture) for end in ends]
     for here, peer in (ends, ends[::-1]):
-        told = here.do(explain, peer.cluster_id)
+        told = here.do(linking.explain, peer.cluster_id)
         assert (told.remote_cluster_id, told.state, told.transport) == (peer.cluster_id, "ready", pair.transport)
         assert REASONS[pair.transport] in told.reason
         for wanted in (peer.cluster_id, None):
@@ -110,23 +83,11 @@ def test_a_link_to_ourselves_works_and_pulling_over_it_is_refused(end: LocalEnd)
     assert end.do(link, there(end)) == SUCCESS
 
 
-def test_transfer_backend_hixl_both_ends_link_and_unlink_for_themselves(shm_pair: Pair) -> None:
-    ends = shm_pair.prompt, shm_pair.decoder
-    start_both(*ends, "shm", transfer_backend="hixl")
-    for codes in (SUCCESS, (ALREADY, [ALREADY])):
-        for here, peer in (ends[::-1], ends):
-            assert here.do(link, there(peer)) == codes
-    bytes_move_both_ways(*ends)
-    for here, peer in (ends[::-1], ends):
-        assert here.do(unlink, [info(peer.cluster_id)]) == SUCCESS  # the id alone is enough
-    alone(*ends)
-
-
 def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair: Pair) -> None:
     shm_pair.start(linked=False)
     decoder = shm_pair.decoder
     with silent_port() as silent:
-        good, refused_, mute = info(1, shm_pair.prompt.port), info(8, free_port()), info(9, silent)
+        good, refused_, mute = info(1, shm_pair.prompt.port), info(8, linking.free_port()), info(9, silent)
         # A cluster twice in one call makes one link.
         overall, codes = decoder.do(link, [refused_, good, good, mute], 1500)
         assert (overall, codes[0], sorted(codes[1:3]), codes[3]) == (TIMEOUT, FAILED, [OK, ALREADY], TIMEOUT)
@@ -150,18 +111,11 @@ def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local
     bytes_move_both_ways(prompt, decoder)
 
 
-# --- more than the original allows ------------------------------------------------------------------------------------
-
-
 def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer_cost_the_others_nothing(
     end: LocalEnd,
 ) -> None:
     end.start("DECODER", 2)
-    options = make_config(
-        listen_ip_info="127.0.0.1:0",
-        mem_pool_cfg='{"memory_size": 65536, "page_shift": 12}',
-        host_mem_pool_cfg=None,
-    )
+    options = make_config(listen_ip_info="127.0.0.1:0", **small_pool())
     with ExitStack() as leaving, silent_port() as silent:
         clusters = []
         for cluster_id in range(100, 140):
@@ -177,21 +131,17 @@ def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer
         assert end.do(link, mute + clusters[:3], 2000) == (TIMEOUT, [TIMEOUT] * 20 + [OK] * 3)
 
 
-def kernel_threads(world: World) -> set[int]:
-    return set(scene.kernel_threads())
-
-
 def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pair) -> None:
     shm_pair.start(extra={"llm.PeerTimeout": "600", "llm.MaxLinks": "2000"})  # strangers send no beats
     prompt = shm_pair.prompt
-    threads = prompt.do(kernel_threads)
+    threads = set(prompt.do(residue_of)["kernel threads"])
     with ExitStack() as leaving:
         for cluster_id in range(1000, 1520):
             leaving.enter_context(Stranger(prompt.port, cluster_id)).link()
         now = prompt.do(links)
         assert len(now) == 521
         assert set(now.values()) <= {"ready", "suspect"}  # a busy machine makes silence of their beats
-        assert prompt.do(kernel_threads) <= threads  # one that was leaving may have left
+        assert threads >= {*prompt.do(residue_of)["kernel threads"]}  # one that was leaving may have left
         bytes_move_both_ways(prompt, shm_pair.decoder)
     wait_until(lambda: prompt.do(links) == {2: "ready"})
 
@@ -207,26 +157,15 @@ def test_r19_more_than_240_addresses_are_registered_and_pulled(pair: Pair, memor
     assert pair.prompt.do(picture).caches.registered == 1
 
 
-# --- both ends at once ------------------------------------------------------------------------------------------------
-
-
-def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[list[LLMStatusCode]]:
-    """Let both ends link to each other at the same moment; return what each was told."""
+def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[LLMStatusCode]:
+    """Let both ends link to each other at the same moment; return what they were told."""
     ends = (pair.prompt, pair.decoder)
-    outcome: list[list[LLMStatusCode]] = [[], []]
-
-    def dial(number: int) -> None:
-        peer = ends[1 - number]
-        cluster = info(peer.cluster_id if wanted else None, peer.port)
-        outcome[number] = ends[number].do(link_when, start, cluster, threads)
-
-    dialers = [threading.Thread(target=dial, args=(number,)) for number in (0, 1)]
-    for dialer in dialers:
-        dialer.start()
+    dials = [
+        Call(here.do, linking.link_when, start, info(peer.cluster_id if wanted else None, peer.port), threads)
+        for here, peer in (ends, ends[::-1])
+    ]
     start.touch()
-    for dialer in dialers:
-        dialer.join()
-    return outcome
+    return [code for each in dials for code in each.result()]
 
 
 @pytest.mark.parametrize(
@@ -247,13 +186,17 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
     pair: Pair, tmp_path: Path, backend: str | None, wanted: bool, threads: int
 ) -> None:
     """And with none after an unlink by either of them, or by both at once."""
-    start_both(pair.prompt, pair.decoder, pair.transport, **({"transfer_backend": backend} if backend else {}))
+    linking.start_both(pair.prompt, pair.decoder, pair.transport, **({"transfer_backend": backend} if backend else {}))
+    ends = (pair.prompt, pair.decoder)
     for number in range(12 if threads == 1 else 4):
-        told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
+        if number:
+            told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
+        else:
+            told = [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])]
         # One call may be over before the other begins: then the link is there already, unless both ends are to link.
-        assert set(told[0] + told[1]) <= ({OK} if backend else {OK, ALREADY})
-        assert OK in told[0] + told[1]
-        assert both(pair) == LINKED
+        assert {OK} <= set(told) <= ({OK} if backend else {OK, ALREADY})
+        assert linking.linked(pair.prompt, pair.decoder)
+        assert [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])] == [ALREADY] * 2
         if number % 5 == 0 or threads > 1:
             bytes_move_both_ways(pair.prompt, pair.decoder)
         if at_once := number % 3 != 1:
@@ -262,9 +205,6 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
         assert unlinker.do(unlink, there(peer)) == SUCCESS
         assert not at_once or pair.prompt.do(result_there, "unlink") == SUCCESS
         alone(pair.prompt, pair.decoder)
-
-
-# --- unlink -----------------------------------------------------------------------------------------------------------
 
 
 def caches(pair: Pair) -> tuple[Bytes, Bytes]:
@@ -280,8 +220,10 @@ def refilled(world: World, seed: int) -> Bytes:
 def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and_so_is_a_link_at_once(
     pair: Pair,
 ) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     source, target = caches(pair)
+    for end, number in ((pair.prompt, 2), (pair.decoder, 1)):
+        not_linked(end, number)
     before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
     for unlinker, peer in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         for force in (False, True):
@@ -290,7 +232,7 @@ def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and
                 assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
                 # The peer may still hold its end of a link that was given up by force.
                 assert unlinker.do(link, there(peer)) == SUCCESS
-                wait_until(lambda: both(pair) == LINKED)
+                wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
             assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
             not_linked(unlinker, peer.cluster_id)
             if not force:
@@ -303,24 +245,21 @@ def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and
     same_bytes(pair.decoder.do(show, "kv"), target)
 
 
-def gated_pull(world: World, folder: Path) -> None:
-    gated_call(world, 1, "before copy", folder, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
-
-
 @contextmanager
 def pull_under_way(pair: Pair, folder: Path) -> Iterator[None]:
     """The decoder pulls and stands still before its first byte; the end of the block lets it go on."""
     folder.mkdir()
-    pair.decoder.do(begin_there, "pull", gated_pull, folder)
+    pull = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+    pair.decoder.do(begin_there, "pull", gated_call, 1, "before copy", folder, *pull)
     try:
-        wait_until((folder / "reached").exists)
+        Gate(folder).wait()
         yield
     finally:
-        (folder / "go").touch()
+        Gate(folder).open()
 
 
 def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair: Pair, tmp_path: Path) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     source, _ = caches(pair)
     rows = [(pair.decoder, pair.prompt, False), (pair.decoder, pair.prompt, True), (pair.prompt, pair.decoder, False)]
     for number, (unlinker, peer, force) in enumerate(rows):
@@ -329,7 +268,7 @@ def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair:
         with pull_under_way(pair, tmp_path / str(number)):
             if not force:
                 assert unlinker.do(unlink, there(peer), 100) == (TIMEOUT, [TIMEOUT])
-                wait_until(lambda: both(pair) == LINKED)
+                wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
                 bytes_move_both_ways(pair.prompt, pair.decoder)
             unlinker.do(begin_there, "unlink", unlink, there(peer), 30_000, force)
             wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
@@ -377,7 +316,7 @@ def pull_until_refused(world: World) -> int:
 
 
 def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     source, _ = caches(pair)
     for number, (unlinker, peer) in enumerate([(pair.prompt, pair.decoder), (pair.decoder, pair.prompt)] * 3):
         pair.link()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, RegisterMemStatus
@@ -14,41 +13,32 @@ from llm_datadist.testing import loopback_links
 from tests.support.ends import LocalEnd
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
 from tests.support.ranks import settle
-
-if TYPE_CHECKING:
-    from llm_datadist import Cache
+from tests.support.world import World
 
 OK = RegisterMemStatus.OK
+SPEC = Spec(2, 4, 64, blocks=True, memory="private")
 EMPTY = '{"version": "1.0", "status": "completed", "server_count": "0", "server_list": []}'
-
-
-def registered(datadist: LLMDataDist, fill: int) -> tuple[Cache, np.ndarray]:
-    """Register two tensors of four blocks of 64 bytes."""
-    memory = np.full((2, 4, 64), fill, np.uint8)
-    key = BlocksCacheKey(datadist.cluster_id, 0)
-    desc = CacheDesc(2, [4, 64], DataType.DT_UINT8)
-    return datadist.cache_manager.register_blocks_cache(desc, [tensor.ctypes.data for tensor in memory], key), memory
 
 
 @pytest.mark.parametrize("rca", [True, False])
 def test_link_is_ok_when_it_returns_and_bytes_are_real(end: LocalEnd, rca: bool) -> None:
     end.start("DECODER", 1, enable_remote_cache_accessible=rca)
-    datadist = end.world.dd
+    here, there = end.world, World("there")
     with loopback_links() as peers:
         for number, rank_table in enumerate((EMPTY, "{}", "", "not even JSON"), start=1):
-            comm_id = datadist.link("link", {1: 0, 2: 1}, rank_table)
-            assert (comm_id, datadist.query_register_mem_status(comm_id)) == (number, OK)
-            there, source = registered(peers[2], 7)
-            here, target = registered(datadist, 0)
-            datadist.cache_manager.pull_blocks(BlocksCacheKey(2, 0), here, [0, 1], [1, 3])
-            wanted = np.zeros_like(target)
-            wanted[:, [1, 3]] = 7
-            np.testing.assert_array_equal(target, wanted)
-            assert (source == 7).all()
-            peers[2].cache_manager.pull_blocks(BlocksCacheKey(1, 0), there, [0], [2])
-            assert (source[:, 2] == 0).all()
-            datadist.unlink(comm_id)
-            assert datadist.statistics().links == ()
+            comm_id = here.dd.link("link", {1: 0, 2: 1}, rank_table)
+            assert (comm_id, here.dd.query_register_mem_status(comm_id)) == (number, OK)
+            there.dd = peers[2]
+            theirs, ours = (
+                make(world, "kv", replace(SPEC, blocks_key=BlocksCacheKey(cluster, 0)), 10 * number + cluster)
+                for world, cluster in ((there, 2), (here, 1))
+            )
+            call(here, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [0, 1], [1, 3])
+            same_bytes(show(here, "kv"), ours := moved(ours, theirs, [(1, 0), (3, 1)]))
+            call(there, "pull_blocks", BlocksCacheKey(1, 0), Use("kv"), [3], [2])
+            same_bytes(show(there, "kv"), moved(theirs, ours, [(2, 3)]))
+            here.dd.unlink(comm_id)
+            assert here.dd.statistics().links == ()
 
 
 def test_the_members_are_gone_afterwards_and_link_reads_its_table_again(end: LocalEnd) -> None:

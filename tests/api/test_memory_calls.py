@@ -18,11 +18,10 @@ from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._memory.host import host_memory_limit
 from llm_datadist.config import Options
 from llm_datadist.errors import NotLinked, OutOfMemory, ParamError
 from llm_datadist.types import LLMRole
-from tests.support.memory import cpu_cache, desc, pool, refused, state, user_memory
+from tests.support.memory import cpu_cache, desc, pool, refused, state
 from tests.support.moves import same_bytes
 from tests.support.world import World, fill, make_config, read
 
@@ -38,19 +37,11 @@ pytestmark = pytest.mark.covers(
     "CacheManager: register_blocks_cache register_cache remap_registered_memory remove_cache_key unregister_cache",
     "LLMDataDist.check_integrity",
     "LLMStatusCode.LLM_OUT_OF_MEMORY",
-    "PoolOptions.parse",
     "MemInfo",
     "errors: NotLinked OutOfMemory",
 )
 
 PAGE = 4096
-
-
-@pytest.fixture
-def world(end: LocalEnd) -> World:
-    """An initialised end with both pools, pages of 4 KiB."""
-    end.start("PROMPT", 1)
-    return end.world
 
 
 def totals(world: World) -> tuple[int, int]:
@@ -72,9 +63,9 @@ def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_t
         same_bytes(fill(cache, 1), read(cache))
 
 
-def test_deallocate_gives_the_memory_back_empties_the_handle_and_is_a_noop_again(world: World) -> None:
-    shared = desc()  # one descriptor serves both kinds
-    rows, blocks = world.cm.allocate_cache(shared), world.cm.allocate_blocks_cache(shared)
+def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_is_a_noop_again(world: World) -> None:
+    shared, key = desc(), BlocksCacheKey(1, 7)  # one descriptor serves both kinds
+    rows, blocks = world.cm.allocate_cache(shared), world.cm.allocate_blocks_cache(shared, key)
     other = world.caches["other"] = world.cm.allocate_cache(shared)
     assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [(1, False), (2, True)]
     fill(other, 3)
@@ -85,17 +76,8 @@ def test_deallocate_gives_the_memory_back_empties_the_handle_and_is_a_noop_again
         deallocate(cache)
         assert state(world) == once
     world.cm.deallocate_cache(other)
-    assert totals(world) == (0, 0)
-    assert world.cm.allocate_cache(shared).cache_id == 4
-
-
-def test_r27_deallocate_blocks_cache_drops_owner_and_key_at_once_and_takes_a_cpu_cache(world: World) -> None:
-    key = BlocksCacheKey(1, 7)
-    cache = world.cm.allocate_blocks_cache(desc(), key)
-    assert [each.cache_id for each in world.dd.statistics().keys] == [1]
-    world.cm.deallocate_blocks_cache(cache)
     assert (totals(world), world.dd.statistics().keys) == ((0, 0), ())
-    assert world.cm.allocate_blocks_cache(desc(), key).cache_id == 2
+    assert world.cm.allocate_blocks_cache(shared, key).cache_id == 4
     cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
     world.cm.deallocate_blocks_cache(cpu)
     assert cpu.tensor_addrs == []
@@ -127,61 +109,19 @@ def test_a_registered_address_is_not_touched_and_only_unregister_ends_it(world: 
         assert state(world) == nothing
 
 
-def test_registering_and_unregistering_change_no_byte_of_memory_of_a_pool_or_of_the_user(world: World) -> None:
-    memory = world.cm.allocate_blocks_cache(desc())
-    for addrs in (list(memory.tensor_addrs), user_memory(world, "mine", desc())):
-        for register in (world.cm.register_cache, world.cm.register_blocks_cache):
-            before = fill(Cache.create_cpu_cache(desc(placement=Placement.HOST), addrs), 1)
-            cache = register(desc(), addrs)
-            same_bytes(read(cache), before)
-            world.cm.unregister_cache(cache.cache_id)
-            same_bytes(read(Cache.create_cpu_cache(desc(placement=Placement.HOST), addrs)), before)
-    world.cm.deallocate_blocks_cache(memory)
-    assert pool(world).used_bytes == 0
-
-
-def test_registered_keys_do_not_disturb_allocated_ones(world: World) -> None:
-    world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
-    world.cm.register_cache(desc(), [1, 4096], [CacheKey(1, 1), CacheKey(1, 2**64 - 1)])
-    assert [(each.key, each.cache_id) for each in world.dd.statistics().keys] == [("(0, 1, 0)", 1)]
-
-
 def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:
     local_pair.start(linked=False)
-    local_pair.prompt.do(_remap_is_refused)
-    local_pair.link()
-    local_pair.prompt.do(_remap)
-
-
-GOOD = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)
-
-
-def _remap_is_refused(world: World) -> None:
+    world, info = local_pair.prompt.world, MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)  # type: ignore[attr-defined]
     with refused(world, NotLinked, "remap_registered_memory", status=LLMStatusCode.LLM_NOT_YET_LINK):
-        world.cm.remap_registered_memory(GOOD)
-
-
-def _remap(world: World) -> None:
+        world.cm.remap_registered_memory(info)
+    local_pair.link()
     before = state(world)
-    for infos in (GOOD, [GOOD], [GOOD, GOOD]):
+    for infos in (info, [info], [info, info]):
         world.cm.remap_registered_memory(infos)
         assert state(world) == before
 
 
-# --- out of memory ----------------------------------------------------------------------------------------------------
-
-
-def test_out_of_memory_names_the_figures_and_leaves_nothing_behind(world: World) -> None:
-    keep = world.caches["keep"] = world.cm.allocate_cache(desc(1, (1, 2**22)))
-    fill(keep, 1)
-    figures = ("pool device", "2 x 16777216 bytes", "requested 33554432", "free 16777216", "largest hole 16777216")
-    large, status = desc(2, (1, 2**22)), LLMStatusCode.LLM_OUT_OF_MEMORY
-    with refused(world, OutOfMemory, *figures, status=status):
-        world.cm.allocate_cache(large, [CacheKey(1, 5)])
-    with refused(world, OutOfMemory, *figures, status=status):
-        world.cm.allocate_blocks_cache(large, BlocksCacheKey(1, 5))
-    assert world.dd.statistics().keys == ()
-    world.cm.allocate_cache(desc(1, (1, 2**22)), [CacheKey(1, 5)])
+# --- what is left behind ----------------------------------------------------------------------------------------------
 
 
 def test_a_full_guard_table_leaves_nothing_behind() -> None:
@@ -243,19 +183,14 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 # --- no pool ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("missing", "option", "other"),
-    [
-        (Placement.DEVICE, "mem_pool_cfg", Placement.HOST),
-        (Placement.HOST, "host_mem_pool_cfg", Placement.DEVICE),
-        (Placement.HOST, "host_mem_pool_cfg", None),
-    ],
-)
+@pytest.mark.parametrize("missing", Placement)
+@pytest.mark.parametrize("both", [False, True])
 def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_is_a_noop(
-    end: LocalEnd, missing: Placement, option: str, other: Placement | None
+    end: LocalEnd, missing: Placement, both: bool
 ) -> None:
-    end.start("PROMPT", 1, **({option: None} | ({} if other else {"mem_pool_cfg": None})))
-    cm, words = end.world.cm, (f"cache_desc.placement={missing.name}", option, "llm.")
+    options = {Placement.DEVICE: "mem_pool_cfg", Placement.HOST: "host_mem_pool_cfg"}
+    end.start("PROMPT", 1, **{option: None for place, option in options.items() if both or place is missing})
+    cm, words = end.world.cm, (f"cache_desc.placement={missing.name}", options[missing], "llm.")
     with refused(end.world, ParamError, *words):
         cm.allocate_cache(desc(placement=missing), [CacheKey(1, 1)])
     with refused(end.world, ParamError, *words):
@@ -265,29 +200,5 @@ def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_
     cm.deallocate_blocks_cache(Cache(1, desc(), [], is_blocks_cache=True))
     cm.remove_cache_key(CacheKey(1, 1))
     assert state(end.world) == before
-    if other:
-        cm.allocate_cache(desc(placement=other))
-
-
-# --- pools at init ----------------------------------------------------------------------------------------------------
-
-
-def test_r11_i6_page_shift_is_16_unless_given_and_capacity_whole_pages(end: LocalEnd) -> None:
-    end.start(
-        "PROMPT",
-        1,
-        mem_pool_cfg='{"memory_size": 200000}',
-        host_mem_pool_cfg='{"memory_size": 200000, "page_shift": 10}',
-    )
-    assert [pool(end.world, name).page_bytes for name in ("device", "host")] == [65536, 1024]
-    assert [pool(end.world, name).capacity_bytes for name in ("device", "host")] == [3 * 65536, 195 * 1024]
-
-
-def test_r11_a_pool_larger_than_the_host_is_out_of_memory_naming_both_figures(end: LocalEnd) -> None:
-    most, source = host_memory_limit()
-    size = (most // 65536 + 1) * 65536
-    with pytest.raises(OutOfMemory) as caught:
-        end.start("PROMPT", 1, mem_pool_cfg=f'{{"memory_size": {size}}}')
-    assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
-    assert f"{size} bytes" in str(caught.value)
-    assert f"{most} bytes of {source}" in str(caught.value)
+    if not both:
+        cm.allocate_cache(desc(placement=next(place for place in Placement if place is not missing)))

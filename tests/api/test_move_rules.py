@@ -1,17 +1,17 @@
-"""Pulls and pushes: what the peer's cache must be, the order of the checks, and one's own cluster (interface §6.10 to
-§6.13, R14, R17, R26, R28). Arguments by themselves: test_bad_input_*.py."""
+"""Pulls and pushes: what the peer's cache must be, and one's own cluster (interface §6.10 to §6.13, R26, R28).
+Arguments, and the order of their checks: test_bad_input_calls.py."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode
-from llm_datadist.errors import CacheMismatch, CacheNotFound, NotLinked, ParamError
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType
+from llm_datadist.errors import ParamError
 from tests.support.linking import SUCCESS, info, link
-from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, refused, same_bytes, show
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, refused, same_bytes, show
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -19,72 +19,6 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")
-
-#: Class, words, method, arguments.
-Calls = list[tuple[type[Exception], str, str, tuple[Any, ...]]]
-STATUS: dict[type[Exception], LLMStatusCode] = {
-    CacheNotFound: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-    NotLinked: LLMStatusCode.LLM_NOT_YET_LINK,
-}
-OWN, OTHER = BlocksCacheKey(2, 0), CacheKeyByIdAndIndex(1, 1, 9)
-#: Calls that are also wrong in what is checked later. What is wrong here before the link: test_bad_input_calls.py.
-BEFORE_THE_LINK: Final[Calls] = [
-    (TypeError, "batch_index", "pull_cache", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), "6")),
-    (ParamError, "our own", "pull_cache", (CacheKeyByIdAndIndex(2, 1), Use("no rows"), 6)),
-    (CacheNotFound, "no cache with id 3", "pull_cache", (OTHER, Use("no rows"), 6)),
-    (NotLinked, "cluster 1", "pull_cache", (OTHER, Use("rows"), 5)),
-    (TypeError, "src_batch_index", "push_cache", (OTHER, Use("no rows"), "6")),
-    (CacheNotFound, "no cache with id 3", "push_cache", (OTHER, Use("no rows"), 6)),
-    (NotLinked, "cluster 1", "push_cache", (OTHER, Use("rows"), 5)),
-    (TypeError, "dst_blocks", "pull_blocks", (OWN, Use("no blocks"), [0], ["9"])),
-    (ParamError, "our own", "pull_blocks", (OWN, Use("no blocks"), [0], [9])),
-    (CacheNotFound, "no cache with id 4", "pull_blocks", (BLOCKS, Use("no blocks"), [0], [9])),
-    (NotLinked, "cluster 1", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
-    (TypeError, "src_blocks", "push_blocks", (BLOCKS, Use("no blocks"), ["9"], [0])),
-    (CacheNotFound, "no cache with id 4", "push_blocks", (BLOCKS, Use("no blocks"), [9], [0])),
-    (NotLinked, "cluster 1", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
-]
-WITHOUT_A_CACHE_THERE: Final[Calls] = [
-    (CacheNotFound, "no cache with id 1", "pull_cache", (OTHER, Use("rows"))),
-    (CacheNotFound, "no cache with id 1", "push_cache", (OTHER, Use("rows"))),
-    (CacheNotFound, "model_id=0", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
-    (CacheNotFound, "model_id=0", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
-]
-WITH_A_CACHE_THERE: Final[Calls] = [
-    (CacheNotFound, "row 9", "pull_cache", (OTHER, Use("rows"))),
-    (ParamError, "batch_index", "push_cache", (OTHER, Use("rows"))),
-    # A request 0 of another model is not what a push without an id means.
-    (CacheNotFound, "req_id=0", "push_cache", (CacheKeyByIdAndIndex(1, -1), Use("rows"))),
-    (CacheMismatch, "block sizes", "pull_blocks", (BLOCKS, Use("blocks"), [99], [0])),
-    (CacheMismatch, "block sizes", "push_blocks", (BLOCKS, Use("blocks"), [0], [99])),
-]
-
-
-def refuse_all(pair: Pair, calls: Calls) -> None:
-    for kind, part, method, args in calls:
-        status = STATUS.get(kind, LLMStatusCode.LLM_PARAM_INVALID)
-        ends = (pair.decoder, pair.prompt)
-        refused(ends, ("rows", "blocks"), kind, (part,), call, method, *args, status=status)
-
-
-def test_checks_come_in_order_types_own_cluster_local_cache_local_geometry_link_remote(tcp_pair: Pair) -> None:
-    pair = tcp_pair
-    pair.start(linked=False, rca=True)
-    for seed, name in enumerate(("rows", "blocks", "no rows", "no blocks")):
-        pair.decoder.do(make, name, Spec(rows=6, blocks="blocks" in name), seed)
-    pair.decoder.do(forget, "no rows")
-    pair.decoder.do(forget, "no blocks")
-
-    refuse_all(pair, BEFORE_THE_LINK)
-    pair.link()
-    refuse_all(pair, WITHOUT_A_CACHE_THERE)
-    pair.prompt.do(make, "rows", Spec(stride=16, keys=(CacheKey(1, 0, model_id=1),)), 5)
-    pair.prompt.do(make, "blocks", Spec(stride=16, blocks=True, blocks_key=BLOCKS), 6)
-    src = pair.prompt.do(make, "good", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 1)), 7)
-    refuse_all(pair, WITH_A_CACHE_THERE)
-    dst = pair.decoder.do(show, "blocks")
-    pair.decoder.do(call, "pull_blocks", BlocksCacheKey(1, 1), Use("blocks"), [7], [5])
-    same_bytes(pair.decoder.do(show, "blocks"), moved(dst, src, [(5, 7)]))
 
 
 def _publish_too_many_tensors(world: World) -> None:

@@ -24,11 +24,11 @@ from tests.support.moves import (
     make,
     moved,
     picture,
+    refill,
     same_bytes,
     show,
     wait_until,
 )
-from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,16 +96,23 @@ def push_row(pair: tuple[int, int], there: Spec = ROWS, **more: Any) -> Move:
     return Move("push_cache", pair[0], [pair], (pair[1],), there, **({"here": OWN_ROWS} | more))
 
 
+def push_request_0(cache_id: int) -> Move:
+    return Move("push_cache", CacheKeyByIdAndIndex(1, cache_id), [(1, 5)], (5,), NAMED, OWN_ROWS)
+
+
 def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str, Any]:
     return {"src_layer_range": src, "dst_layer_range": dst, "tensor_num_per_layer": per_layer}
 
 
 ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
 SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
-#: Duplicate destinations: the last pair wins.
-CLASHING: Final[Pairs] = [(3, 1), (1, 2), (3, 5), (1, 0), (0, 0)]
 PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
-MANY_LAYERS, ONE_LAYER = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+
+
+def move_layers(method: str, ranges: dict[str, Any], tensors: Pairs) -> Move:
+    there, here = Spec(8, blocks=True, blocks_key=BLOCKS), Spec(2, blocks=True)
+    return Move(method, BLOCKS, SCATTERED, there=there, here=here, ranges=ranges, tensors=tensors)
+
 
 #: Over all transports, with and without remote cache access where the call allows both.
 EVERYWHERE: Final = {
@@ -117,31 +124,13 @@ EVERYWHERE: Final = {
     "r14 pull layers of a row": pull_row(
         2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
     ),
-    "r26 pull blocks over one another": Move("pull_blocks", BLOCKS, CLASHING),
-    "r14 pull layers of blocks": Move(
-        "pull_blocks",
-        BLOCKS,
-        SCATTERED,
-        there=MANY_LAYERS,
-        here=ONE_LAYER,
-        ranges=layers(range(3, 4), None),
-        tensors=[(0, 6), (1, 7)],
-    ),
+    "r14 pull layers of blocks": move_layers("pull_blocks", layers(range(3, 4), None), [(0, 6), (1, 7)]),
     "i8 a row goes into blocks": Move("pull_blocks", PREFIX, PIECES, there=LONG_ROWS, cut=1),
     "i8 a row goes into blocks by cache id": Move("pull_blocks", 2, PIECES, there=LONG_ROWS, cut=2),
     "push a row": push_row((3, 5)),
     "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
     "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
-    "r26 push blocks over one another": Move("push_blocks", BLOCKS, CLASHING),
-    "r14 push layers of blocks": Move(
-        "push_blocks",
-        BLOCKS,
-        SCATTERED,
-        there=MANY_LAYERS,
-        here=ONE_LAYER,
-        ranges=layers(None, range(3, 4)),
-        tensors=[(6, 0), (7, 1)],
-    ),
+    "r14 push layers of blocks": move_layers("push_blocks", layers(None, range(3, 4)), [(6, 0), (7, 1)]),
 }
 #: Over one transport.
 ONCE: Final = {
@@ -149,22 +138,15 @@ ONCE: Final = {
     "i7 a longer row there is truncated": pull_row(1, (1, 1), there=Spec(stride=80), here=Spec(4, 2, 32)),
     "size lets a shorter row in": pull_row(1, (2, 1), 32, there=Spec(stride=32), here=Spec(4, 3, 80), nbytes=32),
     "r14 an empty range is none": pull_row(1, (3, 1), ranges=layers(range(0), range(5, 5))),
-    "pull blocks by integers of all kinds": Move(
-        "pull_blocks", BLOCKS, [(3, 1), (0, 5)], ([True, np.int32(5)], (np.uint64(3), False))
-    ),
     "pull blocks of another model": Move(
         "pull_blocks", BlocksCacheKey(1, 9), [(3, 3)], there=Spec(blocks=True, blocks_key=BlocksCacheKey(77, 9))
     ),
     "i8 a row shorter than a block": Move("pull_blocks", 0, [(2, 0)], there=Spec(rows=3, stride=5), cut=0),
     "push a row by default": Move("push_cache", 0, [(0, 0)], (), ROWS, OWN_ROWS),
     "i7 a longer row there keeps its tail": push_row((2, 1), Spec(rows=3, stride=80), here=Spec(rows=2, stride=32)),
-    "push to cache id 0: request 0 of model 0": Move(
-        "push_cache", CacheKeyByIdAndIndex(1, 0), [(1, 5)], (5,), NAMED, OWN_ROWS
-    ),
-    "push to cache id -1: request 0 of model 0": Move(
-        "push_cache", CacheKeyByIdAndIndex(1, -1), [(1, 5)], (5,), NAMED, OWN_ROWS
-    ),
-    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, 5, 0))),
+    "push to cache id 0: request 0 of model 0": push_request_0(0),
+    "push to cache id -1: request 0 of model 0": push_request_0(-1),
+    "push blocks by cache id": Move("push_blocks", 0, SCATTERED, (np.array([1, 2, 5]), (4, np.int32(5), False))),
 }
 
 
@@ -209,10 +191,6 @@ def _left(world: World) -> Any:
     return now.keys, now.caches, now.pins, [each.used_bytes for each in now.pools]
 
 
-def _refill(world: World, seed: int) -> Bytes:
-    return fill(world.caches["kv"], seed)
-
-
 def _give_back(world: World, spec: Spec) -> None:
     forget(world, "kv")
     for key in spec.keys:
@@ -234,7 +212,7 @@ def run(pair: Pair, move: Move) -> None:
             key = CacheKeyByIdAndIndex(owner.cluster_id, owner.do(cache_id, "kv"), key)
         content = source.do(show, "kv")
         for turn in range(2 if stays else 1):
-            before = target.do(_refill, 10 + turn)
+            before = target.do(refill, "kv", 10 + turn)
             caller.do(partial(call, **move.ranges), move.method, key, Use("kv"), *args)
             same_bytes(target.do(show, "kv"), move.twin(before, content))
             same_bytes(source.do(show, "kv"), content)

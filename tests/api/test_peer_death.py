@@ -16,26 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, PeerLost
+from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
+from tests.support import linking
+from tests.support.background import begin_there, result_there
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    begin_there,
-    bytes_move_both_ways,
-    finalize,
-    info,
-    link,
-    link_number,
-    links,
-    not_linked,
-    redials,
-    result_there,
-    start_both,
-    unlink,
-)
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.ranks import finalize_and_init
 from tests.support.strangers import silent_port
 from tests.support.world import World, make_config, residue_of
 
@@ -55,7 +43,6 @@ LONG_MS = 600_000  # what ends earlier than that was not ended by the call's own
 PATIENT = {"llm.PeerTimeout": "600"}  # ... nor by missed beats
 ALREADY, TIMEOUT = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_TIMEOUT
 KILLED = "the connection broke|closed the connection|its process has ended"  # whichever the kernel shows first
-BOTH_UP = ({2: "ready"}, {1: "ready"})
 BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=True)
 
 
@@ -63,10 +50,6 @@ BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=Tru
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     with one_family(getattr(request, "param", "shm")) as family:
         yield family
-
-
-def both(pair: Pair) -> tuple[dict[int, str], dict[int, str]]:
-    return pair.prompt.do(links), pair.decoder.do(links)
 
 
 def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
@@ -82,7 +65,7 @@ def unchanged(end: End, was: list[Bytes]) -> None:
 
 def unlinked(end: End, peer: int = 1) -> None:
     """Every further call says at once that there is no link."""
-    not_linked(end, peer)
+    linking.not_linked(end, peer)
     with pytest.raises(NotLinked, match=f"cluster {peer}"):
         end.do(call, "pull_cache", CacheKey(peer, 10), Use("rows"), 5)
 
@@ -100,8 +83,7 @@ def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[By
 
 def waiting(world: World, peer: int) -> int:
     """Return how many calls of this end wait for an answer of the peer."""
-    assert world.dd._engine is not None
-    return len(world.dd._engine.links.get(peer).requests.waiters)
+    return len(linking.links_of(world).get(peer).requests.waiters)
 
 
 def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:
@@ -121,9 +103,6 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
         assert (error.peer, error.phase) == (1, "resolve")
         for part in (rf"cluster 1 \(pid {prompt.pid} ", "phase resolve", reason):
             assert re.search(part, str(error)), error
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------
 
 
 @BOTH_TRANSPORTS
@@ -155,9 +134,7 @@ def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
     kept = ("fds", "memfd mappings") if family.transport == "tcp" else tuple(held)
-    wait_until(
-        lambda: [held[kind] for kind in kept] == [now[kind] for now in [decoder.do(residue_of)] for kind in kept]
-    )
+    wait_until(lambda: {kind: held[kind] for kind in kept}.items() <= decoder.do(residue_of).items())
     assert replace(decoder.do(picture), links=()) == replace(tables, links=())
     assert decoder.do(link_number, 3) == number, "the same link all along"
 
@@ -195,9 +172,6 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
             assert decoder.do(redials) == ()
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-# --- restarted --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,6 +214,7 @@ def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_s
         bytes_move_both_ways(prompt, decoder)
     alone(old)
     unlinked(old)
+    wait_until(lambda: old.do(redials) == ())  # refused: else it would be heard once the prompt has lost the decoder
     assert [each.peer_pid for each in prompt.do(picture).links] == [decoder.pid]
     for wanted in (1, None):  # the one that listens is restarted
         with frozen(prompt):
@@ -267,26 +242,17 @@ def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Fami
         first = second
 
 
-# --- finalized --------------------------------------------------------------------------------------------------------
-
-
-def init_again(world: World, options: dict[str, str]) -> int | None:
-    """Initialise the same object."""
-    world.dd.init(options)
-    return world.dd.listen_port
-
-
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
 def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair) -> None:
     pair.start(extra=PATIENT)
     extra = PATIENT | {"llm.Transport": pair.transport}
     for gone, stays in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         kept = [stays.do(make, "rows", Spec(), 1), stays.do(make, "kv", Spec(blocks=True), 2)]
-        gone.do(finalize)
+        gone.do(linking.finalize)
         alone(stays)
         unlinked(stays, gone.cluster_id)
-        listen = "127.0.0.1:0" if gone is pair.prompt else None
-        gone.port = gone.do(init_again, make_config(listen_ip_info=listen, extra=extra))
+        listen = f"127.0.0.1:{gone.port}" if gone is pair.prompt else None  # the same port again
+        gone.do(finalize_and_init, make_config(listen_ip_info=listen, extra=extra))
         unlinked(stays, gone.cluster_id)
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -298,21 +264,17 @@ def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_lis
     family: Family, cluster_id: int
 ) -> None:
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
-    decoder.do(make, "kv", Spec(blocks=True), 1)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    prompt.do(finalize)  # the process goes on: nothing but its silence tells
+    prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
-    not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
+    linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
     other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
     # Nothing has asked for a link to the new one.
     assert (decoder.do(links), other.do(links)) == ({}, {})
-    not_linked(decoder, 1, "link_clusters makes the link")
+    linking.not_linked(decoder, 1, "link_clusters makes the link")
     assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
-
-
-# --- frozen -----------------------------------------------------------------------------------------------------------
 
 
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
@@ -331,7 +293,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     assert decoder.do(links) == {1: "suspect"}
     prompt.signal(signal.SIGCONT)
     assert decoder.do(result_there, "row pull") is None
-    wait_until(lambda: (prompt.do(links), decoder.do(links)) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, decoder))
     unchanged(decoder, [moved(target[0], source[0], [(5, 0)]), moved(target[1], source[1], [(0, 1), (3, 6)])])
     unchanged(prompt, source)
 
@@ -352,12 +314,12 @@ def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_
     # At once: the prompt may not yet know that its end of the old link is dead.
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pulls_arrive(prompt, decoder, source, target)
-    assert (prompt.do(links), decoder.do(links)) == BOTH_UP
+    assert linking.linked(prompt, decoder)
 
 
 def beats(world: World) -> int:
-    assert world.dd._engine is not None
-    return world.dd._engine.links._heartbeat._count
+    count: int = linking.links_of(world)._heartbeat._count
+    return count
 
 
 def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
@@ -370,33 +332,27 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
     assert decoder.do(link_number, 1) == number, "the same link all along"
 
 
-# --- lost, and dialled again ------------------------------------------------------------------------------------------
-
-
 def lose(world: World, peer: int) -> None:
     """Cut the control connection, as a network would: neither end meant it."""
-    assert world.dd._engine is not None
-    channel = world.dd._engine.links.get(peer).channel
-    assert channel is not None
+    channel = linking.links_of(world).get(peer).channel
     with suppress(OSError):  # it may just have been lost
         channel._socket.shutdown(socket.SHUT_RDWR)
 
 
-def redial_threads(world: World) -> int:
-    names: list[str] = residue_of(world)["threads"]
-    return names.count("llm-datadist-redial")
+def redials_no_more(end: End) -> bool:
+    return "llm-datadist-redial" not in end.do(residue_of)["threads"]
 
 
 def comes_back(pair: Pair, was: int) -> None:
     """Wait for another link than ``was`` at the decoder, and for the end of the redial."""
     wait_until(lambda: pair.decoder.do(link_number, 1) > was)
-    wait_until(lambda: both(pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
     assert pair.decoder.do(redials) == ()
-    wait_until(lambda: pair.decoder.do(redial_threads) == 0)
+    wait_until(lambda: redials_no_more(pair.decoder))
 
 
 def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
-    start_both(pair.prompt, pair.decoder, pair.transport)
+    linking.start_both(pair.prompt, pair.decoder, pair.transport)
     prompt, decoder = pair.prompt, pair.decoder
     pair.link()  # the decoder dials
     for loser, peer in ((prompt, 2), (decoder, 1), (prompt, 2)):
@@ -428,17 +384,16 @@ def redial_without_answer(pair: Pair) -> Iterator[None]:
 def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_finalize_ends_it(shm_pair: Pair) -> None:
     shm_pair.start(extra=PATIENT)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    decoder.do(make, "kv", Spec(blocks=True), 1)
     with frozen(prompt), silent_port() as silent:
         for port in (prompt.port, silent):  # silent, but linked
             assert decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
     with redial_without_answer(shm_pair):
-        not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
+        linking.not_linked(decoder, 1, "cluster 1", f"127.0.0.1:{prompt.port} is being dialled again")
         assert decoder.do(links) == {}
         assert [each.address for each in decoder.do(redials)] == [f"127.0.0.1:{prompt.port}"]
         assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])
         wait_until(lambda: redialling(decoder))  # it goes on: the user wants the link, too
-    wait_until(lambda: both(shm_pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, decoder))
     wait_until(lambda: decoder.do(redials) == ())
     bytes_move_both_ways(prompt, decoder)
     for force in (False, True):
@@ -446,7 +401,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
             for _ in range(2):
                 assert decoder.do(unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
                 assert decoder.do(redials) == ()
-            wait_until(lambda: decoder.do(redial_threads) == 0)
+            wait_until(lambda: redials_no_more(decoder))
         # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
         alone(prompt)
         assert decoder.do(links) == {}
@@ -458,13 +413,12 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
     assert decoder.do(redials) == ()
     with redial_without_answer(shm_pair):
         decoder.stop()
-        assert decoder.do(redial_threads) == 0
+        assert redials_no_more(decoder)
 
 
 def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
     """Unlink, and lose the link after the unlink has looked for redials and before it looks for the link."""
-    assert world.dd._engine is not None
-    table, me = world.dd._engine.links._table, threading.get_ident()
+    table, me = linking.links_of(world)._table, threading.get_ident()
     original = table.get
 
     def get(cluster_id: int) -> Any:
@@ -474,7 +428,7 @@ def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
             wait_until(lambda: original(peer) is None)
         return original(cluster_id)
 
-    table.get = get  # type: ignore[method-assign]
+    table.get = get
     return unlink(world, [info(peer, port)])
 
 
@@ -492,7 +446,7 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start()
     assert prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
-    wait_until(lambda: both(shm_pair) == ({}, {}) and decoder.do(redials) == ())
+    wait_until(lambda: prompt.do(links) == decoder.do(links) == {} and decoder.do(redials) == ())
     shm_pair.link()
     was = decoder.do(link_number, 1)
     decoder.do(lose, 1)  # linked explicitly since: forgiven
@@ -502,7 +456,7 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
         wait_until(lambda: prompt.do(links) == {})
         assert prompt.do(unlink, [info(2, 1)]) == SUCCESS
     wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())
-    assert both(shm_pair) == ({}, {})
+    assert prompt.do(links) == decoder.do(links) == {}
     shm_pair.link()
 
 
@@ -515,13 +469,13 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
             loser.do(lose, peer)
         if number % 3 == 1:
             assert pair.decoder.do(link, [info(1, pair.prompt.port)]) in (SUCCESS, (ALREADY, [ALREADY]))
-            wait_until(lambda: both(pair) == BOTH_UP)
+            wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
         elif number % 3 == 2:
             assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
             assert (pair.decoder.do(links), pair.decoder.do(redials)) == ({}, ())
             alone(pair.prompt)
             pair.link()
-    wait_until(lambda: both(pair) == BOTH_UP)
+    wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
@@ -529,12 +483,7 @@ def fork_and_look(world: World) -> int:
     """Return the exit status of a forked child: 0 if nothing is initialised there."""
     child = os.fork()
     if child == 0:
-        try:
-            world.dd.statistics()
-        except NotInitialized:
-            os._exit(0)
-        finally:
-            os._exit(1)
+        os._exit(world.dd._engine is not None)
     return os.waitpid(child, 0)[1]
 
 
@@ -545,6 +494,6 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -
         forker.do(lose, 1)
         wait_until(lambda: redialling(forker))
         assert forker.do(fork_and_look) == 0
-    wait_until(lambda: (prompt.do(links), forker.do(links)) == BOTH_UP)
+    wait_until(lambda: linking.linked(prompt, forker))
     bytes_move_both_ways(prompt, forker)
     family.kill(forker)  # a fork ends threads of other libraries, too

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, LLMException
+from llm_datadist import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMStatusCode, Placement
+from llm_datadist.errors import LLMException
 from tests.conftest import Pair
 from tests.support.linking import explain
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, refused, same_bytes, show
@@ -139,21 +139,6 @@ def _shifted(world: World) -> Bytes:
     return fill(cache, 1)
 
 
-def test_i10_a_registered_cache_ends_with_unregister_only(tcp_pair: Pair) -> None:
-    pair, key = tcp_pair, CacheKey(1, 10)
-    pair.start()
-    src = pair.prompt.do(make, "kv", Spec(keys=(key,), memory="inside"), 1)
-    dst = pair.decoder.do(make, "kv", Spec(), 2)
-    for row in range(3):  # pulling consumes no key of a registered cache
-        pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    pair.prompt.do(call, "deallocate_cache", Use("kv"))
-    pair.decoder.do(call, "pull_cache", key, Use("kv"), 3)
-    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(row, 0) for row in range(4)]))
-    pair.prompt.do(forget, "kv")
-    with pytest.raises(CacheNotFound):
-        pair.decoder.do(call, "pull_cache", key, Use("kv"), 4)
-
-
 # --- private memory of another process --------------------------------------------------------------------------------
 
 
@@ -176,22 +161,3 @@ def test_private_memory_of_another_process_moves_by_cma(apart: Pair, rca: bool) 
         assert there.reason.endswith("private memory by cma")
     for memory in ("private", "half", "pool"):
         exchange(apart, Spec(stride=4160, memory=memory), Spec(stride=4160, memory="private"), push=rca)
-
-
-def test_what_was_unregistered_or_consumed_is_not_read_again(apart: Pair) -> None:
-    apart.start()
-    apart.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory="private"), 1)
-    apart.decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
-    apart.decoder.do(blocks, "pull_blocks")
-    before = apart.decoder.do(show, "kv")
-    apart.prompt.do(forget, "kv")
-    with pytest.raises(CacheNotFound) as caught:
-        apart.decoder.do(blocks, "pull_blocks")
-    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    same_bytes(apart.decoder.do(show, "kv"), before)
-    rows = apart.prompt.do(make, "rows", Spec(keys=(CacheKey(1, 5), CacheKey(1, 6))), 3)
-    to = apart.decoder.do(make, "rows", Spec(memory="private"), 4)
-    apart.decoder.do(call, "pull_cache", CacheKey(1, 6), Use("rows"), 2)
-    with pytest.raises(CacheNotFound):
-        apart.decoder.do(call, "pull_cache", CacheKey(1, 6), Use("rows"), 3)
-    same_bytes(apart.decoder.do(show, "rows"), moved(to, rows, [(2, 1)]))

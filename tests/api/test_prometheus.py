@@ -14,21 +14,21 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
+    from tests.support.ends import End
     from tests.support.world import World
 
 
-def _scrape(world: World) -> dict[str, float]:
+def _scrape(world: World, finalized: bool = False) -> str:
     registry = CollectorRegistry()
     register(world.dd, registry)
-    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    if finalized:
+        world.dd.finalize()
+    return generate_latest(registry).decode()
+
+
+def _numbers(end: End) -> dict[str, float]:
+    lines = [line for line in end.do(_scrape).splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-
-def _scrape_after_finalize(world: World) -> bytes:
-    registry = CollectorRegistry()
-    register(world.dd, registry)
-    world.dd.finalize()
-    return generate_latest(registry)
 
 
 def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_nothing_after_finalize(
@@ -40,7 +40,7 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     shm_pair.prompt.do(make, "rows", replace(spec, keys=(CacheKey(1, 7),)), 2)
     shm_pair.decoder.do(make, "kv", replace(spec, blocks=True), 3)
     shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
-    decoder, prompt = shm_pair.decoder.do(_scrape), shm_pair.prompt.do(_scrape)
+    decoder, prompt = _numbers(shm_pair.decoder), _numbers(shm_pair.prompt)
     moved = 3 * 1024 * 2
     assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
     assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
@@ -52,5 +52,5 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
     assert redials not in decoder
     shm_pair.prompt.do(finalize)  # its process lives, so there is hope
-    wait_until(lambda: shm_pair.decoder.do(_scrape).get(redials, 0) >= 1)
-    assert shm_pair.decoder.do(_scrape_after_finalize) == b""
+    wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
+    assert shm_pair.decoder.do(_scrape, True) == ""

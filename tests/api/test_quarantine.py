@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from llm_datadist import LLMStatusCode
+from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support.background import ended, in_background
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.frozen import freeze
 from tests.support.gates import stopped
-from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
-from tests.support.pushers import (
-    KEY,
-    PUSH,
-    Pushed,
-    both,
-    freeze,
-    pushed_over,
-    quarantined,
-    small_pool,
-)
-from tests.support.world import World, cluster_info
+from tests.support.linking import SUCCESS, finalize, info, link, unlink
+from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Pair
+    from tests.support.moves import Bytes
 
 pytestmark = pytest.mark.covers("errors.TransferFailed")
 
-ROWS, STRIDE = 160, 4096  # of the 256 pages of a pool of 1 MiB
+KEY = BlocksCacheKey(1, 0)
+#: What the pusher calls: two of its blocks into two of the owner's.
+PUSH = ("push_blocks", KEY, Use("kv"), [0, 5], [6, 7])
+MIB = 1 << 20
+#: Of the owner: one pool, with pages of 4 KiB.
+SMALL_POOL: dict[str, Any] = {
+    "mem_pool_cfg": f'{{"memory_size": {MIB}, "page_shift": 12}}',
+    "host_mem_pool_cfg": None,
+}
+ROWS, STRIDE = 160, 4096  # of the 256 pages of that pool
 NBYTES = ROWS * STRIDE
 SECOND = Spec(1, ROWS, STRIDE, blocks=True)
 SMALL = Spec(1, 64, STRIDE, blocks=True)
 SHORT = 200  # a sync_kv_timeout that a test waits for
 
 
+class Pushed(NamedTuple):
+    """The owner (cluster 1, here) and the pusher (cluster 2, a child that is stopped in the middle of a push)."""
+
+    owner: LocalEnd
+    pusher: ChildEnd
+    transport: str
+
+    def start(self, rows: int, memory: str = "pool", **settings: Any) -> Bytes:
+        """Start both, and make a blocks cache "kv" at both; return the pusher's. ``settings`` are the owner's."""
+        extra = {"llm.Transport": self.transport, "llm.PeerTimeout": "600"}
+        common: dict[str, Any] = {"enable_remote_cache_accessible": True, "extra": extra}
+        self.owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **common, **settings)
+        self.pusher.start("DECODER", 2, **common)
+        assert self.pusher.do(link, [info(1, self.owner.port)]) == SUCCESS
+        self.owner.do(make, "kv", Spec(1, rows, STRIDE, blocks=True, blocks_key=KEY, memory=memory), 1)
+        return self.pusher.do(make, "kv", Spec(1, rows, STRIDE, blocks=True), 2)
+
+
 @pytest.fixture
 def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
-    """The owner here, the pusher in a child."""
-    with pushed_over(request.param) as pushed:
-        yield pushed
+    """Two ends that are not started yet; afterwards nothing may be left in this process."""
+    before = residue()
+    pushed = Pushed(LocalEnd("prompt"), ChildEnd("decoder"), request.param)
+    yield pushed
+    pushed.pusher.signal(signal.SIGCONT)
+    pushed.pusher.kill()
+    pushed.owner.stop()
+    assert settled(before) == before
+
+
+def quarantined(world: World) -> int:
+    """Return the quarantined bytes, the same by both ways of counting, tables checked."""
+    statistics = picture(world)
+    assert sum(pool.quarantined_bytes for pool in statistics.pools) == statistics.quarantined_bytes
+    return int(statistics.quarantined_bytes)
 
 
 #: Memory that is mapped and by the kernel's hand; of "private" memory, outside every pool, both go by the latter.
@@ -62,19 +95,18 @@ def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
     pushed: Pushed, tmp_path: Path, step: str, how: str
 ) -> None:
     """A lost link proves nothing about it: its page is still looked at."""
-    both(pushed, ROWS, STRIDE, sync_kv_timeout=SHORT, **small_pool())
-    owner, pusher = pushed.owner, pushed.pusher
-    pid = pusher.pid
+    owner, pusher, _ = pushed
+    pushed.start(ROWS, sync_kv_timeout=SHORT, **SMALL_POOL)
     with stopped(pusher, step, tmp_path, *PUSH) as push:
         freeze(pusher)
         if how == "unlinked":
-            owner.do(_unlink_by_force)
-        assert owner.world.dd.statistics().lost_writers == (how == "unlinked")
-        forget(owner.world, "kv")
-        assert quarantined(owner.world) == NBYTES
-        other = make(owner.world, "other", SMALL, 3)
+            assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
+        assert owner.do(picture).lost_writers == (how == "unlinked")
+        owner.do(forget, "kv")
+        assert owner.do(quarantined) == NBYTES
+        other = owner.do(make, "other", SMALL, 3)
         with pytest.raises(OutOfMemory) as caught:
-            make(owner.world, "second", SECOND, 4)
+            owner.do(make, "second", SECOND, 4)
         if how == "killed":
             pusher.signal(signal.SIGKILL)
             with pytest.raises(EOFError):
@@ -85,30 +117,24 @@ def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
                 push.finish()
             assert how == "unlinked" or "freed, rebound or unregistered" in str(failed.value)
     error = caught.value
-    assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, (1 << 20) - NBYTES - 64 * STRIDE)
-    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pid} on " in str(error)
-    wait_until(lambda: quarantined(owner.world) == 0 and owner.world.dd.statistics().lost_writers == 0)
-    same_bytes(show(owner.world, "other"), other)
-    forget(owner.world, "other")
-    (pool,) = owner.world.dd.statistics().pools
-    assert pool.free_bytes == 1 << 20
-    make(owner.world, "second", SECOND, 4)
-
-
-def _unlink_by_force(world: World) -> None:
-    code, _ = world.dd.unlink_clusters([cluster_info(2, 1)], 1000, force=True)
-    assert code is LLMStatusCode.LLM_SUCCESS
+    assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, MIB - NBYTES - 64 * STRIDE)
+    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pusher.pid} on " in str(error)
+    wait_until(lambda: owner.do(quarantined) == 0 and owner.do(picture).lost_writers == 0)
+    same_bytes(owner.do(show, "other"), other)
+    owner.do(forget, "other")
+    assert [pool.free_bytes for pool in owner.do(picture).pools] == [MIB]
+    owner.do(make, "second", SECOND, 4)
 
 
 @POOLED
 def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pushed: Pushed, tmp_path: Path) -> None:
-    both(pushed, ROWS, STRIDE, **small_pool())
-    owner, pusher = pushed.owner, pushed.pusher
-    before = show(owner.world, "kv")
+    owner, pusher, _ = pushed
+    pushed.start(ROWS, **SMALL_POOL)
+    before = owner.do(show, "kv")
     with stopped(pusher, "resolved", tmp_path, *PUSH) as push:
         freeze(pusher)
-        owner.do(_unlink_by_force)
-        assert owner.world.dd.statistics().lost_writers == 0
+        assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
+        assert owner.do(picture).lost_writers == 0
         pusher.signal(signal.SIGCONT)
         with pytest.raises(PeerLost):
             push.finish()
@@ -119,15 +145,15 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
 def test_an_allocation_waits_for_writers_of_what_was_given_back_if_that_can_be_enough(
     pushed: Pushed, tmp_path: Path
 ) -> None:
-    both(pushed, ROWS, STRIDE, sync_kv_timeout=600_000, **small_pool())
-    owner = pushed.owner
-    with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-        forget(owner.world, "kv")
+    owner, pusher, _ = pushed
+    pushed.start(ROWS, sync_kv_timeout=600_000, **SMALL_POOL)
+    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
+        owner.do(forget, "kv")
         with pytest.raises(OutOfMemory) as caught:
-            make(owner.world, "second", Spec(1, 257, STRIDE, blocks=True), 4)
+            owner.do(make, "second", Spec(1, 257, STRIDE, blocks=True), 4)
         assert caught.value.quarantined == NBYTES
         with in_background(owner, _allocate_beside_a_guard):
-            assert not ended(owner.world)
+            assert not owner.do(ended)
             with pytest.raises(TransferFailed):
                 push.finish()
     assert "second" in owner.world.caches
@@ -141,33 +167,29 @@ def _allocate_beside_a_guard(world: World) -> None:
 # --- registered memory ------------------------------------------------------------------------------------------------
 
 
-def _unregister(world: World) -> None:
-    world.cm.unregister_cache(world.caches["kv"].cache_id)
-
-
 @PRIVATE
 def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_path: Path) -> None:
-    source = both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
-    owner, pusher = pushed.owner, pushed.pusher
-    before = show(owner.world, "kv")
+    owner, pusher, _ = pushed
+    source = pushed.start(8, "private", sync_kv_timeout=SHORT)
+    before = owner.do(show, "kv")
     with stopped(pusher, "before write", tmp_path, *PUSH) as push:
         freeze(pusher)
         with pytest.raises(DeadlineExceeded, match=rf"cluster 2 \(pid {pusher.pid} on .*stays registered") as caught:
-            _unregister(owner.world)
+            owner.do(forget, "kv")
         assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
         assert (caught.value.peer, caught.value.phase) == (2, "drain")
         with pytest.raises(DeadlineExceeded):  # the same writer is found again
-            _unregister(owner.world)
-        same_bytes(show(owner.world, "kv"), before)
+            owner.do(forget, "kv")
+        same_bytes(owner.do(show, "kv"), before)
         pusher.signal(signal.SIGCONT)
         with pytest.raises(TransferFailed):
             push.finish()
     # Still registered, under a newer guard, with its key.
-    before = show(owner.world, "kv")
+    before = owner.do(show, "kv")
     pusher.do(call, *PUSH)
-    same_bytes(show(owner.world, "kv"), moved(before, source, [(6, 0), (7, 5)]))
-    owner.world.dd.check_integrity()
-    _unregister(owner.world)
+    same_bytes(owner.do(show, "kv"), moved(before, source, [(6, 0), (7, 5)]))
+    owner.do(picture)
+    owner.do(forget, "kv")
     with pytest.raises(Exception, match="not bound"):
         pusher.do(call, *PUSH)
 
@@ -175,35 +197,37 @@ def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_p
 @PRIVATE
 @pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
 def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path, killed: bool) -> None:
-    both(pushed, 8, STRIDE, "private")
-    owner, pusher = pushed.owner, pushed.pusher
+    owner, pusher, _ = pushed
+    pushed.start(8, "private")
     with stopped(pusher, "before write" if killed else "after write", tmp_path, *PUSH) as push:
         freeze(pusher)
-        with in_background(owner, _unregister):
-            assert not ended(owner.world)
+        with in_background(owner, forget, "kv"):
+            assert not owner.do(ended)
             pusher.signal(signal.SIGKILL if killed else signal.SIGCONT)
             if not killed:
                 with pytest.raises(TransferFailed):
                     push.finish()
-        after = show(owner.world, "kv")
+        after = owner.do(show, "kv")
         if killed:
             with pytest.raises(EOFError):
                 push.finish()
-    same_bytes(show(owner.world, "kv"), after)
+    same_bytes(owner.do(show, "kv"), after)
 
 
-def test_finalize_names_the_writer_of_registered_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pushed_over("cma") as pushed:
-        both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
-        with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-            freeze(pushed.pusher)
-            pushed.owner.world.dd.finalize()
-            pushed.pusher.signal(signal.SIGCONT)
-            with pytest.raises((PeerLost, TransferFailed)):
-                push.finish()
-        pid = pushed.pusher.pid
+@pytest.mark.parametrize("pushed", ["cma"], indirect=True)
+def test_finalize_names_the_writer_of_registered_memory(
+    pushed: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, pusher, _ = pushed
+    pushed.start(8, "private", sync_kv_timeout=SHORT)
+    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        owner.do(finalize)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises((PeerLost, TransferFailed)):
+            push.finish()
     (text,) = [record.getMessage() for record in caplog.records if "finalize" in record.getMessage()]
-    assert f"cluster 2 (pid {pid} on " in text
+    assert f"cluster 2 (pid {pusher.pid} on " in text
     assert "\n" not in text
 
 
@@ -236,7 +260,7 @@ def test_in_one_process_registered_memory_waits_for_readers_too_and_pool_memory_
             with in_background(prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
                 move.finish()
     assert prompt.do(quarantined) == 0
-    decoder.do(_unregister)
+    decoder.do(forget, "kv")
 
 
 def _unregister_within(world: World, milliseconds: int) -> None:
@@ -246,20 +270,21 @@ def _unregister_within(world: World, milliseconds: int) -> None:
 
 def _unregister_and_wipe(world: World) -> None:
     """What a user does: free the memory. What still writes there would show."""
-    _unregister(world)
+    forget(world, "kv")
     for array in world.memory["kv"]:
         array[:] = 0xEE
     np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
 
 
-def test_over_tcp_no_writer_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pushed", ["tcp"], indirect=True)
+def test_over_tcp_no_writer_is_waited_for(pushed: Pushed, tmp_path: Path) -> None:
     """The owner's own lanes write: they stop before the call returns, for whichever peer they do."""
-    with pushed_over("tcp") as pushed:
-        both(pushed, 8, STRIDE, "private", sync_kv_timeout=SHORT)
-        with stopped(pushed.pusher, "before write", tmp_path, *PUSH) as push:
-            freeze(pushed.pusher)
-            _unregister_and_wipe(pushed.owner.world)
-            pushed.pusher.signal(signal.SIGCONT)
-            with pytest.raises((CacheNotFound, TransferFailed)):
-                push.finish()
-        same_bytes(show(pushed.owner.world, "kv"), [np.full((8, STRIDE), 0xEE, np.uint8)])
+    owner, pusher, _ = pushed
+    pushed.start(8, "private", sync_kv_timeout=SHORT)
+    with stopped(pusher, "before write", tmp_path, *PUSH) as push:
+        freeze(pusher)
+        owner.do(_unregister_and_wipe)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises((CacheNotFound, TransferFailed)):
+            push.finish()
+    same_bytes(owner.do(show, "kv"), [np.full((8, STRIDE), 0xEE, np.uint8)])

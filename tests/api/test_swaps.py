@@ -30,13 +30,7 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.world import World
 
-pytestmark = pytest.mark.covers(
-    "Cache.create_cpu_cache",
-    "CacheManager.swap_blocks",
-    "LLMDataDist.statistics",
-    "LLMStatusCode.LLM_OUT_OF_MEMORY",
-    "errors.OutOfMemory",
-)
+pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")
 
 TENSORS, BLOCKS, HOST_BLOCKS, BLOCK = 4, 8, 12, 512
 BUFFERS = 4

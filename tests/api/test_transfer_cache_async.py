@@ -8,11 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
-from llm_datadist._cache.geometry import LayerPlan
-from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.resolution import RemoteName
-from llm_datadist.errors import ParamError
 from tests.conftest import _pair
 from tests.faults.gates import Gate
 from tests.support.gates import open_there, shut_there
@@ -23,7 +18,6 @@ from tests.support.layers import (
     addresses,
     asked,
     begin,
-    cache_id,
     finish,
     keyed,
     make_both,
@@ -36,15 +30,13 @@ from tests.support.layers import (
 )
 from tests.support.linking import alone
 from tests.support.memory import pool
-from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, show, wait_until
+from tests.support.moves import Spec, cache_id, forget, make, nothing_happens, picture, same_bytes, show, wait_until
 from tests.support.world import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from llm_datadist._cache.geometry import CachePair
-    from llm_datadist._native import Plan
     from tests.conftest import Pair
     from tests.support.layers import Span
     from tests.support.moves import Bytes
@@ -202,6 +194,7 @@ def test_k_and_v_may_lie_in_different_caches_anywhere_in_them(by_address: Pair) 
 
 def test_r18_r16_an_address_in_no_cache_that_a_peer_may_write_is_invalid_and_nothing_moves(by_address: Pair) -> None:
     prompt, decoder = by_address.prompt, by_address.decoder
+    prompt.do(make, "other", PAGED, 1)
     prompt.do(make, "kv", BLOCKS, 1)
     prompt.do(make, "hidden", Spec(4, ROWS, STRIDE, memory="private", accessible=False), 1)
     decoder.do(make, "kv", PAGED, 2)
@@ -219,9 +212,15 @@ def test_r18_r16_an_address_in_no_cache_that_a_peer_may_write_is_invalid_and_not
         refused(hidden[3], text="remote_accessible=False")
         refused(where[3], [0, 1], [0, ROWS], text="")
 
-    nothing_happens((prompt, decoder), ["kv", "hidden"], attempt)
+    nothing_happens((prompt, decoder), ["kv", "other", "hidden"], attempt)
     assert decoder.do(send, "kv", [raw(prompt, "kv")]).first is OK, "the link is as usable"
     assert decoder.do(send, "kv", [raw(prompt, "kv")], [0, 1], [0, ROWS - 1]).results == [OK]
+    assert prompt.do(_may_be_written) == {prompt.do(cache_id, "kv")}
+
+
+def _may_be_written(world: World) -> set[int]:
+    """Return to which caches the peer has leave; what it may do without: tests/unit/test_access_matrix.py."""
+    return world.dd._require_engine("test").links.get(2).caches.located
 
 
 def test_memory_that_is_given_up_meanwhile_is_not_written_and_found_again_when_registered_anew(
@@ -382,47 +381,3 @@ def test_r07_by_address_what_the_sender_may_still_write_is_given_to_no_other_cac
     decoder.do(open_there)
     same_bytes(received(prompt), before)
     wait_until(lambda: (prompt.do(picture).quarantined_bytes, prompt.do(picture).pins) == (0, 0))
-
-
-# --- leave to write --------------------------------------------------------------------------------------------------
-
-
-def test_r16_without_rca_only_what_was_located_may_be_pushed_to(by_address: Pair) -> None:
-    """A peer that skips the question, or that asks about one cache and writes another, is refused by the owner."""
-    prompt, decoder = by_address.prompt, by_address.decoder
-    for end, name, spec in ((prompt, "kv", BLOCKS), (prompt, "other", PAGED), (decoder, "kv", PAGED)):
-        end.do(make, name, spec, 1 + end.cluster_id)
-    before = received(prompt, "other")
-    mine, other = (prompt.do(cache_id, name) for name in ("kv", "other"))
-
-    def refused(*numbers: int) -> None:
-        for number in numbers:
-            with pytest.raises(ParamError, match="remote cache access"):
-                decoder.do(_push, "kv", number)
-
-    refused(mine, other)
-    assert decoder.do(send, "kv", [raw(prompt, "kv", range(1))]).first is OK
-    decoder.do(_push, "kv", mine)
-    refused(other)
-    same_bytes(received(prompt, "other"), before)
-    if by_address.transport == "tcp":  # the answer was kept: over lanes the leave is asked for at each write
-        after = received(prompt)
-        prompt.do(_take_back)
-        refused(mine)
-        same_bytes(received(prompt), after)
-
-
-def _push(world: World, name: str, number: int) -> None:
-    """Push block 0 by cache id, as an initiator that does not keep to the rules."""
-    engine = world.dd._require_engine("test")
-    entry = engine.store.registry.lookup(world.caches[name].cache_id)
-    cut = LayerPlan.of_row(entry.geometry, 0)
-
-    def plan(pair: CachePair) -> Plan:
-        return cut.plan(0, 0, 4, offset=0, alias=pair.same_memory)
-
-    engine.initiator.run(TransferOp(RemoteName(1, cache_id=number), entry, plan, Deadline(5000), "a push", push=True))
-
-
-def _take_back(world: World) -> None:
-    world.dd._require_engine("test").links.get(2).caches.located.clear()

@@ -1,4 +1,5 @@
-"""transfer_cache_async that fails: synchronizers, peers, links, finalize; every config has a result (interface R18)."""
+"""transfer_cache_async that fails: synchronizers, peers, links, finalize, with a result for every config (interface
+R18), and wrong arguments (interface §6.14, §4)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, CacheTask, LayerSynchronizer, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, DeadlineExceeded, ParamError, StateError
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKeyByIdAndIndex,
+    CacheTask,
+    LayerSynchronizer,
+    LLMStatusCode,
+    Placement,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
 from tests.faults.gates import Gate, shut
 from tests.support.layers import (
     BOUND_MS,
@@ -37,7 +47,9 @@ from tests.support.layers import (
     wait_asked,
 )
 from tests.support.linking import bytes_move_both_ways, info, unlink
-from tests.support.moves import Spec, forget, make, nothing_happens, picture, same_bytes, wait_until
+from tests.support.moves import Spec, Use, forget, make, nothing_happens, picture, same_bytes, wait_until
+from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, integer, refuse, refuse_each
+from tests.support.refusals import Spec as Kind
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
@@ -166,10 +178,8 @@ def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_m
 ) -> None:
     before, source = started(local_pair, range(3), range(2))
     task = transfer(here(local_pair)).task
-    for wrong, kind in (("1", TypeError), (1.0, TypeError), (-1, ParamError), (2**32, ParamError)):
-        for question in (task.synchronize, task.get_results):
-            with pytest.raises(kind, match="timeout_in_millis"):
-                question(wrong)
+    for question in (task.synchronize, task.get_results):
+        refuse_each(question, {}, {"timeout_in_millis": integer(0, 2**32 - 1, none_ok=True)})
     for milliseconds in (0, 1):
         assert task.synchronize(milliseconds) is TIMEOUT
         assert task.get_results(milliseconds) == [TIMEOUT, TIMEOUT]
@@ -378,3 +388,101 @@ def test_many_transfers_at_once_each_end_for_themselves(shm_pair: Pair) -> None:
 def _many(world: World, configs: list[Any]) -> None:
     tasks = [world.cm.transfer_cache_async(world.caches["kv"], Always(), [each]) for each in configs * 4]
     assert [task.synchronize(BOUND_MS) for task in tasks] == [OK] * 16
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+ROWS, TWO_LAYERS = 4, Spec(4, 4, STRIDE)
+SIZE = ROWS * STRIDE
+INDICES = Kind(
+    (1, {0}),
+    (TYPE, "{}", [0.5]),
+    (NONE, "{}", [None]),
+    (RULE, "{}", [-1], [2**64]),
+    (RULE, "{} is empty", []),
+    none_ok=True,
+)
+SPECS = {
+    "src_cache": Kind((1,), (RULE, "HOST", Use("host")), (RULE, "even", Use("odd"))),
+    "layer_synchronizer": Kind((print,)),
+    "transfer_configs": Kind(("x",), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", [1])),
+    "dst_block_indices": INDICES,
+}
+TO_BLOCKS = {"src_block_indices": INDICES, "dst_block_memory_size": integer(0, 2**64 - 1, 0, SIZE, none_ok=True)}
+ONE = {"dst_block_indices": [0]}
+FROM_BLOCKS = ONE | {"src_block_indices": [0]}
+BLOCK_ROWS: list[Row] = [
+    *(Row(ONE | row.changes, row.kind, row.texts) for name, spec in TO_BLOCKS.items() for row in spec.rows(name)),
+    bad(RULE, "src_block_indices[0]", **ONE, src_block_indices=[ROWS]),
+    bad(RULE, "equal lengths", **ONE, src_block_indices=[0, 1]),
+    bad(RULE, "blocks to cache", src_block_indices=[0]),
+    bad(RULE, "dst_block_memory_size", **ONE),
+    bad(RULE, "2 pieces", dst_block_indices=[0, 1, 2], dst_block_memory_size=SIZE // 2),
+    bad(RULE, dst_block_memory_size=48),
+    bad(RULE, "block size 48", **FROM_BLOCKS, dst_block_memory_size=47),
+]
+
+
+def config_rows(good: Any, other: Any, rca: bool) -> list[Row]:
+    """Rows of wrong configs, by key or by address; ``other`` is one of the other kind."""
+
+    def config(layers: range | None = None, row: int = 0, addrs: list[int] | None = None) -> list[Any]:
+        if rca:
+            return [TransferWithCacheKeyConfig(good.cache_key, layers or range(2), layers or range(2), row)]
+        return [TransferConfig(1, list(good.dst_addrs) if addrs is None else addrs, layers, row)]
+
+    rows = [
+        bad(TYPE, type(good).__name__, transfer_configs=[other]),
+        bad(TYPE, "transfer_configs[1]", transfer_configs=[good, other]),
+        bad(RULE, "2 layers", transfer_configs=config(range(3), addrs=[4096] * 6)),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=ROWS)),
+        bad(RULE, "src_batch_index", transfer_configs=config(row=1), **FROM_BLOCKS),
+    ]
+    if rca:
+        unequal = config()
+        unequal[0].src_layer_range = range(1)
+        return [*rows, bad(RULE, "length", transfer_configs=unequal)]
+    wrong = [bad(RULE, f"dst_addrs has {n}", transfer_configs=config(addrs=[4096] * n)) for n in (0, 3)]
+    return [*rows, *wrong, bad(RULE, "dst_addrs has 4", transfer_configs=config(range(1), addrs=[4096] * 4))]
+
+
+@pytest.mark.parametrize("rca", [True, False], ids=["by key", "by address"])
+def test_r01_a_wrong_argument_is_refused_and_nothing_happens(local_pair: Pair, rca: bool) -> None:
+    local_pair.start(rca=rca)
+    local_pair.prompt.do(make, "kv", TWO_LAYERS, 1)
+    odd, host = Spec(3, ROWS, STRIDE), Spec(4, ROWS, STRIDE, placement=Placement.HOST)
+    for name, cache in (("kv", TWO_LAYERS), ("odd", odd), ("host", host)):
+        local_pair.decoder.do(make, name, cache, 2)
+    by_key = keyed(local_pair.prompt, "kv", range(2), dst_row=0)
+    both = (by_key, raw(local_pair.prompt, "kv"))
+    good, other = both if rca else both[::-1]
+    always, rows = Always(), config_rows(good, other, rca)
+    arguments = {"src_cache": Use("kv"), "layer_synchronizer": always, "transfer_configs": [good]}
+    configs = [config for row in rows for config in row.changes["transfer_configs"]]
+    ranges = [config.src_layer_range for config in configs]
+    refuse(
+        (local_pair.decoder, local_pair.prompt), Table("cm.transfer_cache_async", arguments, SPECS, *BLOCK_ROWS, *rows)
+    )
+    assert always.asked == []
+    assert [config.src_layer_range for config in configs] == ranges, "written back by a refused call"
+    assert local_pair.decoder.do(send, "kv", [good]).results[0] is not None, "and a good call is taken after all that"
+
+
+def test_src_layer_range_none_becomes_all_layers_in_the_object_and_is_not_read_again(local_pair: Pair) -> None:
+    local_pair.start()
+    local_pair.prompt.do(make, "kv", TWO_LAYERS, 1)
+    source = local_pair.decoder.do(make, "kv", TWO_LAYERS, 2)
+    config = raw(local_pair.prompt, "kv")
+    assert config.src_layer_range is None
+    seen = []
+
+    def change() -> None:
+        seen.append(config.src_layer_range)
+        config.dst_addrs, config.src_layer_range = [1, 2, 3, 4], range(1)
+
+    world = here(local_pair)
+    task = world.cm.transfer_cache_async(world.caches["kv"], Acting(change), [config])
+    assert isinstance(task, CacheTask)
+    assert task.synchronize() is OK
+    assert seen == [range(2), range(1)]
+    same_bytes([each[:1] for each in received(local_pair.prompt)], [each[:1] for each in source])

@@ -39,7 +39,7 @@ from tests.support.refusals import (
     refuse,
     refuse_each,
 )
-from tests.support.v1 import desc, kv_call, kv_make, start_end, start_v1
+from tests.support.v1 import POOL, desc, kv_call, kv_make, start_end
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -202,7 +202,7 @@ def _more(world: World) -> None:
 @pytest.fixture
 def ready(local_pair: Pair) -> Pair:
     """A linked pair; each end has all that the tables name, the prompt's "kv" and "paged" with a key."""
-    start_v1(local_pair)
+    local_pair.start(**POOL)
     local_pair.prompt.do(kv_make, "kv", desc(rows=6), 1, (KEY,))
     local_pair.decoder.do(kv_make, "kv", desc(rows=6), 3)
     for end in (local_pair.prompt, local_pair.decoder):

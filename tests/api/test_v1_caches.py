@@ -1,5 +1,5 @@
 """v1: caches, keys, dropped handles, swaps, tensors, memory that is given back (interface §4, §8, R3, R4, R6, R7, R10,
-R12, R21). What it does like the C++-shaped calls: test_dialects.py."""
+R12, R21)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import pickle
 import signal
 import threading
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,10 +42,11 @@ from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
 from tests.support.gates import begin
-from tests.support.layers import Always
+from tests.support.layers import Always, addresses
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
-from tests.support.moves import Use, picture, same_bytes, show, wait_until
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.memory import user_memory
+from tests.support.moves import Use, cache_id, moved, picture, same_bytes, show, wait_until
+from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ pytestmark = pytest.mark.covers(
 )
 
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
-BLOCKS, ROW = BlocksCacheKey(1, 3), CacheKey(1, 10)
+BLOCKS = BlocksCacheKey(1, 3)
 NBYTES = 4 * 4096  # of one cache of desc(): a page per tensor
 
 
@@ -97,22 +99,10 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
             getattr(datadist, name)
     datadist.init(make_config(listen_ip_info="127.0.0.1:0", **POOL))
     assert datadist.kv_cache_manager is not manager
-    calls: dict[str, tuple[Any, ...]] = {
-        "allocate_cache": (desc(),),
-        "allocate_blocks_cache": (desc(),),
-        "deallocate_cache": (cache,),
-        "remove_cache_key": (PLACEHOLDER,),
-        "pull_cache": (PLACEHOLDER, cache),
-        "pull_blocks": (BLOCKS, cache, [0], [0]),
-        "copy_cache": (cache, cache),
-        "copy_blocks": (cache, {0: [1]}),
-        "swap_blocks": (cache, cache, {0: 1}),
-        "get_cache_tensors": (cache,),
-        "transfer_cache_async": (cache, None, []),
-    }
-    for name, args in calls.items():
-        with pytest.raises(StateError, match="finalized") as dead:  # interface R21
-            getattr(manager, name)(*args)
+    for name in {each for each in dir(manager) if each[0] != "_"} - {"is_initialized", "check_cache_key"}:
+        call = getattr(manager, name)
+        with pytest.raises(StateError, match="finalized") as dead:  # interface R21; before any argument is looked at
+            call(**dict.fromkeys(signature(call).parameters))
         assert dead.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
     del cache  # its id belongs to the old manager and means nothing to the new one
     gc.collect()
@@ -213,49 +203,78 @@ def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -
 def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
-    for data_type in set(DataType) - {DataType.DT_STRING, DataType.DT_BF16}:
-        cache = manager.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], data_type))
-        views = []
-        for index in range(3):
-            (tensor,) = manager.get_cache_tensors(cache, index)
-            views.append(tensor.numpy())
-            assert (views[index].shape, views[index].itemsize) == ((4, 2, 3), data_type.itemsize)
-            assert (tensor.tensor_desc.dtype, tensor.tensor_desc.shape) == (data_type, [4, 2, 3])
-            assert views[index].ctypes.data == cache.per_device_tensor_addrs[0][index]
-            views[index][:] = index
-            before = tensor.numpy(copy=True)
-            views[index][0] = 1
-            assert (before == np.array(index, before.dtype)).all()
-        manager.deallocate_cache(cache)
-        for index, view in enumerate(views):  # memory without a pool stays mapped for its reader
-            assert (view[1:] == np.array(index, view.dtype)).all(), data_type
-    cache = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_BF16))
-    tensor_views(cache._cache)[0][:] = np.array([0x3F80, 0xC000, 0x0000, 0x7F80], np.uint16)
-    (array,) = (tensor.numpy() for tensor in manager.get_cache_tensors(cache))  # bf16 is read as float32
-    np.testing.assert_array_equal(array, np.array([[1.0, -2.0, 0.0, np.inf]] * 2, np.float32), strict=True)
+    cache = manager.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], DataType.DT_INT16))
+    tensors = [tensor for index in range(3) for tensor in manager.get_cache_tensors(cache, index)]
+    assert [(each.tensor_desc.dtype, each.tensor_desc.shape) for each in tensors] == [
+        (DataType.DT_INT16, [4, 2, 3])
+    ] * 3
+    views = [tensor.numpy() for tensor in tensors]
+    assert [(view.shape, view.dtype.name) for view in views] == [((4, 2, 3), "int16")] * 3
+    assert [view.ctypes.data for view in views] == cache.per_device_tensor_addrs[0]
+    for index, view in enumerate(views):
+        view[:] = index
+    cache_of_bf16 = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_BF16))
+    tensor_views(cache_of_bf16._cache)[0][:] = 0x3F80
+    assert [each.numpy().tolist() for each in manager.get_cache_tensors(cache_of_bf16)] == [[[1.0] * 4] * 2]
+    manager.deallocate_cache(cache)
     end.stop()
-    assert (view[1:] == np.array(2, view.dtype)).all()
+    for index, view in enumerate(views):  # memory without a pool stays mapped for its reader
+        assert (view == index).all()
 
 
 # --- copies and swaps ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", [None, StagedDevice()], ids=["host", "staged"])
+def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, device: StagedDevice | None) -> None:
+    start_end(end, "DECODER", device=device)
+    manager = end.world.dd.kv_cache_manager
+    caches = [
+        manager.allocate_cache(desc()),
+        manager.allocate_cache(desc(rows=3)),
+        manager.allocate_blocks_cache(desc()),
+    ]
+    host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
+    addrs = user_memory(end.world, "host", host_desc)
+    for given in (addrs, [addrs]):  # one list for the one device will do
+        caches.append(KvCache.create_cpu_cache(host_desc, given))
+        assert (caches[-1].cache_id, caches[-1].per_device_tensor_addrs) == (-1, [addrs])
+    rows, few, paged, host, _ = caches
+    src, dst, kv, cpu = (fill(cache._cache, seed) for seed, cache in enumerate(caches[:4]))
+
+    manager.copy_cache(few, rows, 2, 7)
+    manager.copy_cache(few, rows, 0, 5, 9, 20)
+    dst = moved(dst, src, [(2, 7)])
+    for target, source in zip(dst, src, strict=True):
+        target[0, 9:29] = source[5, 9:29]
+    manager.copy_blocks(paged, {4: [1, 2, 7], 0: [3], 3: [5]})  # a chain: block 0 arrives everywhere
+    kv = moved(moved(kv, kv, [(1, 4), (2, 4), (7, 4), (3, 0)]), kv, [(5, 0)])
+    manager.swap_blocks(rows, host, {6: 4, 7: 1})  # out of rows, into blocks
+    cpu = moved(cpu, src, [(4, 6), (1, 7)])
+    assert end.world.dd.statistics().swap.staging_bytes == 0
+    manager.swap_blocks(host, paged, {3: 0, 4: 7})
+    kv = moved(kv, cpu, [(0, 3), (7, 4)])
+    # Interface R10: four buffers of a block's size.
+    assert end.world.dd.statistics().swap.staging_bytes == (4 * 48 if device else 0)
+    for cache, wanted in zip(caches, (src, dst, kv, cpu, cpu), strict=True):
+        same_bytes(read(cache._cache), wanted)
+    manager.deallocate_cache(few)
+    for two in ((rows, few), (few, rows)):
+        with pytest.raises(CacheNotFound):
+            manager.copy_cache(*two)
+
+
 def test_r10_no_staging_memory_is_v1s_own_code(end: LocalEnd) -> None:
     device = StagedDevice()
     start_end(end, "DECODER", device=device)
-    manager = end.world.dd.kv_cache_manager
-    cache = manager.allocate_blocks_cache(desc())
-    memory = np.zeros(8 * 48, np.uint8)
-    addrs = [memory.ctypes.data] * 4
+    before = end.do(kv_make, "kv", desc(), 1, (), True)
     host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
-    host = KvCache.create_cpu_cache(host_desc, addrs)  # one list for the one device will do
-    assert (host.cache_id, host.per_device_tensor_addrs) == (-1, [addrs])
+    host = KvCache.create_cpu_cache(host_desc, user_memory(end.world, "host", host_desc))
     device.refuse_after(device.allocated_bytes)
-    before = fill(cache._cache, 1)
     with pytest.raises(OutOfMemory, match="staging") as caught:
-        manager.swap_blocks(host, cache, {0: 0})
+        end.do(kv_call, "swap_blocks", host, Use("kv"), {0: 0})
     assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    same_bytes(read(cache._cache), before)
+    same_bytes(end.do(show, "kv"), before)
 
 
 @pytest.mark.parametrize("method", ["copy_cache", "copy_blocks"])
@@ -286,7 +305,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
 
 def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
-    start_v1(local_pair, **DIRECT)
+    local_pair.start(**DIRECT)
     prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     decoder.do(kv_make, "kv", desc(), 2, (), True)
     args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
@@ -302,8 +321,8 @@ def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
-    """A PROMPT in a child (cluster 1) that a test may kill, and the DECODER here (cluster 2), both without a pool."""
+def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ChildEnd, LocalEnd]]:
+    """A PROMPT in a child, stopped right before it writes into "kv", rows or blocks, of the DECODER here; no pools."""
     before = residue()
     prompt, decoder = ChildEnd("prompt"), LocalEnd("decoder")
     try:
@@ -311,6 +330,11 @@ def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
         start_end(prompt, "PROMPT", 1, extra=extra, **DIRECT)
         start_end(decoder, "DECODER", 2, extra=extra, sync_kv_timeout=500, **DIRECT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        for seed, end in enumerate((prompt, decoder)):
+            end.do(kv_make, "kv", desc(), seed, (), request.param)
+        prompt.begin(_send, decoder.do(addresses, "kv"), tmp_path)
+        Gate(tmp_path).wait()
+        freeze(prompt)
         yield prompt, decoder
     finally:
         prompt.kill()
@@ -319,44 +343,32 @@ def ends() -> Iterator[tuple[ChildEnd, LocalEnd]]:
         assert settled(before) == before
 
 
-def begin_to_send(ends: tuple[ChildEnd, LocalEnd], folder: Path, *, blocks: bool) -> None:
-    """Let the PROMPT send into the DECODER's "kv", and stop the whole process right before it writes."""
-    prompt, decoder = ends
-    prompt.do(kv_make, "kv", desc(), 1, () if blocks else (ROW,), blocks, BLOCKS if blocks else None)
-    decoder.do(kv_make, "kv", desc(), 2, (), blocks)
-    prompt.begin(_send, decoder.do(kv_properties, "kv")[1][0], folder)
-    Gate(folder).wait()
-    freeze(prompt)
-
-
 def _send(world: World, addrs: list[int], folder: Path) -> Any:
     with shut(world.dd, "before write", folder, peer=2):
         return kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs)]).get_results()
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("sending", "quarantined"), [(False, 0), (True, NBYTES)], indirect=["sending"])
 def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
-    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, blocks: bool
+    sending: tuple[ChildEnd, LocalEnd], quarantined: int
 ) -> None:
-    prompt, decoder = ends
-    other = decoder.do(kv_make, "other", desc(), 3)
-    begin_to_send(ends, tmp_path, blocks=blocks)
+    """The place of a row is pinned for its writer, that of blocks is not."""
+    prompt, decoder = sending
     decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    # The place of a row is pinned for its writer, that of blocks is not.
-    assert decoder.do(picture).quarantined_bytes == (NBYTES if blocks else 0)
-    decoder.do(kv_make, "next", desc(), 4)  # in memory of its own
-    assert decoder.do(picture).pools[0].used_bytes == 3 * NBYTES
+    assert decoder.do(picture).quarantined_bytes == quarantined
+    other = decoder.do(kv_make, "other", desc(), 4)  # in memory of its own
+    assert decoder.do(picture).pools[0].used_bytes == 2 * NBYTES
     prompt.signal(signal.SIGKILL)
-    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == 2 * NBYTES)
+    wait_until(lambda: decoder.do(picture).pools[0].used_bytes == NBYTES)
     assert decoder.do(picture).quarantined_bytes == 0
     same_bytes(decoder.do(show, "other"), other)
 
 
+@pytest.mark.parametrize("sending", [True], indirect=True)
 def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
-    ends: tuple[ChildEnd, LocalEnd], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sending: tuple[ChildEnd, LocalEnd], caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = ends[1]
-    begin_to_send(ends, tmp_path, blocks=True)
+    decoder = sending[1]
     address, before = decoder.world.caches["kv"].tensor_addrs[0], decoder.do(show, "kv")
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
         decoder.stop()
@@ -369,12 +381,12 @@ def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
 def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
     local_pair: Pair, tmp_path: Path
 ) -> None:
-    start_v1(local_pair, **DIRECT)
+    local_pair.start(**DIRECT)
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src = prompt.do(kv_make, "kv", desc(), 1)
     decoder.do(kv_make, "kv", desc(), 2)
-    number = prompt.do(kv_properties, "kv")[0]
-    prompt.do(begin_there, "send", _send, decoder.do(kv_properties, "kv")[1][0], tmp_path)
+    number = prompt.do(cache_id, "kv")
+    prompt.do(begin_there, "send", _send, decoder.do(addresses, "kv"), tmp_path)
     gate = Gate(tmp_path)
     try:
         gate.wait()

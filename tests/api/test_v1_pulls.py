@@ -1,10 +1,11 @@
 """v1 between two ends: links of all or none, roles, keys that are consumed, offsets, memory without a pool, and
 transfers to addresses (interface §3.6, §3.7, §6.14, §8, B2.4, R5, R6, R12, R18, R22).
 
-Equal cluster ids: vllm-ascend's first connectors in tests/clients. The rest: test_dialects.py."""
+Equal cluster ids: vllm-ascend's first connectors in tests/clients."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,6 @@ from llm_datadist.errors import (
     CacheNotFound,
     DeadlineExceeded,
     LinkError,
-    NoneArgument,
     NotInitialized,
     NotLinked,
     ParamError,
@@ -33,12 +33,13 @@ from llm_datadist.errors import (
 from tests.faults.gates import Gate
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
-from tests.support.layers import Always, Gated
+from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
+from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
 from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, kv_properties, start_end, start_v1
+from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +133,7 @@ def test_a_call_that_cannot_be_links_nothing_and_unlinking_what_is_not_linked_su
 
 def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair, tmp_path: Path) -> None:
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    start_v1(tcp_pair)
+    tcp_pair.start(**POOL)
     key, cluster = CacheKey(1, 10), info(1, prompt.port)
     src = prompt.do(kv_make, "kv", desc(), 1, (key,))
     dst = decoder.do(kv_make, "kv", desc(), 2)
@@ -158,16 +159,23 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
     assert gone.value.status_code is NOT_YET
 
 
-def test_check_link_status_of_a_stopped_peer_times_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
+def test_check_link_status_and_pulls_of_a_stopped_peer_time_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
     shm_pair: Pair,
 ) -> None:
-    start_v1(shm_pair, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
+    shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
     decoder.do(probe, 1)
-    with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
-        decoder.do(probe, 1)
-    assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+    with frozen(prompt):
+        with pytest.raises(DeadlineExceeded) as caught:
+            decoder.do(probe, 1)
+        assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
+        for call in PULLS.values():
+            refused([decoder], [], DeadlineExceeded, ["200 ms"], kv_call, *call, status=WAITED)
     wait_until(lambda: _answers(decoder))  # once it goes on
+    for name, call in PULLS.items():
+        decoder.do(kv_call, *call)
+        same_bytes(decoder.do(show, name), moved(mine[name], theirs[name], [(2, 1)]))
     prompt.stop()
     wait_until(lambda: decoder.do(links) == {})
     assert len(decoder.do(_redials)) == 1
@@ -191,11 +199,7 @@ def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_a
     end: LocalEnd,
 ) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
-    wrong: list[tuple[Any, type[Exception]]] = [("1", TypeError), (1.0, TypeError), (None, NoneArgument)]
-    wrong += [(-1, ParamError), (2**64, ParamError)]
-    for value, kind in wrong:
-        with pytest.raises(kind, match="remote_cluster_id"):
-            end.world.dd.check_link_status(value)
+    refuse([end], Table("dd.check_link_status", {}, {"remote_cluster_id": UINT64}))
     arguments = ("name", {1: 0, 2: 1}, table(host(0), host(0)))
     refused([end], [], StateError, ["v1 mode", "link_clusters"], join, *arguments)
     for function in (drop, status):
@@ -217,7 +221,7 @@ def switch(world: World, role: str, options: dict[str, Any] | None = None) -> in
 
 def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    start_v1(shm_pair, enable_switch_role=True)
+    shm_pair.start(**POOL, enable_switch_role=True)
     prompt.do(kv_make, "kv", desc(rows=2), 1, (CacheKey(1, 7),))
     exist = LLMStatusCode.LLM_EXIST_LINK
     for end, role in ((prompt, "DECODER"), (decoder, "PROMPT")):
@@ -262,7 +266,7 @@ def both(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
     """Start, link, and make a cache "kv" at each end, the prompt's with KEYS on rows 0 and 1."""
     if pair.transport == "shm":
         pair.transport = "auto"  # shm maps pools; what has none, and raw addresses, are reached by cma, beside it
-    start_v1(pair, **settings)
+    pair.start(**(POOL | settings))
     return pair.prompt.do(kv_make, "kv", desc(), 1, KEYS), pair.decoder.do(kv_make, "kv", desc(), 2)
 
 
@@ -275,9 +279,12 @@ def pull(world: World, key: CacheKey, row: int, size: int, keywords: dict[str, A
     kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
 
 
-@pytest.mark.parametrize("memory", ["pool", "direct"])
-def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: str) -> None:
-    src, dst = both(pair, **(DIRECT if memory == "direct" else POOL))
+MEMORY = pytest.mark.parametrize("memory", [POOL, DIRECT], ids=["pool", "direct"])
+
+
+@MEMORY
+def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: dict[str, Any]) -> None:
+    src, dst = both(pair, **memory)
     prompt, decoder = pair.prompt, pair.decoder
     decoder.do(kv_call, "pull_cache", KEYS[1], Use("kv"), 5)
     dst = moved(dst, src, [(5, 1)])
@@ -290,12 +297,88 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (7, 7)]))
     same_bytes(prompt.do(show, "kv"), src)
     consumed(pair, 0)
-    src = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
-    dst = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
-    for _ in range(2):  # a blocks key is never consumed
-        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 7], [3, 0])
-    same_bytes(decoder.do(show, "paged"), moved(dst, src, [(3, 1), (0, 7)]))
-    consumed(pair, 1)
+
+
+@MEMORY
+def test_r12_r26_blocks_are_pulled_by_a_key_that_stays_and_rows_and_blocks_go_to_addresses(
+    pair: Pair, memory: dict[str, Any]
+) -> None:
+    src, dst = both(pair, **memory)
+    prompt, decoder = pair.prompt, pair.decoder
+    theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
+    mine = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
+    for _ in range(2):
+        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 2, 7, 6], [3, 4, 0, 3])
+    of_layers = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
+    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), [5], [5])
+    mine = moved(moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)]), theirs, [(5, 5)], [(0, 2), (1, 3)])
+    same_bytes(decoder.do(show, "paged"), mine)
+    consumed(pair, 3)
+    at_row_5 = [address + 5 * 48 for address in decoder.do(addresses, "kv")]
+    assert prompt.do(send, "kv", TransferConfig(2, at_row_5, None, 2)) == SUCCESS
+    place = TransferConfig(2, decoder.do(addresses, "paged"))
+    assert prompt.do(send, "paged", place, [0, 1, 2, 3, 7], [3, 2, 5, 0, 2]) == SUCCESS
+    mine = moved(mine, theirs, [(3, 0), (2, 1), (5, 2), (0, 3), (2, 7)])
+    for end, rows, blocks in ((decoder, moved(dst, src, [(5, 2)]), mine), (prompt, src, theirs)):
+        same_bytes(end.do(show, "kv"), rows)
+        same_bytes(end.do(show, "paged"), blocks)
+
+
+def send(world: World, name: str, config: TransferConfig, *blocks: list[int]) -> Any:
+    task = kv_call(world, "transfer_cache_async", Use(name), Always(), [config], *blocks)
+    return task.synchronize(20_000), task.get_results()
+
+
+PULLS: dict[str, tuple[Any, ...]] = {
+    "kv": ("pull_cache", CacheKeyByIdAndIndex(1, 1, 1), Use("kv"), 2),
+    "paged": ("pull_blocks", BLOCKS, Use("paged"), [1], [2]),
+}
+
+
+def both_kinds(end: End, seed: int) -> dict[str, Bytes]:
+    key = BLOCKS if end.cluster_id == 1 else None
+    return {
+        "kv": end.do(kv_make, "kv", desc(), seed),
+        "paged": end.do(kv_make, "paged", desc(), seed + 1, (), True, key),
+    }
+
+
+def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_it(tcp_pair: Pair) -> None:
+    tcp_pair.start(linked=False, **POOL)
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
+
+    def link_and_pull() -> None:
+        tcp_pair.link()
+        for name, call in PULLS.items():
+            decoder.do(kv_call, *call)
+            mine[name] = moved(mine[name], theirs[name], [(2, 1)])
+            same_bytes(decoder.do(show, name), mine[name])
+
+    def fails(kind: type[LLMException], part: str, *calls: tuple[Any, ...]) -> None:
+        for call in calls:
+            refused([decoder], [], kind, [part], kv_call, *call, status=kind.default_status)
+
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    link_and_pull()
+    for key, part in ((CacheKeyByIdAndIndex(1, 99), "99"), (CacheKeyByIdAndIndex(1, 1, 8), "row 8")):
+        fails(CacheNotFound, part, ("pull_cache", key, Use("kv")))
+    fails(CacheNotFound, "99", ("pull_blocks", BlocksCacheKey(1, 99), Use("paged"), [0], [0]))
+    # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    alone(prompt, decoder)
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    link_and_pull()
+    prompt.stop()
+    alone(decoder)
+    fails(NotLinked, "cluster 1", *PULLS.values())
+    start_end(prompt, "PROMPT", extra={"llm.Transport": "tcp"})
+    theirs = both_kinds(prompt, 5)
+    link_and_pull()
+    prompt.do(kv_call, "deallocate_cache", Use("paged"))
+    fails(CacheNotFound, "model_id=3", PULLS["paged"])
+    decoder.do(kv_call, "deallocate_cache", Use("kv"))
+    fails(CacheNotFound, "id 1", PULLS["kv"])
 
 
 #: Offsets into the rows of source and destination, size, and how many bytes move.
@@ -345,7 +428,7 @@ def _pull_until_unlinked(world: World) -> list[str]:
 
 
 def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair: Pair) -> None:
-    start_v1(shm_pair)
+    shm_pair.start(**POOL)
     shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     shm_pair.decoder.do(kv_make, "kv", desc(), 2, (), True)
     names = [f"pull {i}" for i in range(4)]
@@ -361,30 +444,10 @@ def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair
 # --- transfers to addresses -------------------------------------------------------------------------------------------
 
 
-def send(world: World, addrs: list[int], layers: range | None, row: int) -> Any:
-    """Send layers, wait for the end, return (status, results)."""
-    task = kv_call(world, "transfer_cache_async", Use("kv"), Always(), [TransferConfig(2, addrs, layers, row)])
-    return task.synchronize(20_000), task.get_results()
-
-
-def test_r12_rows_and_layers_without_a_pool_go_to_addresses_and_no_others(pair: Pair) -> None:
-    src, dst = both(pair, **DIRECT)
-    addrs = pair.decoder.do(kv_properties, "kv")[1][0]
-    at_row_5 = [address + 5 * 48 for address in addrs]
-    assert pair.prompt.do(send, at_row_5, None, 2) == (OK, [OK])
-    assert pair.prompt.do(send, addrs[2:], range(1, 2), 7) == (OK, [OK])
-    dst = moved(moved(dst, src, [(5, 2)]), src, [(0, 7)], [(2, 2), (3, 3)])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    beyond = [address + 8 * 48 for address in addrs]  # no cache of the decoder
-    assert pair.prompt.do(send, beyond, None, 0) == (INVALID, [INVALID])
-    same_bytes(pair.decoder.do(show, "kv"), dst)
-    same_bytes(pair.prompt.do(show, "kv"), src)
-
-
 def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typed_error(local_pair: Pair) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src, dst = both(local_pair, **DIRECT)
-    addrs = decoder.do(kv_properties, "kv")[1][0]
+    addrs = decoder.do(addresses, "kv")
     gated = Gated()
     args = (Use("kv"), gated, [TransferConfig(2, addrs[:2], range(1))])
     task = prompt.do(kv_call, "transfer_cache_async", *args)
@@ -393,21 +456,18 @@ def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typ
     assert (task.synchronize(20_000), task.get_results()) == (OK, [OK])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0)], [(0, 0), (1, 1)]))
 
-    config = TransferConfig(2, addrs)
+    config, of_three = TransferConfig(2, addrs), TransferConfig(2, addrs[:3])
     by_key = [TransferWithCacheKeyConfig(key, range(2), range(2)) for key in (CacheKeyByIdAndIndex(2, 1), BLOCKS)]
-    cases: list[tuple[Any, type[Exception], tuple[Any, ...], str]] = [
-        (decoder, ParamError, (Use("kv"), Always(), [config]), "only a PROMPT"),
-        (prompt, NoneArgument, (None, Always(), [config]), "src_cache"),
-        (prompt, TypeError, (1, Always(), [config]), "src_cache"),
-        (prompt, NoneArgument, (Use("kv"), None, [config]), "layer_synchronizer"),
-        (prompt, TypeError, (Use("kv"), Always(), config), "transfer_configs"),
-        (prompt, TypeError, (Use("kv"), Always(), [None]), "transfer_configs[0]"),
-        *((prompt, TypeError, (Use("kv"), Always(), [each]), "transfer_configs[0]") for each in by_key),
-        (prompt, ParamError, (Use("kv"), Always(), [TransferConfig(2, addrs[:3])]), "dst_addrs has 3"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], [0], None), "src_block_indices"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], None, [0]), "dst_block_memory_size is None"),
-        (prompt, ParamError, (Use("kv"), Always(), [config], [0, 1], [0]), "equal lengths"),
-    ]
-    for end, kind, case, part in cases:
-        other = decoder if end is prompt else prompt
-        refused((end, other), ["kv"], kind, (part,), kv_call, "transfer_cache_async", *case)
+    good = {"src_cache": Use("kv"), "layer_synchronizer": Always(), "transfer_configs": [config]}
+    configs = Spec((config,), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", *([each] for each in by_key)))
+    table = Table(
+        "v1.transfer_cache_async",
+        good,
+        {"src_cache": Spec((1,)), "layer_synchronizer": Spec((1,)), "transfer_configs": configs},
+        bad(RULE, "dst_addrs has 3", transfer_configs=[of_three]),
+        bad(RULE, "src_block_indices", src_block_indices=[0]),
+        bad(RULE, "dst_block_memory_size is None", dst_block_indices=[0]),
+        bad(RULE, "equal lengths", src_block_indices=[0, 1], dst_block_indices=[0]),
+    )
+    refuse((prompt, decoder), table)
+    refuse((decoder, prompt), Table(table.call, good, {}, bad(RULE, "only a PROMPT")))

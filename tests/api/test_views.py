@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import pytest
 from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.views import tensor_views, torch_views
-from tests.support.world import fill, read
+from tests.support.world import read, residue
 
 if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
@@ -20,23 +21,27 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 
 
-@pytest.fixture
-def world(end: LocalEnd) -> World:
-    """One initialised LLMDataDist."""
-    end.start("PROMPT", 1)
-    return end.world
-
-
-def test_views_have_the_descriptors_shape_and_type(world: World) -> None:
+def test_views_are_the_memory_itself_in_the_descriptors_shape_and_type(world: World) -> None:
     odd = {"FLOAT": "float32", "DOUBLE": "float64", "BF16": "uint16"}
-    for data_type in set(DataType) - {DataType.DT_STRING}:
+    own = np.zeros((3, 24 * 8), np.uint8)  # of the user
+    addrs = [row.ctypes.data for row in own]
+    for data_type, placement in itertools.product(set(DataType) - {DataType.DT_STRING}, Placement):
         name = data_type.name.removeprefix("DT_")
-        cache = world.cm.allocate_cache(CacheDesc(3, [2, 3, 4], data_type))
-        views = tensor_views(cache)
-        assert [view.shape for view in views] == [(2, 3, 4)] * 3
-        assert {view.dtype for view in views} == {np.dtype(odd.get(name, name.lower()))}
-        assert [view.ctypes.data for view in views] == cache.tensor_addrs
-        assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
+        desc = CacheDesc(3, [2, 3, 4], data_type, placement)
+        caches = [world.cm.allocate_cache(desc), world.cm.allocate_blocks_cache(desc)]
+        caches.append(world.cm.register_cache(desc, addrs))
+        if placement is Placement.HOST:
+            caches.append(Cache.create_cpu_cache(desc, addrs))
+        for cache in caches:
+            views = tensor_views(cache)
+            assert [view.shape for view in views] == [(2, 3, 4)] * 3
+            assert {view.dtype for view in views} == {np.dtype(odd.get(name, name.lower()))}
+            assert [view.ctypes.data for view in views] == cache.tensor_addrs
+            assert all(view.flags.writeable and view.flags.c_contiguous for view in views)
+            views[1][1, 2, 3] = 1
+            assert tensor_views(cache)[1][1, 2, 3] == 1
+    assert own[1].any()
+    assert not own[[0, 2]].any()
 
 
 def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
@@ -62,45 +67,8 @@ def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: Wo
         tensor_views(text)
 
 
-def test_views_are_the_memory_itself_allocated_registered_or_of_a_cpu_cache(world: World) -> None:
-    for placement in Placement:
-        desc = CacheDesc(2, [4, 16], DataType.DT_INT32, placement)
-        for cache in (world.cm.allocate_cache(desc), world.cm.allocate_blocks_cache(desc)):
-            fill(cache, 1)
-            first, again = tensor_views(cache), tensor_views(cache)
-            first[0][2, 5] = 12345
-            assert again[0][2, 5] == 12345
-        world.cm.copy_blocks(cache, {2: [3]})
-        np.testing.assert_array_equal(first[0][3], first[0][2])
-        assert first[0][3, 5] == 12345
-    own = np.arange(24, dtype=np.int16).reshape(2, 12)
-    desc = CacheDesc(1, [2, 12], DataType.DT_INT16, Placement.HOST)
-    for cache in (world.cm.register_cache(desc, [own.ctypes.data]), Cache.create_cpu_cache(desc, [own.ctypes.data])):
-        (view,) = tensor_views(cache)
-        np.testing.assert_array_equal(view, own)
-        view[1, 1] -= 7
-        assert own[1, 1] == view[1, 1]
-
-
-def test_registered_tensors_in_and_out_of_a_pool_have_views_each(world: World) -> None:
-    pool = world.cm.allocate_blocks_cache(CacheDesc(1, [64], DataType.DT_UINT8))
-    own = np.zeros(16, np.uint8)
-    addrs = [pool.tensor_addrs[0] + 48, own.ctypes.data, pool.tensor_addrs[0] + 3]
-    cache = world.cm.register_blocks_cache(CacheDesc(3, [16], DataType.DT_UINT8), addrs)
-    for value, view in enumerate(tensor_views(cache), 1):
-        view[:] = value
-    assert own.tolist() == [2] * 16
-    whole = tensor_views(pool)[0].tolist()
-    assert (whole[48:], whole[3:19]) == ([1] * 16, [3] * 16)
-
-
-def _mapped_pools() -> int:
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        return sum("/memfd:" in line for line in maps)
-
-
 def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(end: LocalEnd) -> None:
-    before = _mapped_pools()
+    before = residue()["memfd mappings"]
     end.start("PROMPT", 1)
     cache = end.world.cm.allocate_cache(CacheDesc(1, [4, 1000], DataType.DT_INT32))
     view = tensor_views(cache)[0]
@@ -113,10 +81,10 @@ def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the
     del view
     part[:] = 3  # a slice of a view holds the mapping as well
     assert int(part.sum()) == 3000
-    assert _mapped_pools() == before + 1
+    assert residue()["memfd mappings"] == before + 1
     del part
     assert watch() is None
-    assert _mapped_pools() == before
+    assert residue()["memfd mappings"] == before
 
 
 # --- torch --------------------------------------------------------------------------------------------------------

@@ -113,33 +113,3 @@ class Chatters(Good):
         sys.stdout.flush()
         os.write(1, b"hello from C\n")
         super().transfer()
-
-
-class Pair(Good):
-    """Two processes; the bytes are the driver's to compare, so each end needs the other's: a file between them."""
-
-    roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
-
-    def start(self) -> Facts:
-        if self.role is Role.DESTINATION:
-            return {"pid": os.getpid()}
-        shape = (self.workload.rows, self.workload.block_bytes)
-        descriptor = os.memfd_create("pair")
-        os.truncate(descriptor, shape[0] * shape[1])
-        self.own([np.memmap(f"/proc/self/fd/{descriptor}", np.uint8, "r+", shape=shape)])
-        return {"pid": os.getpid(), "descriptor": descriptor}
-
-    def connect(self, facts: Facts) -> Facts:
-        assert facts["pid"] != os.getpid()
-        shape = (self.workload.rows, self.workload.block_bytes)
-        path = f"/proc/{facts['pid']}/fd/{facts['descriptor']}"
-        self._there = np.memmap(path, np.uint8, "r+", shape=shape)
-        self.own([np.zeros(shape, np.uint8)])
-        return {"transport": "file"}
-
-    def transfer(self) -> None:
-        here = (self.source_views or self.destination_views)[0]
-        if self.source_views:
-            self._there[self.workload.dst_blocks] = here[self.workload.src_blocks]
-        else:
-            here[self.workload.dst_blocks] = self._there[self.workload.src_blocks]

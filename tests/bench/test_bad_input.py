@@ -68,10 +68,3 @@ def test_what_does_not_fit_leaves_nothing_to_run() -> None:
         assert status == 2
         for each in (*said, "nothing is left to run"):
             assert each in output
-
-
-def test_help_names_every_option() -> None:
-    status, output = bench("--help")
-    assert status == 0
-    for option in ("--transport", "--block-bytes", "--blocks", "--tensors", "--memory", "--threads", "--against"):
-        assert option in output

@@ -39,8 +39,6 @@ GOOD = Case(side=side("Good"), call="copy", transport="hand", workload=WORK, pas
 
 @dataclass
 class Told:
-    """A listener that keeps what it is told."""
-
     lines: list[str] = field(default_factory=list)
     steps: list[tuple[str, int, int]] = field(default_factory=list)
 
@@ -57,12 +55,13 @@ def told() -> Told:
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "transport"), [("Good", Op.PULL, "hand"), ("Pair", Op.PULL, "file"), ("Pair", Op.PUSH, "file")]
+    ("name", "op", "transport"),
+    [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")],
 )
 def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
     told: Told, name: str, op: Op, transport: str
 ) -> None:
-    case = replace(GOOD, side=side(name), workload=Workload(op=op, block_bytes=512, blocks=20))
+    case = replace(GOOD, side=name, workload=Workload(op=op, block_bytes=512, blocks=20))
     results = run([case], told, LONG_S)
     assert results.failures == []
     [row] = results.rows
@@ -108,7 +107,7 @@ def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
 
 
 def test_processes_are_gone_at_the_end() -> None:
-    with RunningSide(side("Pair"), LONG_S) as running:
+    with RunningSide("cma", LONG_S) as running:
         running.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
         pids = running.pids
         assert len(set(pids)) == 2

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from llm_datadist.bench.rows import Row
 from llm_datadist.cli.app import app
+from tests.support.family import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
 
@@ -62,10 +63,7 @@ SINGLE = [
     [
         (f"pull {SHAPE}", [SHAPED | {"transport": "shm", "memory": "pool"}]),
         (f"pull --transport cma {SHAPE}", [SHAPED | {"transport": "cma", "memory": "registered"}]),
-        (
-            f"pull --transport tcp --memory registered {SHAPE}",
-            [SHAPED | {"transport": "tcp", "memory": "registered"}],
-        ),
+        (f"pull --transport tcp --memory registered {SHAPE}", [SHAPED | {"transport": "tcp", "memory": "registered"}]),
         (f"push --transport tcp {SHAPE}", [SHAPED | {"transport": "tcp", "memory": "pool"}]),
         (
             "pull --transport inproc --set-mib 2 --tensors 2",
@@ -79,10 +77,7 @@ SINGLE = [
                 {"call": "copy_cache", "tensors": 64, "bytes": 8192 * 5 * 64},
             ],
         ),
-        (
-            "swap --block-bytes 8192 --blocks 50",
-            [{"call": "swap_blocks", "transport": "local", "bytes": 8192 * 50}],
-        ),
+        ("swap --block-bytes 8192 --blocks 50", [{"call": "swap_blocks", "transport": "local", "bytes": 8192 * 50}]),
         ("plan --blocks 300 --tensors 5", [{"blocks": 300, "tensors": 5, "bytes": 0}]),
         ("alloc --tensors 7", [{"tensors": 7, "bytes": 0}]),
         ("link --transport shm", [{"transport": "shm", "bytes": 0}]),
@@ -117,14 +112,6 @@ def _children(pid: int) -> list[int]:
     return [int(child) for each in tasks for child in each.read_text().split()]
 
 
-def _ended(pid: int) -> bool:
-    """Return whether a process is at most an entry that its parent has not collected yet."""
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_workers_too(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", "--blocks", "200", "--passes", "1000"]
@@ -140,4 +127,4 @@ def test_a_signal_ends_the_workers_too(number: signal.Signals) -> None:
         driver.send_signal(number)
         driver.communicate(timeout=60)
         assert driver.returncode != 0
-        wait_until(lambda: all(_ended(pid) for pid in workers), 60)
+        wait_until(lambda: all(has_ended(pid) for pid in workers), 60)

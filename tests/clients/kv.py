@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist import CacheDesc, LLMConfig, LLMDataDist
+from llm_datadist import CacheDesc, LLMConfig, LLMDataDist, LLMStatusCode
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
@@ -68,9 +68,24 @@ def shown(world: World, name: str) -> Any:
     return world.memory[name]
 
 
-def drive(world: World, method: str, *args: Any) -> Any:
-    """Call the client of an end, which is kept as "client"."""
-    return getattr(world.memory["client"], method)(*args)
+def drive(world: World, name: str, *args: Any) -> Any:
+    """Call a method of the client of an end, which is kept as "client", or return an attribute of it."""
+    return drive_one(world.memory["client"], name, *args)
+
+
+def drive_one(client: object, name: str, *args: Any) -> Any:
+    found = getattr(client, name)
+    return found(*args) if callable(found) else found
+
+
+def succeeded(what: str, status: LLMStatusCode) -> None:
+    if status != LLMStatusCode.LLM_SUCCESS:
+        raise RuntimeError(f"{what}: {status}")
+
+
+def same_kinds(got: Iterable[Tensors], wanted: Iterable[Tensors]) -> None:
+    for mine, theirs in zip(got, wanted, strict=True):
+        same_bytes(mine, theirs)
 
 
 def pulled(

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, DataType, LLMRole, LLMStatusCode
-from tests.clients.kv import contents, initialised, registered, shown
+from llm_datadist import BlocksCacheKey, DataType, LLMRole
+from tests.clients.kv import contents, initialised, registered, same_kinds, shown, succeeded
 from tests.clients.kv import options as made
 from tests.support.linking import SUCCESS, info
-from tests.support.moves import moved, same_bytes
+from tests.support.moves import moved
 
 if TYPE_CHECKING:
-    from tests.clients.conftest import Processes
+    from llm_datadist import LLMClusterInfo
+    from tests.support.family import Processes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("what all have in common")
@@ -89,15 +90,17 @@ def start_decoder(world: World) -> None:
     ]
 
 
+def all_of(ports: list[int]) -> list[LLMClusterInfo]:
+    return [info(FIRST_ID + prompt, port) for prompt, port in enumerate(ports)]
+
+
 def link_all(world: World, ports: list[int]) -> None:
-    clusters = [info(FIRST_ID + prompt, port) for prompt, port in enumerate(ports)]
-    assert world.dd.link_clusters(clusters, timeout=20000) == (SUCCESS[0], SUCCESS[1] * len(ports))
+    assert world.dd.link_clusters(all_of(ports), timeout=20000) == (SUCCESS[0], SUCCESS[1] * len(ports))
 
 
 def force_unlink_all(world: World, ports: list[int]) -> None:
-    clusters = [info(FIRST_ID + prompt, port) for prompt, port in enumerate(ports)]
-    status, _ = world.dd.unlink_clusters(clusters, timeout=5000, force=True)
-    assert status == LLMStatusCode.LLM_SUCCESS
+    status, _ = world.dd.unlink_clusters(all_of(ports), timeout=5000, force=True)
+    succeeded("unlink", status)
     assert world.dd.statistics().links == ()
 
 
@@ -140,9 +143,9 @@ def lists(random: np.random.Generator) -> dict[str, tuple[list[int], list[int]]]
 def test_a_decoder_with_24_links_pulls_from_all_of_them_and_again_after_linking_anew_any_list(
     processes: Processes,
 ) -> None:
-    prompts = [processes.born(f"prompts {each}") for each in range(PROCESSES)]
+    prompts = [processes.child(f"prompts {each}") for each in range(PROCESSES)]
     ports = [port for process, end in enumerate(prompts) for port in end.do(start_prompts, process)]
-    decoder = processes.born("decoder")
+    decoder = processes.child("decoder")
     decoder.do(start_decoder)
     random, expected = np.random.default_rng(1), kv(-1)
 
@@ -151,12 +154,11 @@ def test_a_decoder_with_24_links_pulls_from_all_of_them_and_again_after_linking_
         for prompt, src, dst in requests:
             for model_id, source in enumerate(kv(prompt)):
                 expected[model_id] = moved(expected[model_id], source, zip(dst, src, strict=True))
-        for got, wanted in zip(decoder.do(shown, "kv"), expected, strict=True):
-            try:
-                same_bytes(got, wanted)
-            except AssertionError as error:
-                error.add_note(name)
-                raise
+        try:
+            same_kinds(decoder.do(shown, "kv"), expected)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
 
     for threads in (1, 12):
         decoder.do(link_all, ports)

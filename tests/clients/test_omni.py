@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, DataType, LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
-from tests.clients.kv import contents, drive, initialised, options, registered
+from llm_datadist import BlocksCacheKey, DataType, LLMDataDist, LLMException, LLMRole, RegisterMemStatus
+from tests.clients.kv import contents, drive, drive_one, initialised, options, registered, same_kinds, succeeded
 from tests.support.linking import info, links
 from tests.support.moves import moved, picture, same_bytes, wait_until
 from tests.support.ranks import host
 
 if TYPE_CHECKING:
     from llm_datadist import Cache
-    from tests.clients.conftest import Processes
     from tests.clients.kv import Tensors
     from tests.support.ends import ChildEnd
+    from tests.support.family import Processes
     from tests.support.world import World
 
 KINDS, LAYERS, BLOCKS, BLOCK_BYTES = 3, 4, 40, 320
@@ -60,11 +60,7 @@ class Manager:
     def register_one(self, tensors: Tensors, key: BlocksCacheKey | None) -> Cache:
         return registered(self.data_dist, tensors, DataType.DT_BF16, [BLOCK_BYTES // 2], key)
 
-    def shown(self) -> list[Tensors]:
-        return self.memory
-
     def unregister(self) -> None:
-        """Drop all caches: a change of topology, or sleep."""
         for cache in self.caches:
             self.data_dist.cache_manager.unregister_cache(cache.cache_id)
         self.caches.clear()
@@ -104,24 +100,21 @@ class Dynamic(Manager):
     def link(self, prompt: Prompt) -> None:
         cluster = info(prompt.cluster_id, prompt.port)
         status, _ = self.data_dist.link_clusters([cluster], timeout=LINK_TIMEOUT)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"link to {prompt.cluster_id}: {status}")
+        succeeded(f"link to {prompt.cluster_id}", status)
         self.links[prompt.cluster_id] = prompt
 
     def force_unlink(self, *cluster_ids: int) -> None:
         """By id alone; also of what is dead or was never linked."""
         clusters = [info(cluster_id, local=None) for cluster_id in cluster_ids]
-        status, each = self.data_dist.unlink_clusters(clusters, timeout=LINK_TIMEOUT, force=True)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"unlink: {status} {each}")
+        status, _ = self.data_dist.unlink_clusters(clusters, timeout=LINK_TIMEOUT, force=True)
+        succeeded("unlink", status)
         for cluster_id in cluster_ids:
             self.links.pop(cluster_id, None)
 
     def close_link(self, prompt: Prompt) -> None:
         """Unlink in agreement with the peer: before sleep."""
         status, _ = self.data_dist.unlink_clusters([info(prompt.cluster_id, prompt.port)], timeout=LINK_TIMEOUT)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"unlink: {status}")
+        succeeded("unlink", status)
         del self.links[prompt.cluster_id]
 
     def pull_kv(self, prompt: Prompt) -> None:
@@ -146,9 +139,6 @@ class Dynamic(Manager):
             except LLMException:
                 return False
         return True
-
-    def counted(self) -> int:
-        return self.attempts
 
     # Prompts in pipeline stages: keyless caches over parts of the same tensors, registered after linking.
 
@@ -235,9 +225,8 @@ def start(world: World, manager: Manager, seed: int, layers: int = LAYERS) -> An
     return world.dd.listen_port
 
 
-def everyone(world: World, method: str, *args: Any) -> list[Any]:
-    """Call all managers of a process."""
-    return [getattr(manager, method)(*args) for manager in world.memory["managers"]]
+def everyone(world: World, name: str, *args: Any) -> list[Any]:
+    return [drive_one(manager, name, *args) for manager in world.memory["managers"]]
 
 
 def holds(end: ChildEnd, own_seed: int, *pulls: tuple[int, list[int], list[int]]) -> None:
@@ -246,8 +235,7 @@ def holds(end: ChildEnd, own_seed: int, *pulls: tuple[int, list[int], list[int]]
     for seed, src, dst in pulls:
         pairs = list(zip(dst, src, strict=True))
         expected = [moved(mine, theirs, pairs) for mine, theirs in zip(expected, kinds(seed), strict=True)]
-    for got, wanted in zip(end.do(drive, "shown"), expected, strict=True):
-        same_bytes(got, wanted)
+    same_kinds(end.do(drive, "memory"), expected)
 
 
 @pytest.fixture
@@ -270,13 +258,13 @@ def test_links_are_lazy_and_after_a_failure_unlink_by_force_link_again_and_one_m
         decoder.do(drive, "pull_kv", told)
         holds(decoder, 20, (10, SRC, DST))
         assert decoder.do(links) == {PROMPT_ID: "ready"}
-    assert decoder.do(drive, "counted") == 2 * KINDS, "none had to be repeated"
+    assert decoder.do(drive, "attempts") == 2 * KINDS, "none had to be repeated"
 
     # The prompt is asleep in the middle of its topology change; it keeps the old entity of the link all the time.
     prompt.do(drive, "unregister")
     with pytest.raises(RuntimeError, match=r"pull from .* failed"):
         decoder.do(drive, "pull_kv", told)
-    assert decoder.do(drive, "counted") == 2 * KINDS + 2, "one model each time: the first failure ends the request"
+    assert decoder.do(drive, "attempts") == 2 * KINDS + 2, "one model each time: the first failure ends the request"
     assert decoder.do(links) == {PROMPT_ID: "ready"}
     holds(decoder, 20, (10, SRC, DST))
     prompt.do(drive, "register", 30)
@@ -301,7 +289,7 @@ def test_force_unlink_by_bare_id_is_a_success_for_the_living_the_dead_and_the_un
     # A new process with the same id: a failed pull finds it out; then the host has a new timestamp.
     for timestamp, seed in ((1, 40), (2, 50)):
         processes.kill(prompt)
-        prompt = processes.born(f"prompt of {seed}")
+        prompt = processes.child(f"prompt of {seed}")
         prompt.do(start, Dynamic(LLMRole.PROMPT, PROMPT_ID, port=told.port), seed)
         decoder.do(drive, "pull_kv", told._replace(timestamp=timestamp))
         holds(decoder, 20, (seed, SRC, DST))
@@ -339,11 +327,11 @@ def test_sleep_mode_the_prompts_object_is_initialised_again_with_the_saved_optio
 @pytest.mark.covers("omni-npu")
 def test_overlapping_keyless_caches_over_parts_of_the_tensors_registered_after_linking(processes: Processes) -> None:
     parts = [(0, 2), (2, 4), (1, 3), (0, 4)]  # two topologies and the whole: every address is in three caches
-    decoder = processes.born("decoder")
+    decoder = processes.child("decoder")
     decoder.do(start, Dynamic(LLMRole.DECODER, DECODER_ID), 20)
     for stage, (first, last) in enumerate(parts):  # each has its own layers only
         manager = Dynamic(LLMRole.PROMPT, PROMPT_ID + stage)
-        port = processes.born(f"stage {stage}").do(start, manager, 50 + 10 * stage, last - first)
+        port = processes.child(f"stage {stage}").do(start, manager, 50 + 10 * stage, last - first)
         decoder.do(drive, "link", Prompt(port, 1, PROMPT_ID + stage))
     decoder.do(drive, "register_parts", parts)
     expected = kinds(20)
@@ -351,13 +339,12 @@ def test_overlapping_keyless_caches_over_parts_of_the_tensors_registered_after_l
         decoder.do(drive, "pull_part", stage, PROMPT_ID + stage)
         source, tensors = kinds(50 + 10 * stage, last - first)[0], [(first + t, t) for t in range(last - first)]
         expected[0] = moved(expected[0], source, zip(DST, SRC, strict=True), tensors)
-        same_bytes(decoder.do(drive, "shown")[0], expected[0])
+        same_bytes(decoder.do(drive, "memory")[0], expected[0])
     decoder.do(drive, "unregister_parts")  # another topology; the caches of all layers stay
     assert decoder.do(picture).caches.registered == KINDS
     decoder.do(drive, "register_parts", [(3, 4)])
     decoder.do(drive, "unregister_parts")
-    for got, wanted in zip(decoder.do(drive, "shown"), expected, strict=True):
-        same_bytes(got, wanted)
+    same_kinds(decoder.do(drive, "memory"), expected)
 
 
 @pytest.mark.covers("omni-infer, static")
@@ -365,7 +352,7 @@ def test_more_pairs_than_one_burst_all_become_ready_and_two_ranks_serve_one_deco
     """34 prompts in two processes and two decoders: 32 links, a pause, 2 more."""
     prompts = [Rank(2**63 + number, host(number % 2), number) for number in range(34)]
     decoders = [Rank(2**64 - 2 - number, host(number), number) for number in range(2)]
-    serving, pulling = ([processes.born(f"{name} {at}") for at in range(2)] for name in ("prompts", "decoder"))
+    serving, pulling = ([processes.child(f"{name} {at}") for at in range(2)] for name in ("prompts", "decoder"))
     for rank in prompts:
         manager = Static(LLMRole.PROMPT, rank.cluster_id, own=rank)
         serving[rank.rank % 2].do(start, manager, 100 * rank.rank)
@@ -385,8 +372,7 @@ def test_more_pairs_than_one_burst_all_become_ready_and_two_ranks_serve_one_deco
         held[at].append((100 * number, SRC, dst))
         holds(pulling[at], 5 + at, *held[at])
     for parity, end in enumerate(serving):
-        for at, shown in enumerate(end.do(everyone, "shown")):
-            for got, wanted in zip(shown, kinds(100 * (2 * at + parity)), strict=True):
-                same_bytes(got, wanted)
+        for at, held_there in enumerate(end.do(everyone, "memory")):
+            same_kinds(held_there, kinds(100 * (2 * at + parity)))
     for end in (*serving, *pulling):
         end.do(everyone, "sleep")

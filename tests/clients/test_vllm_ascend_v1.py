@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist import Cache
-    from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
+    from tests.support.family import Processes
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("vllm-ascend, v1 engine")
@@ -59,8 +59,6 @@ def sync_kv_timeout() -> int:
 
 @dataclass
 class Connector:
-    """One worker's connector."""
-
     role: LLMRole
     own: Agent
     linked: dict[int, int] = field(default_factory=dict)
@@ -128,7 +126,6 @@ class Connector:
                 raise RuntimeError(f"pull failed, perhaps it timed out: {error}") from error
 
     def close(self) -> None:
-        """End the thread, and the LLMDataDist."""
         self.pool.shutdown()
         self.datadist.finalize()
 
@@ -195,7 +192,7 @@ def test_the_first_request_links_both_workers_and_pulls(ends: tuple[ChildEnd, Ch
 def test_two_prefill_workers_one_of_them_late_on_loopback_addresses_serve_one_decode_worker(
     processes: Processes,
 ) -> None:
-    first, second, decode = (processes.born(name) for name in ("prefill 1", "prefill 2", "decode"))
+    first, second, decode = (processes.child(name) for name in ("prefill 1", "prefill 2", "decode"))
     p, q, d = agent(1), agent(2), agent(3)
     assert p.server_id.startswith("127.")
     first.do(begin, "PROMPT", p, "mla", 10, {})
@@ -214,12 +211,3 @@ def test_two_prefill_workers_one_of_them_late_on_loopback_addresses_serve_one_de
         decode.do(drive, "read_blocks", 1, REMOTE, LOCAL)
     for end in (decode, first, second):
         end.do(drive, "close")
-
-
-def test_the_loop_without_a_bound_ends_because_preparing_becomes_failed(processes: Processes) -> None:
-    """The other side never joins (an issue of that client): the environment bounds the time, as the client does not."""
-    decode = processes.born("decode")
-    decode.do(begin, "DECODER", agent(2), "mla", 20, {"HCCL_CONNECT_TIMEOUT": "1"})
-    with pytest.raises(RuntimeError, match="link to 1 failed"):
-        decode.do(drive, "add_remote_agent", agent(1))
-    decode.do(drive, "close")

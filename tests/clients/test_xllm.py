@@ -28,8 +28,8 @@ from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
-    from tests.clients.conftest import Processes
     from tests.support.ends import ChildEnd
+    from tests.support.family import Processes
     from tests.support.moves import Bytes
     from tests.support.world import World
 
@@ -103,7 +103,7 @@ def begun(end: ChildEnd, cluster: int, *args: Any) -> tuple[ClusterInfo, Bytes]:
 def test_one_cache_per_layer_and_role_hundreds_of_them_to_every_destination_over_a_change_of_topology(
     processes: Processes, ends: tuple[ChildEnd, ChildEnd]
 ) -> None:
-    (prompt, decoder), second = ends, processes.born("second decoder")
+    (prompt, decoder), second = ends, processes.child("second decoder")
     layers = 80
     at_prompt, src = begun(prompt, PROMPT, LlmRole.kPrompt, 1, 2 * layers, 1)
     at_decoder, dst = begun(decoder, DECODER, LlmRole.kDecoder, 1, 2 * layers, 2)

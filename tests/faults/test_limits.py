@@ -122,7 +122,7 @@ def no_threads(free: int) -> Iterator[None]:
 
 def init_with(world: World, limit: Any, free: int) -> str:
     """Return what init under a limit came to: a status, or "done" and finalized; nothing may be left."""
-    before = baseline()
+    before = baseline(world)
     world.dd = LLMDataDist(LLMRole.PROMPT, 1)
     options = make_config(listen_ip_info="127.0.0.1:0")
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts.cluster import Cluster, Crew
+from tests.hosts.cluster import Cluster
 from tests.hosts.network import Impossible, Network
 from tests.support.moves import wait_until
 
@@ -30,21 +30,12 @@ def impossible(error: Impossible) -> None:
 
 @pytest.fixture(scope="package")
 def made_network() -> Iterator[Network]:
-    """Four hosts around a router."""
     try:
         network = Network(HOSTS)
     except Impossible as error:
         impossible(error)
     yield network
     network.close()
-
-
-@pytest.fixture(scope="package")
-def crew(made_network: Network) -> Iterator[Crew]:
-    """Processes on them."""
-    crew = Crew()
-    yield crew
-    crew.close()
 
 
 @pytest.fixture
@@ -60,12 +51,9 @@ def network(made_network: Network) -> Iterator[Network]:
 
 
 @pytest.fixture
-def cluster(network: Network, crew: Crew) -> Iterator[Cluster]:
+def cluster(network: Network) -> Iterator[Cluster]:
     """Processes for one test, which leave nothing behind: neither in themselves nor on their hosts."""
-    cluster = Cluster(network, crew)
-    try:
-        yield cluster
-        network.heal()  # so that those who part hear of each other
-        cluster.part()
-    finally:
-        cluster.abandon()
+    cluster = Cluster(network)
+    yield cluster
+    network.heal()  # so that those who part hear of each other
+    cluster.part()

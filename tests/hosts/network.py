@@ -2,28 +2,17 @@
 
             router  10.99.N.1
            /   |   \\                 one veth pair for each host: eth0 there, hostN at the router
-    host 1  host 2  host 3           10.99.N.2, and 10.98.0.N where a relay runs (relay.py)
+    host 1  host 2  host 3           10.99.N.2
 
-Made by iproute2 and namespace.py, as root or in a user namespace.
+Made by iproute2 and util-linux, as root or in a user namespace.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from tests.hosts import namespace, relay
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Host", "Impossible", "Namespace", "Network"]
 
 #: Sockets in these states belong to somebody: established, connecting (2), close wait, listening.
 _HELD = {"01", "02", "03", "08", "0A"}
@@ -34,20 +23,24 @@ class Impossible(Exception):
 
 
 class Namespace:
-    """A network namespace and the process that keeps it."""
+    """A network namespace, kept by a process that ends with its standard input: nothing has a name that could be left.
 
-    def __init__(self, where: str) -> None:
+    ``within``: a command that becomes the one behind it, in the user namespace that all are in.
+    """
+
+    def __init__(self, within: list[str], *flags: str) -> None:
+        self.within = within
         self._keeper = subprocess.Popen(
-            [*namespace.PROGRAM, "keep", where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [*within, "unshare", "--net", *flags, "sh", "-c", "ip link set lo up && echo kept && exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         assert self._keeper.stdout is not None
         if self._keeper.stdout.readline() != "kept\n":
-            self._keeper.wait(10)
-            assert self._keeper.stderr is not None
-            text = " ".join(self._keeper.stderr.read().split())
-            self.close()
-            raise Impossible(f"no network namespace may be made here ({where}): {text}")
+            complaint = " ".join(self._keeper.communicate()[1].split())
+            raise Impossible(f"no network namespace may be made here: {complaint}")
 
     @property
     def pid(self) -> int:
@@ -56,12 +49,15 @@ class Namespace:
 
     def run(self, *command: str, text: str = "") -> str:
         """Run a program in the namespace and return what it printed."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        print(json.dumps([command, text]), file=self._keeper.stdin, flush=True)
-        code, printed, complaint = json.loads(self._keeper.stdout.readline())
-        assert code == 0, f"{' '.join(command)}: {complaint}"
-        return str(printed)
+        done = subprocess.run(
+            [*self.within, "nsenter", f"--net=/proc/{self.pid}/ns/net", *command],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
 
     def ip(self, *lines: str) -> str:
         """Run ``ip`` with each line, all in one process."""
@@ -81,44 +77,27 @@ class Namespace:
 
     def close(self) -> None:
         """End it. What still runs inside keeps it alive."""
-        for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
-            assert pipe is not None
-            pipe.close()
-        self._keeper.wait(10)
+        self._keeper.communicate(timeout=10)
 
 
 class Host(Namespace):
-    """A namespace with an address."""
-
-    def __init__(self, where: str, number: int) -> None:
-        super().__init__(where)
+    def __init__(self, within: list[str], number: int) -> None:
+        super().__init__(within)
         self.number = number
         self.address = f"10.99.{number}.2"
-        self.relayed = f"10.98.0.{number}"
-        self._unplugged = self._limited = False
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """The command that runs another one on this host."""
-        return (*namespace.PROGRAM, "enter", str(self.pid))
+        self._limited = False
 
     def bytes_sent(self) -> int:
-        """Return how many bytes have left the host."""
-        for line in Path(f"/proc/{self.pid}/net/dev").read_text("ascii").splitlines():
-            name, _, counters = line.partition(":")
-            if name.strip() == "eth0":
-                return int(counters.split()[8])
-        raise AssertionError(f"host {self.number} has no eth0")
+        _, counters = Path(f"/proc/{self.pid}/net/dev").read_text("ascii").split("eth0:")
+        return int(counters.split()[8])
 
     def plug_in(self) -> None:
         """Have the cable in, and the way to the others."""
         self.ip("link set eth0 up", f"route replace default via 10.99.{self.number}.1")
-        self._unplugged = False
 
     def pull_plug(self) -> None:
         """Have the cable out: what is sent fails here at once, what others send to it is lost."""
         self.ip("link set eth0 down")
-        self._unplugged = True
 
     def limit(self, megabits: int) -> None:
         """Let no more than this leave the host in a second."""
@@ -131,14 +110,11 @@ class Host(Namespace):
         return int(words[words.index("overlimits") + 1])
 
     def unlimit(self) -> None:
-        """Take the limit off."""
         self.run(*["tc", "qdisc", "del", "dev", "eth0", "root"])
         self._limited = False
 
     def heal(self) -> None:
-        """Undo what was done to it."""
-        if self._unplugged:
-            self.plug_in()
+        self.plug_in()
         if self._limited:
             self.unlimit()
 
@@ -150,17 +126,16 @@ class Network:
         Impossible: They cannot be made here.
     """
 
-    def __init__(self, hosts: int, *, as_user: bool = False) -> None:
-        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    def __init__(self, hosts: int) -> None:
+        missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
         if missing:
-            raise Impossible(f"{' and '.join(missing)} of iproute2 cannot be found")
-        self.router, kind = _first(as_user)
+            raise Impossible(f"{', '.join(missing)} cannot be found")
+        self.router = _first()
         self.hosts: list[Host] = []
         self._lost: list[tuple[Host, Host]] = []
         try:
-            where = "root" if kind == "root" else str(self.router.pid)
             for number in range(1, hosts + 1):
-                self.hosts.append(Host(where, number))
+                self.hosts.append(Host(self.router.within, number))
             self._connect()
         except BaseException:
             self.close()
@@ -169,7 +144,7 @@ class Network:
     def _connect(self) -> None:
         self.router.run("tee", "/proc/sys/net/ipv4/ip_forward", text="1")
         for each in (self.router, *self.hosts):
-            # Its own traffic would be counted, and relayed.
+            # Its own traffic would be counted.
             each.run("tee", "/proc/sys/net/ipv6/conf/default/disable_ipv6", text="1")
         for host in self.hosts:
             n = host.number
@@ -191,39 +166,7 @@ class Network:
         self.lose(one, other)
         self.lose(other, one)
 
-    @contextmanager
-    def relay(self, hosts: list[Host], *, seed: int, **chances: float) -> Iterator[relay.Counts]:
-        """Connect hosts a second time, by their ``relayed`` addresses, as relay.Settings says.
-
-        Yields the counts of packets, which are filled in at the end.
-
-        Raises:
-            Impossible: There may be no TUN device.
-        """
-        settings = relay.Settings([(host.pid, host.relayed) for host in hosts], seed, **chances)
-        process = subprocess.Popen(
-            [*relay.PROGRAM, json.dumps(asdict(settings))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        counts = relay.Counts()
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            if process.stdout.readline() != "ready\n":
-                raise Impossible(f"no TUN device may be made here: {' '.join(process.stderr.read().split())}")
-            for host in hosts:
-                host.ip(f"address add {host.relayed}/24 dev {relay.DEVICE}", f"link set {relay.DEVICE} mtu 1500 up")
-            yield counts
-        finally:
-            printed, complaint = process.communicate(timeout=10)
-        assert process.returncode == 0, complaint
-        counts.__dict__.update(json.loads(printed))
-
     def heal(self) -> None:
-        """Undo all that was done to cables, routes and rates."""
         while self._lost:
             source, target = self._lost.pop()
             self.router.ip(f"rule del from {source.address} to {target.address} priority 10 blackhole")
@@ -231,21 +174,23 @@ class Network:
             host.heal()
 
     def picture(self) -> dict[str, list[str]]:
-        """Return what every host and the router look like."""
         return {"router": self.router.picture()} | {f"host {host.number}": host.picture() for host in self.hosts}
 
     def close(self) -> None:
-        """End every namespace."""
         for each in (*self.hosts, self.router):
             each.close()
 
 
-def _first(as_user: bool) -> tuple[Namespace, str]:
-    """Return the router and how it was possible: as root, or in a user namespace."""
+def _first() -> Namespace:
+    """Return the router: as root, or in a user namespace, whose root it is."""
     reasons = []
-    for kind in ("user",) if as_user else ("root", "user"):
+    for flags in ((), ("--user", "--map-root-user")):
         try:
-            return Namespace(kind), kind
+            router = Namespace([], *flags)
         except Impossible as error:
             reasons.append(str(error))
+            continue
+        if flags:
+            router.within = ["nsenter", f"--user=/proc/{router.pid}/ns/user", "--preserve-credentials"]
+        return router
     raise Impossible("; ".join(reasons))

@@ -10,8 +10,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
-from tests.hosts.cluster import explained
-from tests.support.linking import begin_there, bytes_move_both_ways, info, link, links, result_there
+from tests.support.linking import begin_there, bytes_move_both_ways, explain, info, link, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
@@ -69,26 +68,14 @@ class Caches:
         self._jobs.clear()
 
     def check(self) -> None:
-        """Compare every byte of every cache."""
         for (end, name), wanted in self._wanted.items():
             same_bytes(end.do(show, name), wanted)
-
-
-def born(cluster: Cluster, *, rca: bool) -> tuple[list[ChildEnd], list[ChildEnd]]:
-    """Start two prompts and two decoders, each on a host of its own, and make all four links."""
-    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": rca}
-    prompts = [cluster.born(cluster.hosts[n - 1], "PROMPT", n, **settings) for n in PROMPTS]
-    decoders = [cluster.born(cluster.hosts[n - 1], "DECODER", n, **settings) for n in DECODERS]
-    for decoder in decoders:
-        for prompt in prompts:
-            cluster.link(decoder, prompt)
-    return prompts, decoders
 
 
 def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
     """Both ends say that tcp connects them, and that it is because they share no host."""
     for here, there in ((one, other), (other, one)):
-        story = here.do(explained, there.cluster_id)
+        story = here.do(explain, there.cluster_id)
         assert (story.state, story.transport) == ("ready", "tcp")
         assert "not shm: " in story.reason
 
@@ -96,7 +83,9 @@ def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
 @pytest.mark.parametrize("rca", [False, True])
 def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) -> None:
     """Decoders pull; where caches may be accessed remotely, prompts pull too, and all push."""
-    prompts, decoders = born(cluster, rca=rca)
+    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": rca}
+    prompts = [cluster.born(cluster.hosts[n - 1], "PROMPT", n, **settings) for n in PROMPTS]
+    decoders = [cluster.born(cluster.hosts[n - 1], "DECODER", n, **settings) for n in DECODERS]
     caches = Caches()
     for end in (*prompts, *decoders):
         for number, (kind, spec) in enumerate(KINDS.items()):
@@ -106,6 +95,7 @@ def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) 
         keys = tuple(CacheKey(prompt.cluster_id, 10 + d) for d in DECODERS)
         caches.make(prompt, "rows", Spec(rows=2, stride=STRIDE, keys=keys))
     for decoder, prompt in pairs:
+        cluster.link(decoder, prompt)
         over_tcp(decoder, prompt)
         if not rca:  # where requests have names
             p, d = prompt.cluster_id, decoder.cluster_id
@@ -143,9 +133,9 @@ def test_auto_takes_shm_on_one_host_and_tcp_to_another_and_a_forced_one_is_kept_
     for decoder in (near, far, forced):
         cluster.link(decoder, prompt)
         bytes_move_both_ways(decoder, prompt)
-    assert {near.do(explained, 1).transport, prompt.do(explained, 2).transport} == {"shm"}
+    assert {near.do(explain, 1).transport, prompt.do(explain, 2).transport} == {"shm"}
     over_tcp(far, prompt)
-    assert forced.do(explained, 1).transport == "tcp"
+    assert forced.do(explain, 1).transport == "tcp"
     code, _ = refused.do(link, [info(1, prompt.port, ip=first.address, local=second.address)])
     assert code is LLMStatusCode.LLM_LINK_FAILED
     assert refused.do(links) == {}

@@ -49,7 +49,6 @@ class Scene:
         self.keys = len(self.prompt.do(picture).keys)
 
     def begin(self, name: str, pull: tuple[Any, ...]) -> None:
-        """Begin a pull at the decoder."""
         self.decoder.do(begin_there, name, call, *pull)
 
     def begin_bulk(self) -> None:
@@ -62,7 +61,6 @@ class Scene:
         assert self.prompt.do(picture).pins == 1
 
     def cut(self, how: str) -> None:
-        """Cut the first prompt off."""
         prompt, _, decoder = self.hosts
         match how:
             case "unplugged":

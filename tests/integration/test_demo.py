@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist.demo.workload import Workload
+from tests.support.family import has_ended
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,19 +37,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def processes(text: str) -> dict[str, int]:
     """Role -> process id, as the progress lines tell."""
     return {role: int(pid) for role, pid in STARTED.findall(text)}
-
-
-def assert_gone(pid: int, within_s: float = 0) -> None:
-    """Check that the process has ended; it may still wait for a reaper that is not ours."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        ended, _, _ = select.select([descriptor], [], [], within_s)
-        assert ended, f"process {pid} still runs"
-    finally:
-        os.close(descriptor)
 
 
 def last_object(output: str) -> dict[str, Any]:
@@ -95,8 +83,7 @@ def ran_and_ended(progress: str, roles: set[str]) -> None:
     """The progress lines tell of the reference and the roles, and none of their processes is left."""
     started = processes(progress)
     assert set(started) == roles | {"reference"}
-    for pid in started.values():
-        assert_gone(pid)
+    assert all(has_ended(pid) for pid in started.values())
     for step in ("prefill", "published", "linked", "pulled", "generate"):
         assert step in progress
 
@@ -160,13 +147,11 @@ def test_a_role_that_dies_and_an_interrupt_end_the_demo_and_leave_no_process(vic
         assert (demo.returncode, result["ok"], result["tokens_equal"]) == (1, False, None), errors
         assert result["error"].startswith(f"{victim}: the process ended with status -9")
         assert result["error"] in errors
-    for pid in started.values():
-        assert_gone(pid)
+    assert all(has_ended(pid) for pid in started.values())
 
 
 def test_killed_demo_takes_its_processes_with_it() -> None:
     with running() as (demo, started):
         demo.kill()
         demo.wait(60)
-    for pid in started.values():
-        assert_gone(pid, 30)
+    wait_until(lambda: all(has_ended(pid) for pid in started.values()), 30)

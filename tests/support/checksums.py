@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-__all__ = ["KEY", "ON", "PAGED", "ROWS", "STRIDE", "TENSORS", "block_answers", "both", "kept", "questions", "verified"]
-
 ON = {"llm.Checksum": "1"}
 KEY = CacheKey(1, 10)
 ROWS = Spec(keys=(KEY,))
@@ -43,11 +41,9 @@ def kept(pair: Pair) -> int:
 
 def block_answers(world: World, go: Path) -> None:
     """Keep this end from answering until a file is there."""
-    assert world.dd._engine is not None
-    world.dd._engine._checksums._thread.submit(wait_until, go.exists, 60)
+    world.dd._require_engine("test")._checksums._thread.submit(wait_until, go.exists, 60)
 
 
 def questions(world: World) -> int:
     """Return how many questions wait for an answer of this end."""
-    assert world.dd._engine is not None
-    return sum(len(queue) for queue in world.dd._engine._checksums._queues.values())
+    return sum(len(queue) for queue in world.dd._require_engine("test")._checksums._queues.values())

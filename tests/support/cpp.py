@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from llm_datadist import types
 from llm_datadist.cpp_api import (
     OPTION_DEVICE_ID,
     OPTION_LISTEN_IP_INFO,
@@ -22,25 +20,18 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
-from tests.support.moves import Use, nothing_happens, same_bytes
+from tests.support.memory import user_memory
+from tests.support.moves import Use
+from tests.support.world import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
     from tests.support.world import World
 
-    #: What a failing call returns, parts of the text of its reason, and the call: method and arguments.
-    Row = tuple[LLMStatusCode, Sequence[str], tuple[Any, ...]]
-
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID
-GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 HOST, DEVICE = CachePlacement.kHost, CachePlacement.kDevice
 
 
@@ -108,7 +99,7 @@ def link(end: End, cluster_id: int, port: int) -> None:
 def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes, one (rows, stride) array per tensor."""
     if shape.memory == "private":
-        addrs = _user_memory(world, name, shape)
+        addrs = user_memory(world, name, _described(shape.desc))
     else:
         status, cache = dist(world).AllocateCache(shape.desc)
         assert cache is not None, dist(world).last_error
@@ -124,35 +115,18 @@ def made(world: World, name: str, shape: Shape, seed: int) -> Bytes:
 
 def host_memory(world: World, name: str, shape: Shape, seed: int) -> Bytes:
     """Put host memory without an id behind a name: cache_id -1, cache_desc and tensor_addrs are all there is."""
-    return _filled(world, name, Cache(-1, _user_memory(world, name, shape), shape.desc), seed)
+    return _filled(world, name, Cache(-1, user_memory(world, name, _described(shape.desc)), shape.desc), seed)
 
 
-def _user_memory(world: World, name: str, shape: Shape) -> list[int]:
-    arrays = [np.zeros(shape.rows * shape.width, np.int32) for _ in range(shape.tensors)]
-    world.memory[f"memory of {name}"] = arrays
-    return [array.ctypes.data for array in arrays]
+def _described(desc: CacheDesc) -> types.CacheDesc:
+    return types.CacheDesc(desc.num_tensors, list(desc.shape), DataType.DT_INT32, types.Placement.HOST)
 
 
 def _filled(world: World, name: str, cache: Cache, seed: int) -> Bytes:
     world.memory[f"cache {name}"] = cache
-    random = np.random.default_rng(seed)
-    for view in _views(cache):
-        view[:] = random.integers(0, 256, view.shape, dtype=np.uint8)
-    return show(world, name)
-
-
-def _views(cache: Cache) -> list[NDArray[np.uint8]]:
-    """Return every byte of a cache, as arrays over its memory."""
-    rows, nbytes = cache.cache_desc.shape[0], int(np.prod(cache.cache_desc.shape)) * 4
-    return [
-        np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).reshape(rows, -1)
-        for address in cache.tensor_addrs
-    ]
-
-
-def show(world: World, name: str) -> Bytes:
-    """Return a copy of every byte of a cache."""
-    return [view.copy() for view in _views(world.memory[f"cache {name}"])]
+    # What the shared helpers look at.
+    world.caches[name] = types.Cache(cache.cache_id, _described(cache.cache_desc), cache.tensor_addrs)
+    return fill(world.caches[name], seed)
 
 
 def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
@@ -162,41 +136,30 @@ def index(world: World, name: str, batch_index: int = 0) -> CacheIndex:
 
 def run(world: World, method: str, *args: Any) -> Any:
     """Call a method; :class:`Use` arguments become caches of this end."""
-    real = [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
-    return getattr(dist(world), method)(*real)
+    return getattr(dist(world), method)(*_real(world, args))
 
 
-def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
-    """Call a method; return its status and the text of the reason, which is kept for this thread."""
+def _real(world: World, args: tuple[Any, ...]) -> list[Any]:
+    return [world.memory[f"cache {each.name}"] if isinstance(each, Use) else each for each in args]
+
+
+def failed_with(world: World, method: str, *args: Any, **kwargs: Any) -> tuple[LLMStatusCode, Exception | None]:
+    """Call a method; return its status and the reason, which is kept for this thread; None for none."""
     before = dist(world).last_error
-    result = run(world, method, *args)
-    status = result[0] if isinstance(result, tuple) else result
+    result = getattr(dist(world), method)(*args, **kwargs)
+    status, *rest = result if isinstance(result, tuple) else (result,)
     error = dist(world).last_error
     assert (status is OK) == (error is before), f"{method}: {status}, {error!r}"
     if status is OK:
-        return status, ""
-    assert not isinstance(result, tuple) or not result[1], f"{method} failed and returned {result}"
+        return OK, None
+    assert not any(rest), f"{method} failed and returned {result}"
     assert error is not None
     assert error.__traceback__ is None
     assert "\n" not in str(error)
-    return status, str(error)
+    return status, error
 
 
-def all_unchanged(ends: Sequence[End], names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Each call of the first end fails as its row says; after all of them tables and bytes are as before."""
-    shown = [{name: end.do(show, name) for name in names if end.do(_has, name)} for end in ends]
-
-    def action() -> None:
-        for status, parts, (method, *args) in rows:
-            got, text = ends[0].do(attempt, method, *args)
-            assert got is status, f"{method}{args}: {got}: {text}"
-            assert [part for part in parts if part not in text] == [], f"{method}{args}: {text}"
-
-    nothing_happens(ends, (), action)
-    for end, before in zip(ends, shown, strict=True):
-        for name, old in before.items():
-            same_bytes(end.do(show, name), old)
-
-
-def _has(world: World, name: str) -> bool:
-    return f"cache {name}" in world.memory
+def attempt(world: World, method: str, *args: Any) -> tuple[LLMStatusCode, str]:
+    """Call a method, as :func:`run`; return its status and the text of the reason."""
+    status, error = failed_with(world, method, *_real(world, args))
+    return status, str(error or "")

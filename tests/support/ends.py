@@ -7,17 +7,16 @@ import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.nursery import Forked, Nursery
+from tests.support.source import ROOT
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-_ROOT = Path(__file__).parent.parent.parent
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
 R = TypeVar("R")
@@ -51,33 +50,30 @@ class LocalEnd(End):
         self.world = World(name)
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
-        """Call at once."""
         return function(self.world, *args)
 
 
 class ChildEnd(End):
     """A world in a child process, which dies with this one (its pipe ends).
 
-    ``prefix``: a command that becomes the one behind it, elsewhere. ``fresh``: an interpreter of its own; otherwise a
-    child of the nursery, which is there a hundred times faster.
+    ``fresh``: an interpreter of its own; otherwise a child of the nursery, which is there a hundred times faster.
     """
 
-    def __init__(self, name: str, prefix: Sequence[str] = (), *, fresh: bool = False) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
+    def __init__(self, name: str, *, fresh: bool = False) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if prefix or fresh else NURSERY.fork(name, theirs, environment)
+            forked = None if fresh else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
-                [*prefix, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
+                [sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                cwd=_ROOT,
+                cwd=ROOT,
                 env=environment,
             )
         self._pipe = Connection(ours.detach())
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
@@ -106,13 +102,11 @@ class ChildEnd(End):
         return self._process.poll()
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
-        """Call in the child and wait for the result."""
         self.begin(function, *args)
         result: R = self.finish()
         return result
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the child a signal."""
         self._process.send_signal(number)
 
     def kill(self) -> None:

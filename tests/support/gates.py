@@ -102,10 +102,8 @@ def count_messages(world: World) -> None:
 
 
 def resolves(world: World) -> int:
-    """Return how often a peer asked."""
     return int(world.memory["resolves"])
 
 
 def releases(world: World) -> int:
-    """Return how often a peer gave a pin back."""
     return int(world.memory["releases"])

@@ -16,7 +16,7 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from tests.support.moves import make, show
+from tests.support.moves import cache_id, make, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,10 +128,6 @@ def asked(world: World) -> list[int]:
 
 def addresses(world: World, name: str) -> list[int]:
     return list(world.caches[name].tensor_addrs)
-
-
-def cache_id(world: World, name: str) -> int:
-    return world.caches[name].cache_id
 
 
 def raw(end: End, name: str, layers: range | None = None, row: int = 0, offset: int = 0) -> TransferConfig:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.background import begin_there, result_there, runs_there
+from tests.support.background import Call, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.world import cluster_info as info
 
@@ -37,23 +36,22 @@ def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, 
 
 def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int = 1) -> list[LLMStatusCode]:
     """Spin until the file is there, then link, from several threads at once."""
-    codes: list[LLMStatusCode] = []
 
-    def run() -> None:
+    def run() -> LLMStatusCode:
         wait_until(start.exists)
-        codes.append(world.dd.link_clusters([cluster], 20_000)[0])
+        return world.dd.link_clusters([cluster], 20_000)[0]
 
-    runners = [threading.Thread(target=run) for _ in range(threads)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
-    return codes
+    return [each.result() for each in [Call(run) for _ in range(threads)]]
 
 
 def links(world: World) -> dict[int, str]:
     """Return the state of every link, by cluster id."""
     return {each.remote_cluster_id: each.state for each in world.dd.statistics().links}
+
+
+def linked(prompt: End, decoder: End) -> bool:
+    """Return True if 1 and 2 have a link with each other that can be used, and no other."""
+    return (prompt.do(links), decoder.do(links)) == ({2: "ready"}, {1: "ready"})
 
 
 def redials(world: World) -> tuple[Any, ...]:
@@ -68,20 +66,23 @@ def finalize(world: World) -> None:
     world.dd.finalize()
 
 
+def links_of(world: World) -> Any:
+    """Return what the end's engine knows of its links."""
+    return world.dd._require_engine("test").links
+
+
 def link_number(world: World, peer: int) -> int:
     """Return the number of the link, which a later one exceeds; 0 where there is none that can be used."""
-    assert world.dd._engine is not None
-    there = world.dd._engine.links.peek(peer)
-    return 0 if there is None or not there.usable else there.origin.sequence
+    there = links_of(world).peek(peer)
+    return 0 if there is None or not there.usable else int(there.origin.sequence)
 
 
 def not_linked(end: End, peer: int, *parts: str) -> str:
-    """Pulling from the peer into "kv" and a question for its link are NOT_YET_LINK; return the text of the pull."""
-    with pytest.raises(NotLinked) as caught:
+    """Pulling from the peer and a question for its link are NOT_YET_LINK; return the text of the pull."""
+    with pytest.raises(NotLinked, match=str(peer)):
         end.do(explain, peer)
-    assert str(peer) in str(caught.value)
     with pytest.raises(NotLinked) as caught:
-        end.do(call, "pull_blocks", BlocksCacheKey(peer, 0), Use("kv"), [0], [0])
+        end.do(pull_from, peer)
     assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     text = str(caught.value)
     assert [part for part in (str(peer), *parts) if part not in text] == [], text
@@ -89,11 +90,26 @@ def not_linked(end: End, peer: int, *parts: str) -> str:
     return text
 
 
+def pull_from(world: World, peer: int) -> None:
+    """Pull a block from the peer into a new cache."""
+    cache = world.cm.allocate_blocks_cache(Spec().desc)
+    try:
+        world.cm.pull_blocks(BlocksCacheKey(peer, 0), cache, [0], [0])
+    finally:
+        world.cm.deallocate_blocks_cache(cache)
+
+
 def free_port() -> int:
     """Return a port that nothing listens at now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
+
+
+def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:
+    """Return True if something listens there now."""
+    with socket.socket() as sock:
+        return sock.connect_ex((ip, port or 0)) == 0
 
 
 def alone(*ends: End) -> None:

@@ -36,14 +36,12 @@ def user_memory(world: World, name: str, cache_desc: CacheDesc) -> list[int]:
 
 
 def cpu_cache(world: World, name: str, cache_desc: CacheDesc) -> Cache:
-    """Make a CPU cache over memory of the user."""
     cache = Cache.create_cpu_cache(cache_desc, user_memory(world, name, cache_desc))
     world.caches[name] = cache
     return cache
 
 
 def pool(world: World, name: str = "device") -> Any:
-    """Return the statistics of one pool."""
     return next(each for each in world.dd.statistics().pools if each.name == name)
 
 

@@ -82,8 +82,12 @@ def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
     return fill(cache, seed)
 
 
+def refill(world: World, name: str, seed: int) -> Bytes:
+    """Fill every byte of a cache anew; return the bytes."""
+    return fill(world.caches[name], seed)
+
+
 def show(world: World, name: str) -> Bytes:
-    """Return every byte of a cache."""
     return read(world.caches[name])
 
 
@@ -200,7 +204,6 @@ def moved(
 
 
 def same_bytes(actual: Bytes, expected: Bytes) -> None:
-    """Compare every byte."""
     assert len(actual) == len(expected)
     for tensor, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         np.testing.assert_array_equal(got, wanted, err_msg=f"tensor {tensor}")

@@ -19,18 +19,18 @@ import socket
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.connection import Connection
-from pathlib import Path
 from secrets import randbelow
 from typing import TYPE_CHECKING, Final
 
+from tests.support.source import ROOT
 from tests.support.world import World, residue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_ROOT = Path(__file__).parent.parent.parent
 _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16
 _ANSWER_SECONDS: Final = 60.0
@@ -53,38 +53,28 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it ended, or None."""
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-            self._end()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return how."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout or 0)
-            self._end()
-        assert self.returncode is not None
+            text = self._status.recv(64)
+            self._status.close()
+            os.close(self._handle)
+            assert text, "the nursery has ended"
+            self.returncode = int(text)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
-            try:
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
-            except ProcessLookupError:
-                return
 
     def kill(self) -> None:
-        """``kill -9``."""
         self.send_signal(signal.SIGKILL)
-
-    def _end(self) -> None:
-        text = self._status.recv(64)
-        self._status.close()
-        os.close(self._handle)
-        assert text, "the nursery has ended"
-        self.returncode = int(text)
 
 
 class Nursery:
@@ -117,7 +107,7 @@ class Nursery:
         if self._process is None:
             self._environment = wanted
             command = [sys.executable, "-W", "error", "-m", "tests.support.nursery", str(there.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=_ROOT, env=wanted)
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT, env=wanted)
         if wanted != self._environment:
             return None  # some of it is read when modules are imported
         ours, theirs = socket.socketpair()
@@ -205,11 +195,8 @@ _gap: mmap | None = None
 def _report(handle: int, pid: int, status: socket.socket) -> None:
     _, code = os.waitpid(pid, 0)
     os.close(handle)
-    with status:
-        try:
-            status.send(str(os.waitstatus_to_exitcode(code)).encode())
-        except BrokenPipeError:
-            return  # nobody asks any more
+    with status, suppress(BrokenPipeError):  # nobody asks any more
+        status.send(str(os.waitstatus_to_exitcode(code)).encode())
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -69,7 +69,6 @@ def table(*hosts: str, **fields: Any) -> str:
 
 
 def join(world: World, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Call ``link()`` there."""
     return world.dd.link(name, ranks, rank_table)
 
 
@@ -86,13 +85,11 @@ class Meeting:
         return {cluster_id: rank for rank, cluster_id in enumerate(sorted(self.members))}
 
     def join(self, *ends: End) -> list[int]:
-        """Let these ends call ``link()``, in this order; return the communicators' ids."""
         rank_table = self.table or table(*(host(0) for _ in self.members))
         return [end.do(join, self.name, self.ranks, rank_table) for end in ends]
 
 
 def drop(world: World, comm_id: int) -> None:
-    """Call ``unlink()`` there."""
     world.dd.unlink(comm_id)
 
 

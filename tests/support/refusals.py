@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import LLMStatusCode, cpp_api
+from llm_datadist import LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
-from tests.support.cpp import dist
-from tests.support.cpp import show as show_cpp
+from tests.support.cpp import failed_with
 from tests.support.moves import Use, asked, picture, wait_until
 from tests.support.v1 import kv_of
 from tests.support.world import World, read
@@ -202,7 +201,9 @@ def _run(ends: Sequence[End], table: Table, rows: list[Row], no_ops: bool) -> No
             wrong.add_note(f"{table.call} with {row.changes}")
             raise
     # What was pinned for a question is released when its answer was of no use: that is waited for.
-    wait_until(lambda: all(end.do(_pins) == was["statistics"].pins for end, was in zip(ends, before, strict=True)))
+    wait_until(
+        lambda: all(end.do(picture).pins == was["statistics"].pins for end, was in zip(ends, before, strict=True))
+    )
     for end, was in zip(ends, before, strict=True):
         now = end.do(state)
         if no_ops:
@@ -243,28 +244,14 @@ def _attempt(world: World, table: Table, changes: dict[str, Any]) -> BaseExcepti
     arguments = {name: _real(world, of, value) for name, value in (table.good | changes).items()}
     try:
         if of == "cpp":
-            return _failed_with(dist(world), call, arguments)
+            status, failure = failed_with(world, call, **arguments)
+            assert getattr(failure, "status_code", LLMStatusCode.LLM_SUCCESS) is status
+            return failure
         owner = {"cm": "cache_manager", "v1": "kv_cache_manager"}.get(of)
         getattr(getattr(world.dd, owner) if owner else world.dd, call)(**arguments)
     except Exception as error:  # noqa: BLE001 (looked at by the test)
         return error
     return None
-
-
-def _failed_with(owner: cpp_api.LlmDataDist, call: str, arguments: dict[str, Any]) -> Exception | None:
-    before = owner.last_error
-    result = getattr(owner, call)(**arguments)
-    status, *rest = result if isinstance(result, tuple) else (result,)
-    error = owner.last_error
-    if status is LLMStatusCode.LLM_SUCCESS:
-        assert error is before
-        return None
-    assert not any(rest), f"{call} failed and returned {result}"
-    assert error is not None
-    assert error is not before
-    assert error.__traceback__ is None
-    assert getattr(error, "status_code", None) is status
-    return error
 
 
 def _real(world: World, of: str, value: Any) -> Any:
@@ -286,7 +273,6 @@ def state(world: World) -> dict[str, Any]:
     """
     operations = world.dd.statistics().operations
     seen = {name: read(cache) for name, cache in world.caches.items() if cache.tensor_addrs}
-    seen |= {name: show_cpp(world, name[6:]) for name in world.memory if name.startswith("cache ")}
     return {
         "statistics": asked(picture(world)),
         "bytes moved": {each.name: each.nbytes for each in operations if each.nbytes},
@@ -294,7 +280,3 @@ def state(world: World) -> dict[str, Any]:
         "handles": {name: list(cache.tensor_addrs) for name, cache in world.caches.items()},
         "bytes": {name: [tensor.tobytes() for tensor in tensors] for name, tensors in seen.items()},
     }
-
-
-def _pins(world: World) -> Any:
-    return world.dd.statistics().pins

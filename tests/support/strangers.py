@@ -9,6 +9,8 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import msgspec
+
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
@@ -47,7 +49,6 @@ class Stranger:
         self._guards: GuardTable | None = None
 
     def say(self, *what: bytes | wire.Message) -> None:
-        """Send bytes as they are, messages as frames."""
         self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
 
     def hear(self, kind: type[M]) -> M:
@@ -63,33 +64,37 @@ class Stranger:
 
     def is_hung_up_on(self) -> bool:
         """Wait for the end of the stream; whatever comes before it is dropped."""
-        try:
+        with suppress(ConnectionResetError):
             while self.sock.recv(65536):
                 pass
-        except ConnectionResetError:
-            return True
         return True
+
+    def is_served(self) -> None:
+        """Wait for the answer to all that was said so far."""
+        self.say(wire.Ping(4711))
+        while self.hear(wire.Pong).id != 4711:
+            pass
 
     def hello(self, **changes: object) -> wire.Hello:
         """Return a Hello without fault, but for the changes."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
-        fields = {
-            "version": wire.PROTOCOL_VERSION,
-            "cluster_id": self.cluster_id,
-            "incarnation": self.incarnation,
-            "remote_accessible": False,
-            "pid": os.getpid(),
-            "host": "stranger",
-            "wanted": None,
-            "reconnects": False,
-            "token": secrets.token_bytes(16),
-            "cookie": self._guards.cookie,
-            "transport": None,
-            "nonce": bytes(16),
-            "credentials": b"",
-        }
-        return wire.Hello(**(fields | changes))  # type: ignore[arg-type]
+        good = wire.Hello(
+            version=wire.PROTOCOL_VERSION,
+            cluster_id=self.cluster_id,
+            incarnation=self.incarnation,
+            remote_accessible=False,
+            pid=os.getpid(),
+            host="stranger",
+            wanted=None,
+            reconnects=False,
+            token=secrets.token_bytes(16),
+            cookie=self._guards.cookie,
+            transport=None,
+            nonce=bytes(16),
+            credentials=b"",
+        )
+        return msgspec.structs.replace(good, **changes)
 
     def link(self, sequence: int = 1) -> None:
         """Become linked over shm, properly."""
@@ -150,19 +155,14 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 
 def read_hello(sock: socket.socket) -> wire.Hello:
     """Read the preamble and the Hello of a peer that dials a listener of the test."""
-    data = b""
-    parser = FrameParser()
-    while True:
-        data += (more := sock.recv(65536))
-        assert more
-        if data.startswith(LANE_PREAMBLE):
-            raise ConnectionAbortedError("a data lane: these listeners have none")
-        if len(data) > wire.PREAMBLE_BYTES:
-            assert data[: wire.PREAMBLE_BYTES] == wire.CONTROL_PREAMBLE
-            parser.feed(data[wire.PREAMBLE_BYTES :])
-            break
+    parser, preamble = FrameParser(), sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL)
+    if preamble.startswith(LANE_PREAMBLE):
+        raise ConnectionAbortedError("a data lane: these listeners have none")
+    assert preamble == wire.CONTROL_PREAMBLE
     while (payload := parser.take()) is None:
-        parser.feed(sock.recv(65536))
+        data = sock.recv(65536)
+        assert data
+        parser.feed(data)
     hello = wire.decode(payload)
     assert isinstance(hello, wire.Hello)
     return hello

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist import BlocksCacheKey, CacheKey
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
     from tests.support.world import World
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 #: Settings of ``make_config``: v1 mode, with a pool and without any.
 POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}
 DIRECT: dict[str, Any] = POOL | {"mem_pool_cfg": None}
-
-
-def start_v1(pair: Pair, **settings: Any) -> None:
-    """Start a PROMPT and a DECODER in v1 mode, linked."""
-    pair.start(**(POOL | settings))
 
 
 def desc(tensors: int = 4, rows: int = 8, stride: int = 48) -> CacheDesc:
@@ -58,11 +52,6 @@ def kv_of(world: World, name: str) -> KvCache:
     return cache
 
 
-def kv_properties(world: World, name: str) -> tuple[int, list[list[int]]]:
-    cache = kv_of(world, name)
-    return cache.cache_id, [list(addrs) for addrs in cache.per_device_tensor_addrs]
-
-
 def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the KvCacheManager; :class:`Use` arguments become KvCaches of this end."""
     real = [kv_of(world, a.name) if isinstance(a, Use) else a for a in args]
@@ -70,7 +59,6 @@ def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def gated_call_v1(world: World, peer: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Make a call that stops at ``step``."""
     with shut(world.dd, step, folder, peer=peer):
         return kv_call(world, method, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ def make_config(**settings: Any) -> dict[str, str]:
     return config.generate_options() | extra
 
 
+def small_pool(mib: int = 1) -> dict[str, Any]:
+    """Return settings with one pool of that size and pages of 4 KiB."""
+    return {"mem_pool_cfg": f'{{"memory_size": {mib << 20}, "page_shift": 12}}', "host_mem_pool_cfg": None}
+
+
 @dataclass
 class World:
     """What lives at one end. ``caches`` and ``memory`` are for the tests' own functions."""
@@ -53,7 +59,6 @@ class World:
 
     @property
     def cm(self) -> CacheManager:
-        """The cache manager."""
         return self.dd.cache_manager
 
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
@@ -103,7 +108,7 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
     return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
 
 
-def baseline() -> dict[str, Any]:
+def baseline(world: World) -> dict[str, Any]:
     """Return :func:`residue` before a test, and take all that lives now out of the collector's sight.
 
     What is imported or kept between tests is not the test's; every later look would go through it again, which costs
@@ -122,21 +127,14 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
 def residue() -> dict[str, Any]:
     """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
     gc.collect()
-    fds: dict[str, int] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:
-            continue  # the descriptor of the listing itself
-        kind = target.split(":")[0] if not target.startswith("/") else target
-        fds[kind] = fds.get(kind, 0) + 1
+    targets = [each.split(" ", 1)[1] for each in scene._descriptors()]
     # Raw and counted in one go: a process has hundreds of mappings, and every test looks several times.
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "kernel threads": sorted(map(int, os.listdir("/proc/self/task"))),
-        "fds": fds,
+        "fds": Counter(each if each.startswith("/") else each.split(":")[0] for each in targets),
         "memfd mappings": memfds,
     }
 

@@ -52,12 +52,8 @@ def digest(data: bytes, nonce: bytes) -> tuple[int, int]:
 
 def standing(runs: Iterable[tuple[int, int, int]], *, alias: bool) -> set[tuple[int, int]]:
     """Return the (destination, source) bytes that can be compared after runs that were done in their order."""
-    written_by: dict[int, int] = {}  # destination byte -> the last run that wrote it
-    pairs: list[tuple[int, int, int]] = []
-    for number, (dst, src, length) in enumerate(runs):
-        for i in range(length):
-            written_by[dst + i] = number
-            pairs.append((number, dst + i, src + i))
+    pairs = [(number, dst + i, src + i) for number, (dst, src, length) in enumerate(runs) for i in range(length)]
+    written_by = {dst: number for number, dst, _ in pairs}  # destination byte -> the last run that wrote it
     return {
         (dst, src)
         for number, dst, src in pairs

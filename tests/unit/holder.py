@@ -2,79 +2,62 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+import ctypes
+from mmap import PAGESIZE, mmap
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llm_datadist._native import Tensors
+from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
+    from tests.support.world import World
+
     from . import twin
 
 MEMORY = 24 << 20  # private memory of the other process
-PAGE = os.sysconf("SC_PAGESIZE")
-
-HOLDER = f"""
-import ctypes, sys
-from multiprocessing.connection import Connection
-import numpy as np
-
-memory = np.zeros({MEMORY}, np.uint8)
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-edge = libc.mmap(None, {2 * PAGE}, 3, 0x22, -1, 0) + {PAGE}
-assert libc.munmap(edge, {PAGE}) == 0
-pipe = Connection(int(sys.argv[1]))
-pipe.send((memory.ctypes.data, edge))
-while True:
-    try:
-        verb, data = pipe.recv()
-    except EOFError:
-        break
-    if verb == "fill":
-        memory[: len(data)] = np.frombuffer(data, np.uint8)
-    elif verb == "hide":  # as a process that may not be traced, whoever asks
-        assert libc.prctl(4, 0, 0, 0, 0) == 0
-    pipe.send_bytes(memory[:data] if verb == "show" else b"")
-"""
 
 
-class Holder:
+class Holder(ChildEnd):
     """Another process: private memory at ``address``; from ``edge`` on nothing is mapped, with a page before it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
-            self.process = subprocess.Popen([sys.executable, "-c", HOLDER, str(fd)], pass_fds=[fd])
-        self.pid = self.process.pid
-        self._pipe = Connection(ours.detach())
-        self.address, self.edge = self._pipe.recv()
+        super().__init__("holder", fresh=True)
+        self.process = self._process
+        self.address, self.edge = self.do(_make)
 
     def fill(self, data: twin.Bytes) -> None:
-        self._ask("fill", data.tobytes())
+        self.do(_fill, data)
 
-    def show(self, nbytes: int) -> twin.Bytes:
-        return np.frombuffer(self._ask("show", nbytes), np.uint8)
+    def show(self, nbytes: int) -> Any:
+        return self.do(_show, nbytes)
 
     def hide(self) -> None:
-        self._ask("hide", None)
+        self.do(_hide)
 
     def tensors(self, count: int, extent: int) -> Tensors:
         return Tensors(np.array([self.address + i * extent for i in range(count)], np.uint64), extent)
 
-    def close(self) -> None:
-        self._pipe.close()
-        self.process.kill()
-        self.process.wait()
+    close = ChildEnd.kill
 
-    def _ask(self, verb: str, data: object) -> bytes:
-        self._pipe.send((verb, data))
-        return self._pipe.recv_bytes()
+
+def _make(world: World) -> tuple[int, int]:
+    memory, pages = np.zeros(MEMORY, np.uint8), mmap(-1, 2 * PAGESIZE)
+    edge = np.frombuffer(pages, np.uint8).ctypes.data + PAGESIZE
+    assert ctypes.CDLL(None).munmap(ctypes.c_void_p(edge), ctypes.c_size_t(PAGESIZE)) == 0
+    world.memory |= {"private": memory, "pages": pages}
+    return memory.ctypes.data, edge
+
+
+def _fill(world: World, data: twin.Bytes) -> None:
+    world.memory["private"][: data.size] = data
+
+
+def _show(world: World, nbytes: int) -> Any:
+    return world.memory["private"][:nbytes]
+
+
+def _hide(world: World) -> None:
+    """As a process that may not be traced, whoever asks."""
+    assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
@@ -50,11 +50,6 @@ def one_row(nbytes: int) -> Plan:
     return twin.make_plan(plan_row(0, 0, nbytes))
 
 
-def tensors(memory: twin.Bytes) -> Tensors:
-    """Return the memory as one tensor."""
-    return twin.tensors_of([memory])
-
-
 def encode_plan(plan: Plan) -> bytes:
     head = struct.pack("<QQQQ", plan.dst_first, plan.src_first, plan.count, plan.nbytes)
     return head + plan.runs.tobytes()
@@ -68,10 +63,9 @@ def decode_plan(meta: bytes) -> Plan:
 
 def next_event(engine: LaneEngine, kind: type[E]) -> E:
     """Return the next event, which must be the only one and of that kind."""
-    events = events_of(engine)
-    assert len(events) == 1, events
-    assert isinstance(events[0], kind), events
-    return events[0]
+    (event,) = events_of(engine)
+    assert isinstance(event, kind), event
+    return event
 
 
 def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
@@ -82,13 +76,6 @@ def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
         events = engine.poll_events()
         if events or not ready:
             return events
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @dataclass
@@ -155,13 +142,10 @@ class Ends:
 @contextmanager
 def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
     """Yield two engines with that many lanes over unix sockets."""
-    ends = Ends(LaneEngine(threads), LaneEngine(threads))
-    try:
+    with closing(Ends(LaneEngine(threads), LaneEngine(threads))) as ends:
         for _ in range(lanes):
             ends.join()
         yield ends
-    finally:
-        ends.close()
 
 
 class Wire:
@@ -203,12 +187,10 @@ class Wire:
         return id, int.from_bytes(body[:4], "little"), body[4:].decode()
 
     def is_closed(self) -> bool:
-        """Return True when the engine has dropped the lane; False when it is silent for a moment."""
-        self.sock.settimeout(BUDGET_S)
-        try:
+        """Return True when the engine has dropped the lane."""
+        with suppress(ConnectionResetError):
             return self.sock.recv(1) == b""
-        except ConnectionResetError:
-            return True
+        return True
 
     def __enter__(self) -> Self:
         return self

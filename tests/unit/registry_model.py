@@ -96,17 +96,11 @@ class Model:
     def of_row(self, cache: Cache, row: int) -> Binding | None:
         return next((b for b in self.keys(cache) if b.row == row and b.key[0] == 0), None)
 
-    def readers(self, binding: Binding) -> int:
-        return sum(pin.binding is binding for pin in self.pins.values())
-
-    def pinned(self, cache: Cache) -> int:
-        return cache.holds + sum(pin.cache is cache for pin in self.pins.values())
-
     def findable(self, cache: Cache) -> bool:
         return cache.owner or bool(self.keys(cache))
 
     def freed(self, cache: Cache) -> bool:
-        return not self.findable(cache) and not self.pinned(cache)
+        return not self.findable(cache) and not cache.holds and all(p.cache is not cache for p in self.pins.values())
 
     def at(self, cache_id: int) -> Cache | None:
         cache = self.caches.get(cache_id)
@@ -122,7 +116,8 @@ class Model:
     def expected(self) -> tuple[set[str], set[str], set[str]]:
         """Names of the storages that are freed, of the guards that are retired, and of those that are void."""
         freed = {c.name for c in self.caches.values() if self.freed(c)}
-        retired = freed | {b.name for b in self.bindings if not b.bound and not self.readers(b)}
+        read = [pin.binding for pin in self.pins.values()]
+        retired = freed | {b.name for b in self.bindings if not b.bound and b not in read}
         void = retired | {c.name for c in self.caches.values() if c.withdrawn}
         return freed, retired, void | {b.name for b in self.bindings if b.void}
 

@@ -15,7 +15,6 @@ import itertools
 import queue
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +33,7 @@ from llm_datadist._native import Plan
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.target import LaneTarget, Target, encode_handle
 from llm_datadist._transport.lanes import LaneRequest
-from llm_datadist.config import Options, PoolOptions
+from llm_datadist.config import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,9 +62,9 @@ class Bench:
     """One target with one cache of one kind."""
 
     def __init__(self, kind: str, rca: bool, shared: bool, undo: ExitStack) -> None:
-        options = Options.parse({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}, LLMRole.DECODER)
-        options = replace(options, mem_pool=PoolOptions(1 << 20, 12), remote_accessible=rca, sync_kv_timeout_ms=1000)
-        self.store = CacheStore(options, HostDevice(), HostDevice(), b"\0" * 16)
+        given = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": f"{rca:d}"}
+        given["llm.MemPoolConfig"] = '{"memory_size": 1048576, "page_shift": 12}'
+        self.store = CacheStore(Options.parse(given, LLMRole.DECODER), HostDevice(), HostDevice(), b"\0" * 16)
         undo.callback(self.store.close)
         self.target = Target(self.store)
         self.lanes = LaneTarget(self.store, None)  # type: ignore[arg-type]
@@ -140,12 +139,11 @@ def test_every_server_answers_as_the_table_says() -> None:
     """One line for each verb, kind of cache and remote_accessible."""
     lines = []
     for verb in ("resolve", "lane", "checksum"):
-        names = [
-            f"{'rca' if rca else '-'}/{'located' if located else '-'}/{last}" for rca, located, last in _columns(verb)
-        ]
-        lines.append(f"{verb:<43}" + " ".join(f"{each:<17}" for each in names))
+        names = [f"{'rca' if rca else '-'}/{'located' if near else '-'}/{last}" for rca, near, last in _columns(verb)]
+        rows = [(verb, iter(names))]
         for push, kind, shared in itertools.product(_BOTH, _KINDS, (True, False)):
             head = f"{verb} {'push' if push else 'pull'} {kind} {'shared' if shared else 'not-shared'}"
-            lines.append(f"{head:<43}" + " ".join(f"{each:<17}" for each in _cells(verb, push, kind, shared)))
+            rows.append((head, _cells(verb, push, kind, shared)))
+        lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in rows]
         lines.append("")
     assert [line.rstrip() for line in lines[:-1]] == _TABLE.read_text().splitlines()

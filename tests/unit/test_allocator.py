@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,11 +93,10 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         """Return first page -> pages of every maximal run of free pages."""
         holes: dict[int, int] = {}
         start = 0
-        for page, owner in enumerate([*self.pages, -1]):
-            if owner is not None:
-                if page > start:
-                    holes[start] = page - start
-                start = page + 1
+        for free, run in itertools.groupby(self.pages, lambda owner: owner is None):
+            pages = len([*run])
+            holes |= {start: pages} if free else {}
+            start += pages
         return holes
 
     @rule(target=taken, nbytes=st.integers(1, 9 * KIB))

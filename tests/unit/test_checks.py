@@ -13,16 +13,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import _checks as checks
-from llm_datadist._checks import (
-    check_int,
-    check_list,
-    check_range,
-    check_rule,
-    check_type,
-    check_uint64,
-    check_uint64_list,
-    is_digits,
-)
+from llm_datadist._transfer.arguments import ARGUMENTS, check
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
 from llm_datadist.status import handle_llm_status, raise_if_false, raise_if_true
 from llm_datadist.utils import utils
@@ -48,13 +39,13 @@ WIDTHS = {
 
 def test_r01_integer_passes_inside_its_width_only_alone_and_in_a_list() -> None:
     for kind, (low, high) in WIDTHS.items():
-        check, check_each = getattr(checks, f"check_{kind}"), getattr(utils, f"check_list_{kind}")
-        assert [check("n", low), check("n", high), check("n", 5)] == [low, high, 5]
+        check_one, check_each = getattr(checks, f"check_{kind}"), getattr(utils, f"check_list_{kind}")
+        assert [check_one("n", number) for number in (low, high, 5)] == [low, high, 5]
         check_each("ids", [low, high])
         check_each("ids", (True,))
         rows = [bad(RULE, f"n: {value} ", str(high), kind, n=value) for value in (low - 1, high + 1)]
         rows += [bad(TYPE, "n only support [int]", type(value).__name__, n=value) for value in (1j, np.float32(1))]
-        refuse_each(partial(_named, check), {}, {"n": integer(low, high)}, *rows)
+        refuse_each(partial(_named, check_one), {}, {"n": integer(low, high)}, *rows)
         outside = [(RULE, f"ids[1]: {value} ", [low, value]) for value in (low - 1, high + 1)]
         in_lists = Spec((3, {1}), (TYPE, "{}[0]", ["1"]), (NONE, "{}[0]", [None]), *outside)
         refuse_each(partial(_named, check_each), {}, {"ids": in_lists})
@@ -68,27 +59,30 @@ def _named(check: Callable[..., object], *more: object, **given: object) -> None
 
 def test_bool_and_index_types_become_plain_ints() -> None:
     numbers: list[Any] = [True, np.int64(1), np.uint8(1), np.array(1)]
-    for result in ([check_uint64("n", value) for value in numbers], check_uint64_list("n", tuple(numbers))):
+    for result in (
+        [checks.check_uint64("n", value) for value in numbers],
+        checks.check_uint64_list("n", tuple(numbers)),
+    ):
         assert result == [1] * 4
         assert {type(number) for number in result} == {int}
     with pytest.raises(ParamError, match=r"^n: -1 "):
-        check_uint64("n", np.int64(-1))
+        checks.check_uint64("n", np.int64(-1))
 
 
 def test_what_is_right_comes_back_as_the_same_object() -> None:
     names, pairs = ["a", "b"], {1: [2]}
-    assert check_type("v", names, list) is check_type("v", names, (tuple, list)) is names
-    assert check_list("v", names, str) is names
-    assert check_list("v", (), str, tuple_ok=True) == ()
+    assert checks.check_type("v", names, list) is checks.check_type("v", names, (tuple, list)) is names
+    assert checks.check_list("v", names, str) is names
+    assert checks.check_list("v", (), str, tuple_ok=True) == ()
     assert checks.check_dict("copies", pairs, int, list) is pairs
     for layers in (range(1), range(3, 9), range(0), range(5, 2)):
-        assert check_range("src_layer_range", layers) is layers
-    assert check_int("n", -(2**100)) == -(2**100), "it has no width"
-    check_rule(True, "never raised")
+        assert checks.check_range("src_layer_range", layers) is layers
+    assert checks.check_int("n", -(2**100)) == -(2**100), "it has no width"
+    checks.check_rule(True, "never raised")
 
 
 def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened() -> None:
-    lists, names = partial(check_type, types=(list, tuple)), partial(check_list, inner=str)
+    lists, names = partial(checks.check_type, types=(list, tuple)), partial(checks.check_list, inner=str)
     refuse_each(partial(_named, lists), {}, {}, bad(TYPE, "v only support [list, tuple] but got str: 'abc'", v="abc"))
     both = partial(_named, partial(names, tuple_ok=True))
     refuse_each(both, {}, {}, bad(TYPE, "v only support [list, tuple] but got set", v={"a"}))
@@ -100,17 +94,25 @@ def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened(
     pairs = Spec((), (TYPE, "v[1] inner type only support [list] but got tuple", {1: (2,)}), (NONE, "v[1]", {1: None}))
     refuse_each(partial(_named, checks.check_dict, int, list), {}, {"v": pairs})
     ranges = Spec(([0],), (RULE, "range(-1, 4) starts at -1", range(-1, 4)))
-    refuse_each(partial(_named, check_range), {}, {"v": ranges})
+    refuse_each(partial(_named, checks.check_range), {}, {"v": ranges})
     with pytest.raises(TypeError) as caught:
-        check_type("shape", "x" * 10_000, list)
+        checks.check_type("shape", "x" * 10_000, list)
     assert len(str(caught.value)) < 200
 
 
+def test_arguments_are_checked_by_name_in_the_order_given() -> None:
+    assert check(ARGUMENTS, offset=3, batch_index=0, req_id=None, src_cache_offset=None) == [3, 0, None, 0]
+    with pytest.raises(ParamError, match=r"^batch_index: -1 is outside"):
+        check(ARGUMENTS, offset=3, batch_index=-1, size="not reached")
+    with pytest.raises(NoneArgument, match=r"^cache only support \[Cache\] but got None"):
+        check(ARGUMENTS, cache=None, batch_index=-1)
+
+
 def test_is_digits_allows_one_to_twenty_ascii_digits() -> None:
-    assert is_digits("0")
-    assert is_digits("18446744073709551615")
+    assert checks.is_digits("0")
+    assert checks.is_digits("18446744073709551615")
     for text in ("9" * 21, "", "-1", "+1", "1.5", " 1", "1_0", "٣", "²"):
-        assert not is_digits(text), text
+        assert not checks.is_digits(text), text
 
 
 # --- what code for the original imports ----------------------------------------------------------------------------

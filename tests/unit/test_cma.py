@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,33 +27,26 @@ from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from llm_datadist._transport import Connection
 
-SOURCE = Path(__file__).parents[2] / "src"
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
 @contextmanager
-def meeting() -> Iterator[tuple[PeerProcess, PeerMemory, Connection]]:
-    """Yield a child that was met once, what the rendezvous yielded, and the connection."""
-    met: list[PeerMemory] = []
-
-    def connect(memory: PeerMemory) -> Connection:
-        met.append(memory)
-        return CmaConnection(memory, writable=True)
-
+def meeting() -> Iterator[tuple[PeerProcess, PeerMemory]]:
+    """Yield a child that was met once, and what the rendezvous yielded."""
+    connect = partial(CmaConnection, writable=True)
     with PeerProcess(connect) as process, process.serving(writable=True), process.connect() as connection:
-        yield process, met[0], connection
+        assert isinstance(connection, CmaConnection)
+        yield process, connection._peer
 
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
-    with meeting() as (process, memory, _):
-        yield process, memory
-
-
-# The probe
+    with meeting() as met:
+        yield met
 
 
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(
@@ -76,49 +69,26 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
     assert probe(peer, 4096, cookie) == "the peer's process is not visible from our pid namespace"
 
 
-STRANGER = """
-import os, sys
-from types import SimpleNamespace
-from llm_datadist._transport.cma import probe
-
-pid, address = map(int, sys.argv[1:])
-os.setuid(65534)
-for uid in (0, 65534):
-    print(probe(SimpleNamespace(pid=pid, uid=uid, alive=lambda: True), address, b"0" * 16))
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_kernel_refuses_another_user(met: tuple[PeerProcess, PeerMemory]) -> None:
-    process, peer = met
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", STRANGER, str(peer.pid), str(process.address(PRIVATE))]
-    said = subprocess.run(command, env=environment, timeout=60, check=True, capture_output=True, text=True).stdout
-    other_user, same_user = said.splitlines()
-    assert other_user == f"the kernel does not let us into pid {peer.pid}: it runs as uid 0, this process as uid 65534"
-    scope = cma._ptrace_scope()
-    expected = f"ptrace_scope is {scope}, so that only" if scope not in ("", "0") else "not dumpable"
-    assert expected in same_user
-
-
-def test_the_reason_holds_the_value_of_ptrace_scope(
+def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_scope(
     met: tuple[PeerProcess, PeerMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scope = tmp_path / "ptrace_scope"
+    """That it refuses: test_native_process.py."""
+    peer, scope = met[1], tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
-    assert "not dumpable" in cma._why_not_permitted(met[1])
-    for value, part in ((0, "not dumpable"), (1, f"{scope} is 1, so that only its parent")):
+    monkeypatch.setattr(cma, "peek_process", Mock(side_effect=PermissionError(errno.EPERM, "no")))
+    refused = f"the kernel does not let us into pid {peer.pid}: "
+    assert f"{refused}it is not dumpable" in str(probe(peer, 4096, peer.cookie))
+    for value, part in ((0, "it is not dumpable"), (1, f"{scope} is 1, so that only its parent")):
         scope.write_text(f"{value}\n")
-        assert part in cma._why_not_permitted(met[1])
-
-
-# Ends of the peer
+        assert refused + part in str(probe(peer, 4096, peer.cookie))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert probe(peer, 4096, peer.cookie) == f"{refused}it runs as uid {peer.uid}, this process as uid 12345"
 
 
 def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
     """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    with meeting() as (process, peer, _):
+    with meeting() as (process, peer):
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not peer.alive(), "an ended process that is not reaped yet"
@@ -133,9 +103,6 @@ def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
         assert mine.tolist() == list(range(64))
         assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
         stranger.close()
-
-
-# Sharing
 
 
 def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:

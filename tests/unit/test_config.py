@@ -1,4 +1,4 @@
-"""LLMConfig, property by property, the dict it makes, and what the options become (interface §2, §3.1).
+"""LLMConfig, property by property, the dict it makes, and what the options become (interface §2, §3.1, §7).
 
 What init refuses: tests/api/test_bad_input_instance.py.
 """
@@ -19,16 +19,13 @@ from llm_datadist.types.enums import LLMRole
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
 
 pytestmark = pytest.mark.covers(
-    "LLMConfig",
-    "LLMConfig: *",
-    "ge: *",
-    "llm: *",
-    "apply_environment",
-    "parse_listen_ip_info",
-    "Options.parse",
+    "LLMConfig*", "ge: *", "llm: *", "parse_listen_ip_info", "Options.parse", "PoolOptions.parse", "check_buf_pool"
 )
 
 DEVICE = {"ge.exec.deviceId": "0"}
+V2 = DEVICE | {"llm.EnableCacheManager": "1"}
+POOLS = {"llm.MemPoolConfig": "mem_pool", "llm.HostMemPoolConfig": "host_mem_pool"}
+GIB, MIB2, SIZE = 2**30, 2 * 2**20, {"memory_size": 65536}
 
 
 def parse(options: dict[str, str], role: LLMRole = LLMRole.DECODER) -> Options:
@@ -175,18 +172,11 @@ def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted
     assert first["ge.exec.deviceId"] == "1"
     assert first["llm.listenIpInfo"] == "1.2.3.4:5"
     assert (other.device_id, other.generate_options()) == (None, EMITTED), "two share nothing"
-
-
-def test_properties_override_ge_options() -> None:
     config = LLMConfig()
     config.ge_options = {"ge.exec.deviceId": "9", "llm.MemoryUtilization": "0.1", "other": "x"}
     config.device_id = 2
-    assert config.generate_options() == {
-        "ge.exec.deviceId": "2",
-        "ge.session_device_id": "2",
-        "llm.MemoryUtilization": "0.95",
-        "other": "x",
-    }
+    device = {"ge.exec.deviceId": "2", "ge.session_device_id": "2"}
+    assert config.generate_options() == EMITTED | device | {"other": "x"}, "properties override them"
 
 
 # --- Options: types and defaults -----------------------------------------------------------------------------------
@@ -294,38 +284,109 @@ SILENT = (
 )
 
 
-def test_known_option_without_effect_is_accepted_silently(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="LLM_DATADIST"):
-        for key in SILENT.split():
-            assert parse(DEVICE | {key: "whatever"}) == parse(DEVICE), key
+def test_known_options_without_effect_are_silent_and_unknown_ones_or_fields_one_warning_naming_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="LLM_DATADIST")
+    for key in SILENT.split():
+        assert parse(DEVICE | {key: "whatever"}) == parse(DEVICE), key
     assert caplog.records == []
-
-
-def test_unknown_options_are_one_warning_naming_them(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        assert parse(DEVICE | {"llm.Typo": "1", "llm.MemPoolCfg": "2", "x.y": "3"}) == parse(DEVICE)
+    assert parse(DEVICE | {"llm.Typo": "1", "llm.MemPoolCfg": "2", "x.y": "3"}) == parse(DEVICE)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "llm.MemPoolCfg, llm.Typo" in caplog.text
     assert "x.y" not in caplog.text
+    caplog.clear()
+    parsed = parse(V2 | {"llm.MemPoolConfig": json.dumps(SIZE | {"zone": "a", "Page_shift": 1})})
+    assert parsed.mem_pool == PoolOptions(65536, 16)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert all(part in caplog.text for part in ("llm.MemPoolConfig", "Page_shift", "zone"))
 
 
 def test_every_option_of_llm_config_is_known_and_parsed(caplog: pytest.LogCaptureFixture) -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.sync_kv_timeout = 5000
-    config.listen_ip_info = "127.0.0.1:0"
-    config.enable_cache_manager = config.enable_remote_cache_accessible = config.enable_switch_role = True
-    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": 1048576}'
-    config.local_comm_res = config.global_resource_config = ""
-    config.transfer_backend = "hixl"
-    config.link_total_time = config.link_retry_count = config.output_max_size = 5
-    config.rdma_traffic_class = config.rdma_service_level = 4
-    config.buf_pool_cfg = '{"buf_cfg": []}'
-    config.deploy_res_path = "/x"
-    config.cluster_info = "{}"
+    config, pool = LLMConfig(), json.dumps({"memory_size": 1048576})
+    values = {name: next(iter(texts)) for name, _, _, texts in PROPERTIES if texts}
+    values |= {"device_id": 0, "mem_pool_cfg": pool, "host_mem_pool_cfg": pool, "buf_pool_cfg": '{"buf_cfg": []}'}
+    assign(config, **values | {"cluster_info": "{}"})
     with caplog.at_level(logging.DEBUG, logger="LLM_DATADIST"):
         parsed = parse(config.generate_options(), LLMRole.PROMPT)
     assert caplog.records == []
+    assert config.generate_options().keys() >= {option for _, _, option, texts in PROPERTIES if texts}
     assert (parsed.device_id, parsed.cache_manager, parsed.remote_accessible) == (0, True, True)
-    assert (parsed.sync_kv_timeout_ms, parsed.listen) == (5000, ("127.0.0.1", 0))
+    assert (parsed.sync_kv_timeout_ms, parsed.listen) == (1500, ("127.0.0.1", 26000))
     assert parsed.mem_pool == parsed.host_mem_pool == PoolOptions(1048576, 16)
+
+
+# --- Options: the pools (interface §7, R11, R12) ---------------------------------------------------------------------
+
+
+def refuse_texts(base: dict[str, str], key: str, *rows: tuple[str, tuple[str, ...]]) -> None:
+    """Each row is a text and what the error names beside the option."""
+    refuse_each(parse, {}, {}, *[bad(RULE, key, *parts, options=base | {key: text}) for text, parts in rows])
+
+
+BAD_POOLS: list[tuple[object, tuple[str, ...]]] = [
+    ([SIZE], ("JSON object",)),
+    (65536, ("JSON object",)),
+    (None, ("JSON object",)),
+    ({}, ("memory_size", "missing")),
+    ({"page_shift": 16}, ("memory_size", "missing")),
+    *[({"memory_size": n}, ("memory_size", repr(n))) for n in (None, "65536", 65536.0, True, 0, -65536, 65535)],
+    (SIZE | {"page_shift": 17}, ("memory_size", "131072")),
+    *[({"memory_size": 2**32, "page_shift": n}, ("page_shift", repr(n))) for n in (31, -1, 16.0, False, None)],
+    ({"memory_size": GIB, "page_shift": 9}, ("page_shift", "9", "[10, 31)")),
+    ({"memory_size": (2**32 - 1) << 10, "page_shift": 10}, ("memory_size", "pages")),
+]
+
+
+def test_r11_pool_text_is_parsed_or_refused_naming_option_and_field_and_the_host_pool_has_a_limit() -> None:
+    over = json.dumps({"memory_size": 20 * GIB + 1})
+    for key, field in POOLS.items():
+        for text, size, shift in (
+            ('{"memory_size": 18737418240, "page_shift": 16}', 18737418240, 16),  # the page's own example
+            ('{"memory_size": 65536}', 65536, 16),  # a single page of the default size
+            (f'{{"memory_size": {GIB}, "page_shift": 10}}', GIB, 10),
+            (f'{{"memory_size": {GIB}, "page_shift": 30}}', GIB, 30),
+            (f'{{"memory_size": {20 * GIB}}}', 20 * GIB, 16),
+        ):
+            options = parse(V2 | {key: text})
+            parsed = {each: getattr(options, each) for each in POOLS.values()}
+            assert parsed == dict.fromkeys(POOLS.values()) | {field: PoolOptions(size, shift)}
+            assert PoolOptions(size, shift).page_bytes == 1 << shift
+        refuse_texts(V2, key, ("", ("''", "JSON")), ("{", ("'{'", "JSON")), ("[" * 100_000, ("JSON",)))
+        refuse_texts(V2, key, *[(json.dumps(value), parts) for value, parts in BAD_POOLS])
+    refuse_texts(V2, "llm.HostMemPoolConfig", (over, (str(20 * GIB + 1), str(20 * GIB))))
+    assert parse(V2 | {"llm.MemPoolConfig": over}).mem_pool is not None
+
+
+def test_r12_pool_of_v1_is_its_own_text_else_a_share_of_the_graph_memory() -> None:
+    name = "ge.flowGraphMemMaxSize"
+    graph = DEVICE | {name: "2000000"}
+    assert parse(graph).mem_pool == PoolOptions(1900000, 16)
+    assert parse(graph | {"llm.MemoryUtilization": "0.5"}).mem_pool == PoolOptions(1000000, 16)
+    assert parse(graph | {"llm.MemPoolConfig": json.dumps(SIZE)}).mem_pool == PoolOptions(65536, 16)
+    for options in (graph | {"llm.MemoryUtilization": "0.0"}, DEVICE | {name: "0"}, DEVICE, V2 | {name: "2000000"}):
+        assert parse(options).mem_pool is None
+    refuse_texts(DEVICE, name, ("65536", ("62259",)))
+    for base in (DEVICE, V2):
+        refuse_texts(base, name, *[(text, (repr(text),)) for text in ("1,2", "-1", "1.23", "", "1e9", "9" * 30)])
+
+
+def test_buffer_pool_text_is_checked_and_has_no_effect() -> None:
+    key, buf = "llm.BufPoolCfg", {"total_size": MIB2, "blk_size": 256, "max_buf_size": 256}
+    two = [buf, {"total_size": 2 * MIB2, "blk_size": 8192, "max_buf_size": 8192}]
+    for good in ({"buf_cfg": two}, {"buf_cfg": [buf], "buf_pool_size": MIB2}):
+        assert parse(DEVICE | {key: json.dumps(good)}) == parse(DEVICE)
+    wrong: list[tuple[object, tuple[str, ...]]] = [
+        ([], ("buf_cfg",)),
+        ({"buf_cfg": 1}, ("buf_cfg",)),
+        ({"buf_cfg": [1]}, ("buf_cfg",)),
+        ({"buf_cfg": [{"total_size": 2097152}]}, ("buf_cfg[0]", "blk_size", "missing")),
+        ({"buf_cfg": [buf] * 2}, ("buf_cfg[1]", "max_buf_size", "256")),
+    ]
+    for field, values in (
+        ("total_size", (MIB2 + 1, 0, 2**32)),
+        ("blk_size", (100, 2 * MIB2, 0)),
+        ("max_buf_size", (128, MIB2, 256.0)),
+    ):
+        wrong += [({"buf_cfg": [buf | {field: value}]}, (field, repr(value))) for value in values]
+    refuse_texts(DEVICE, key, ("{", ("JSON",)), *[(json.dumps(value), parts) for value, parts in wrong])

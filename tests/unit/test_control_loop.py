@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-@pytest.fixture
-def control() -> Iterator[ControlLoop]:
-    control = ControlLoop()
-    control.start()
-    yield control
-    control.stop()
-    assert "llm-datadist-control" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_call_runs_on_the_control_thread_and_brings_back_result_and_error(control: ControlLoop) -> None:
-    assert control.call(control.inside)
-    assert not control.inside()
-    assert control.call(lambda: control.call(lambda: threading.current_thread().name)) == "llm-datadist-control"
-    with pytest.raises(ZeroDivisionError):
-        control.call(lambda: 1 // 0)
-
-
 def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(control: ControlLoop) -> None:
     done: list[object] = []
 
@@ -75,9 +58,12 @@ def served(control: ControlLoop, callback: Callable[[], object]) -> Iterator[soc
         control.call(control.dismiss, watch)  # once is enough
 
 
-def test_what_is_served_is_called_on_the_control_thread_until_it_is_dismissed(control: ControlLoop) -> None:
+def test_calls_and_what_is_served_until_it_is_dismissed_run_on_the_control_thread(control: ControlLoop) -> None:
     where: list[str] = []
-    with served(control, lambda: where.append(threading.current_thread().name)) as theirs:
+    assert (control.call(control.inside), control.inside()) == (True, False)
+    with pytest.raises(ZeroDivisionError):
+        control.call(lambda: 1 // 0)
+    with served(control, lambda: where.append(control.call(lambda: threading.current_thread().name))) as theirs:
         theirs.send(b"abc")
         wait_until(lambda: len(where) == 3)
         assert control.call(lambda: 7) == 7
@@ -96,21 +82,17 @@ def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: Control
         turns.append("timer")
 
     with served(control, lambda: None) as theirs:
-        again = threading.Event()
 
         def feed() -> None:
-            while not again.is_set():
+            while not turns:
                 theirs.send(b"x" * 64)
 
-        feeder = threading.Thread(target=feed)
+        feeder = threading.Thread(target=feed, daemon=True)
         feeder.start()
-        try:
-            control.post(lambda: control.spawn(coroutine()))
-            assert control.call(lambda: 7) == 7
-            wait_until(lambda: turns == ["timer"])
-        finally:
-            again.set()
-            feeder.join()
+        control.post(lambda: control.spawn(coroutine()))
+        assert control.call(lambda: 7) == 7
+        feeder.join(10)
+        assert turns == ["timer"]
 
 
 def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:

@@ -51,21 +51,18 @@ def test_status_codes_have_the_documented_values_and_names() -> None:
     assert {code.name: int(code) for code in LLMStatusCode} == {
         f"LLM_{name}": number for first, names in CODES.items() for number, name in enumerate(names.split(), first)
     }
+    assert str(LLMStatusCode.LLM_TIMEOUT) == "LLMStatusCode.LLM_TIMEOUT"
 
 
 def test_code_2_status_finds_every_code_and_takes_all_else_for_failed() -> None:
     assert [code_2_status(int(code)) for code in LLMStatusCode] == list(LLMStatusCode)
+    assert [code for code in LLMStatusCode if Status(code).is_ok()] == [LLMStatusCode.LLM_SUCCESS]
+    assert Status(1343270938).status_code is LLMStatusCode.LLM_TIMEOUT
     native_only = (0x5010B014, 0x5010B015, 0x5010B016, 0x5010B017, 12345, -2)
     no_number: tuple[Any, ...] = ("0", None, 0.5, [], LLMStatusCode)
     for value in (*native_only, *no_number):
         assert code_2_status(value) is LLMStatusCode.LLM_FAILED
         assert not Status(value).is_ok()
-
-
-def test_status_says_whether_it_is_ok() -> None:
-    assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()
-    assert not Status(LLMStatusCode.LLM_TIMEOUT).is_ok()
-    assert Status(1343270938).status_code is LLMStatusCode.LLM_TIMEOUT
 
 
 BUILTINS: dict[type[LLMException], set[type[Exception]]] = {
@@ -87,12 +84,8 @@ def test_r01_r29_every_class_is_a_runtime_error_with_its_builtins_its_text_and_i
         assert (str(error), error.status_code) == ("text", kind.default_status)
         assert (error.peer, error.phase) == (None, None)
     assert LLMException().status_code is LLMStatusCode.LLM_SUCCESS
-
-
-def test_status_given_by_keyword_wins() -> None:
     error = LLMException("text", 7, status_code=LLMStatusCode.LLM_LINK_BUSY)
-    assert error.status_code is LLMStatusCode.LLM_LINK_BUSY
-    assert error.args == ("text", 7)
+    assert (error.status_code, error.args) == (LLMStatusCode.LLM_LINK_BUSY, ("text", 7))
 
 
 def test_every_class_survives_pickle_and_copy() -> None:
@@ -105,21 +98,17 @@ def test_every_class_survives_pickle_and_copy() -> None:
             assert (again.status_code, again.peer, again.phase) == (LLMStatusCode.LLM_LINK_BUSY, 2**64 - 1, "copy")
 
 
-def test_a_restated_exception_carries_the_other_status_and_all_else() -> None:
-    error = DeadlineExceeded("late", phase="copy", budget_ms=5.0, peer=7)
-    error.restate(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
-    assert error.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-    assert (str(error), error.phase, error.budget_ms, error.peer) == ("late", "copy", 5.0, 7)
-    assert DeadlineExceeded("late").status_code is LLMStatusCode.LLM_TIMEOUT
-
-
-def test_own_fields_survive_pickle() -> None:
+def test_own_fields_survive_pickle_and_a_restated_exception_carries_the_other_status_and_all_else() -> None:
     memory = OutOfMemory("full", pool="device", requested=3, free=2, largest_hole=1, quarantined=4)
     again = pickle.loads(pickle.dumps(memory))
     assert (again.pool, again.requested, again.free, again.largest_hole, again.quarantined) == ("device", 3, 2, 1, 4)
     late = DeadlineExceeded("late", phase="resolve", budget_ms=1000, elapsed_ms=1001.5, peer=3)
-    again = pickle.loads(pickle.dumps(late))
-    assert (again.phase, again.budget_ms, again.elapsed_ms, again.peer) == ("resolve", 1000, 1001.5, 3)
+    assert late.status_code is LLMStatusCode.LLM_TIMEOUT
+    late.restate(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+    for error in (late, pickle.loads(pickle.dumps(late))):
+        assert error.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+        assert (str(error), error.phase, error.budget_ms) == ("late", "resolve", 1000)
+        assert (error.elapsed_ms, error.peer) == (1001.5, 3)
 
 
 def test_all_lists_every_public_name() -> None:

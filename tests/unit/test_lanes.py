@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import select
 import socket
 import struct
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,28 +41,20 @@ from llm_datadist.errors import (
     ProtocolError,
     TransferFailed,
 )
-from llm_datadist.testing.scene import residue, settled
+from llm_datadist.testing.peers import loop_thread
+from llm_datadist.testing.scene import tensors_over
+from tests.support.moves import wait_until
 
 from . import twin
-from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire
+from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist._transport.lanes import LaneRequest
 
-ROW = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
-
-
-def test_a_request_holds_the_targets_side_of_a_plan() -> None:
-    runs = np.array([[10, 20, 5], [30, 40, 6]], np.uint64)
-    plan = Plan(1, 2, 3, runs, False, 33)
-    for write, first, column in ((False, 2, 1), (True, 1, 0)):
-        request = decode_request(encode_request(b"name", 99, plan, write=write))
-        assert (request.handle, request.extent) == (b"name", 99)
-        assert (request.plan.dst_first, request.plan.src_first, request.plan.count) == (first, first, 3)
-        assert request.plan.nbytes == 33
-        assert request.plan.runs.tolist() == [[run[column], run[column], run[2]] for run in runs.tolist()]
+ROW = one_row(64)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize(
@@ -147,94 +139,63 @@ class Handler:
         self.memory = np.arange(64, dtype=np.uint8)
         self.error: Exception | None = None
         self.extent = 64
-        self.lost: list[tuple[object, int, str]] = []
-        self.ended = threading.Event()
+        self.lost: list[tuple[object, int]] = []
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         if self.error is not None:
             raise self.error
-        return LaneGrant(Tensors(twin.tensors_of([self.memory]).bases, self.extent))
+        return LaneGrant(Tensors(tensors_over(self.memory).bases, self.extent))
 
     on_write = on_read
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        self.lost.append((link, left, reason))
-        if left == 0:
-            self.ended.set()
+        self.lost.append((link, left))
 
 
-@contextmanager
-def connected(handler: Handler) -> Iterator[tuple[TcpConnection, Lanes]]:
-    """Yield a connection to ``handler`` over two lanes, and the far lanes, whose loop runs in a thread."""
-    pairs = [socket.socketpair() for _ in range(2)]
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    far, near = Lanes(1, handler), Lanes(1, handler)
-    loop.call_soon_threadsafe(far.start, loop)
-    far.begin(far.open([pair[1] for pair in pairs]), "the link")
-    connection = TcpConnection(near, near.open([pair[0] for pair in pairs]), [], writable=True)
-    connection.begin("near")
-    try:
-        yield connection, far
-    finally:
-        connection.close()
-        loop.call_soon_threadsafe(far.stop)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-        near.close()
-        far.close()
-
-
-def read(connection: TcpConnection) -> twin.Bytes:
-    into = np.zeros(64, np.uint8)
-    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), 64, writable=False)
-    connection.read(ROW, twin.tensors_of([into]), remote, None, Deadline(20_000))
-    return into
+def move(connection: TcpConnection, data: twin.Bytes, *, write: bool = False) -> int:
+    """Read one run into ``data``, or write it."""
+    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
+    verb = connection.write if write else connection.read
+    return verb(one_row(data.size), tensors_over(data), remote, None, Deadline(20_000))
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
-    before, handler = residue(), Handler()
-    with connected(handler) as (connection, far):
-        assert read(connection).tolist() == list(range(64))
-        handler.error = CacheNotFound("no such\nkey")
-        with pytest.raises(MemoryChanged, match="no such key"):
-            read(connection)
-        handler.error = ZeroDivisionError()
-        with pytest.raises(TransferFailed, match="the target failed"):
-            read(connection)
-        assert "a handler failed" in caplog.text
-        handler.error, handler.extent = None, 63
-        with pytest.raises(CacheMismatch, match="have 63 bytes, not 64"):
-            read(connection)
-        handler.extent = 64
-        assert read(connection).tolist() == list(range(64))
-        connection.close()
-        assert handler.ended.wait(20), "the end of a peer's lanes is told"
-        assert [(link, left) for link, left, _ in handler.lost] == [("the link", 1), ("the link", 0)]
+    handler, into = Handler(), np.zeros(64, np.uint8)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+    with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
+        loop.call_soon_threadsafe(far.start, loop)
+        far.begin(far.open(theirs), "the link")
+        with TcpConnection(near, near.open(ours), [], writable=True) as connection:
+            connection.begin("near")
+            for error, extent, kind, text in (
+                (CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
+                (ZeroDivisionError(), 64, TransferFailed, "the target failed"),
+                (None, 63, CacheMismatch, "have 63 bytes, not 64"),
+            ):
+                handler.error, handler.extent = error, extent
+                with pytest.raises(kind, match=text):
+                    move(connection, into)
+            assert "a handler failed" in caplog.text
+            handler.extent = 64
+            assert (move(connection, into), into.tolist()) == (64, list(range(64)))
+        wait_until(lambda: handler.lost == [("the link", 1), ("the link", 0)])
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
-    del connection, far
-    assert settled(before) == before
+        loop.call_soon_threadsafe(far.stop)
 
 
 def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
     assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control connection"
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
-    before = residue()
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        with pytest.raises(DeadlineExceeded, match=r"data lanes to 127\.0\.0\.1"):
-            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(50))
-        with pytest.raises(DeadlineExceeded):
-            dial_lanes(silent.getsockname(), bytes(16), 2, Deadline(0))
-        deadline = CancellableDeadline(600_000)
-        threading.Timer(0.05, deadline.cancel).start()
-        with pytest.raises(DeadlineExceeded, match="cancelled by its caller"):
-            dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        cancelled = CancellableDeadline(600_000)
+        threading.Timer(0.2, cancelled.cancel).start()
+        place = r"data lanes to 127\.0\.0\.1"
+        for deadline, text in ((Deadline(50), place), (Deadline(0), place), (cancelled, "cancelled by its caller")):
+            with pytest.raises(DeadlineExceeded, match=text):
+                dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
-    assert settled(before) == before
 
 
 # Large and small transfers over the lanes of one link, against a peer that is played by hand
@@ -261,96 +222,64 @@ class Far(Wire):
     def answer(self, id: int, data: twin.Bytes) -> None:
         self.send(DATA, id, payload=data.tobytes() + bytes(8), declared=data.size)
 
+    def serve(self, kind: int, part: tuple[int, int, int], memory: twin.Bytes) -> None:
+        """Do what was asked for, in a memory of this end."""
+        id, offset, nbytes = part
+        if kind == READ:
+            self.answer(id, memory[offset : offset + nbytes])
+        else:
+            memory[offset : offset + nbytes] = np.frombuffer(self.receive(nbytes), np.uint8)
+            self.send(RESULT, id, bytes(4))
+
     def is_silent(self) -> bool:
         """Return True when nothing more has come by now."""
-        self.sock.setblocking(False)
-        try:
-            return not self.sock.recv(1)
-        except BlockingIOError:
-            return True
-        finally:
-            self.sock.settimeout(BUDGET_S)
+        return not select.select([self.sock], [], [], 0)[0]
 
 
 @contextmanager
 def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExecutor]]:
     """Yield a connection, the far ends of its lanes in their order, and threads for its calls."""
-    pairs = [socket.socketpair() for _ in range(lanes)]
-    near = Lanes(1, Handler())
-    with ExitStack() as stack:
-        stack.callback(near.close)
-        fars = [stack.enter_context(Far(far)) for _, far in pairs]
-        connection = TcpConnection(near, near.open([near for near, _ in pairs]), [], writable=True)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(lanes)), strict=True)
+    with closing(Lanes(1, Handler())) as near, ExitStack() as stack:
+        fars = [stack.enter_context(Far(sock)) for sock in theirs]
+        connection = TcpConnection(near, near.open(ours), [], writable=True)
         threads = stack.enter_context(ThreadPoolExecutor(4))
         stack.callback(connection.abort)  # before the threads are joined
         connection.begin("near")
         yield connection, fars, threads
 
 
-def begin(
-    connection: TcpConnection, threads: ThreadPoolExecutor, data: twin.Bytes, *, write: bool = False
-) -> Future[int]:
-    """Read one run into ``data``, or write it, in one of the threads."""
-    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
-    plan = Plan(0, 0, 1, plan_row(0, 0, data.size), False, data.size)
-    verb = connection.write if write else connection.read
-    return threads.submit(verb, plan, twin.tensors_of([data]), remote, None, Deadline(20_000))
-
-
-def test_a_small_read_passes_a_large_one() -> None:
-    """The large one leaves a lane alone, and asks for its third part when the first has come."""
-    before = residue()
-    source, small_source = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
-    large, small = np.zeros(LARGE, np.uint8), np.zeros(64, np.uint8)
+@pytest.mark.parametrize("kind", [READ, WRITE], ids=["read", "write"])
+def test_a_small_transfer_passes_a_large_one(kind: int) -> None:
+    """The large one leaves a lane alone, and a read asks for its third part when the first has come."""
+    sources = twin.noise(1, 1, LARGE) + twin.noise(2, 1, 64)
+    copies = [np.zeros_like(each) for each in sources]
+    (large, small), (theirs, small_theirs) = (sources, copies) if kind == WRITE else (copies, sources)
     with played(2) as (connection, (quiet, busy), threads):
-        running = begin(connection, threads, large)
-        parts = [busy.asked(READ) for _ in range(2)]
-        assert [part[1:] for part in parts] == [(0, PART), (PART, PART)]
-        passing = begin(connection, threads, small)
-        quiet.answer(quiet.asked(READ)[0], small_source)
+        running = threads.submit(move, connection, large, write=kind == WRITE)
+        parts = [busy.asked(kind) for _ in range(1 if kind == WRITE else 2)]
+        passing = threads.submit(move, connection, small, write=kind == WRITE)
+        quiet.serve(kind, quiet.asked(kind), small_theirs)
         assert passing.result(BUDGET_S) == 64
-        assert np.array_equal(small, small_source)
-        assert busy.is_silent()
-        assert not large.any()
-        for _ in range(3):
-            id, offset, nbytes = parts.pop(0)
-            busy.answer(id, source[offset : offset + nbytes])
-            if offset == 0:
-                parts.append(busy.asked(READ))
+        assert kind == WRITE or (busy.is_silent() and not large.any())
+        served = []
+        while parts:
+            served.append(parts.pop(0))
+            busy.serve(kind, served[-1], theirs)
+            if len(served) + len(parts) < 3:
+                parts.append(busy.asked(kind))
+        assert [part[1:] for part in served] == [(0, PART), (PART, PART), (2 * PART, LARGE - 2 * PART)]
         assert running.result(BUDGET_S) == LARGE
         assert quiet.is_silent()
         assert set(connection._group._loads.values()) == {0}
-    assert np.array_equal(large, source)
-    assert settled(before) == before
-
-
-def test_a_small_write_passes_a_large_one() -> None:
-    source, small = twin.noise(1, 1, LARGE)[0], twin.noise(2, 1, 64)[0]
-    with played(2) as (connection, (quiet, busy), threads):
-        running = begin(connection, threads, source, write=True)
-        id, offset, nbytes = busy.asked(WRITE)
-        passing = begin(connection, threads, small, write=True)
-        small_id, *_ = quiet.asked(WRITE)
-        assert quiet.receive(64) == small.tobytes()
-        quiet.send(RESULT, small_id, bytes(4))
-        assert passing.result(BUDGET_S) == 64
-        moved = np.zeros(LARGE, np.uint8)
-        for _ in range(2):
-            moved[offset : offset + nbytes] = np.frombuffer(busy.receive(nbytes), np.uint8)
-            busy.send(RESULT, id, bytes(4))
-            id, offset, nbytes = busy.asked(WRITE)
-        moved[offset:] = np.frombuffer(busy.receive(nbytes), np.uint8)
-        busy.send(RESULT, id, bytes(4))
-        assert running.result(BUDGET_S) == LARGE
-        assert quiet.is_silent()
-    assert np.array_equal(moved, source)
+    assert all(map(np.array_equal, sources, copies))
 
 
 def test_a_large_transfer_that_fails_in_between_moves_no_more_and_one_lane_serves_without_the_other() -> None:
     """What its parts on their way still bring is dropped, and no further one is asked for."""
     into, source, whole = np.zeros(LARGE, np.uint8), twin.noise(3, 1, 2 * MIB)[0], np.zeros(2 * MIB, np.uint8)
     with played(2) as (connection, (quiet, busy), threads):
-        running = begin(connection, threads, into)
+        running = threads.submit(move, connection, into)
         (first, *_), (second, *_) = busy.asked(READ), busy.asked(READ)
         busy.answer(second, np.ones(PART, np.uint8))  # answers may come in any order
         busy.send(RESULT, first, (7).to_bytes(4, "little") + b"no more")
@@ -361,7 +290,7 @@ def test_a_large_transfer_that_fails_in_between_moves_no_more_and_one_lane_serve
         assert not into[:PART].any()
         assert not into[2 * PART :].any()
         connection._lanes.drop(connection._group, list(connection._group._loads)[1:])
-        running = begin(connection, threads, whole)
+        running = threads.submit(move, connection, whole)
         id, *part = quiet.asked(READ)
         assert part == [0, whole.size]
         quiet.answer(id, source)

@@ -1,10 +1,11 @@
-"""Plans and layer ranges, without bytes of a peer: against rows and blocks of NumPy arrays."""
+"""The geometry of a cache, off a descriptor and off the wire, where a stranger may have written it; plans and layer
+ranges, without bytes of a peer: against rows and blocks of NumPy arrays."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_datadist import LLMStatusCode
+from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist._cache import geometry as layout
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, RowRange
-from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, RowRange, decode_geometry
+from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
+from tests.support.refusals import raises
 from tests.unit import twin
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
 
     Tensor = NDArray[np.uint8]
+
+pytestmark = pytest.mark.covers("CacheKind", "CacheDesc.batch_dim", "Geometry.stride")
 
 ALL = LayerSelection(None, None, 2)
 
@@ -44,10 +48,7 @@ def mismatch(kind: type[LLMException], call: Callable[[], object], *parts: str) 
     with pytest.raises(kind) as caught:
         call()
     assert type(caught.value) is kind
-    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
-    assert "\n" not in str(caught.value)
-    expected = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST if kind is CacheNotFound else LLMStatusCode.LLM_PARAM_INVALID
-    assert caught.value.status_code is expected
+    raises(caught.value, kind, parts)
 
 
 def check(
@@ -72,9 +73,8 @@ def check(
 BEYOND = 2**70
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "per_layer", "counts", "expected"),
-    [
+def test_r14_a_range_is_layers_of_so_many_tensors_and_none_is_all_of_them() -> None:
+    cases: list[tuple[range | None, range | None, int, tuple[int, int], tuple[int, int, int]]] = [
         *[(None, None, per_layer, (5, 5), (0, 0, 5)) for per_layer in (1, 2, 3, 4, 5, 2**32 - 1)],
         (range(1), range(1), 2, (6, 6), (0, 0, 2)),
         (range(1, 3), range(2), 2, (6, 6), (0, 2, 4)),
@@ -86,15 +86,12 @@ BEYOND = 2**70
         (None, range(3), 2, (6, 6), (0, 0, 6)),
         (range(3, 4), None, 2, (8, 2), (0, 6, 2)),  # unequal tensor counts meet through ranges
         (None, range(3, 4), 2, (2, 8), (6, 0, 2)),
-    ],
-)
-def test_r14_a_range_is_layers_of_so_many_tensors_and_none_is_all_of_them(
-    src: range | None, dst: range | None, per_layer: int, counts: tuple[int, int], expected: tuple[int, int, int]
-) -> None:
-    selection = LayerSelection(src, dst, per_layer)
-    selection.check_local("src_layer_range", counts[0])
-    selection.check_local("dst_layer_range", counts[1])
-    assert selection.tensors(geometry(counts[0]), geometry(counts[1])) == expected
+    ]
+    for src, dst, per_layer, counts, expected in cases:
+        selection = LayerSelection(src, dst, per_layer)
+        selection.check_local("src_layer_range", counts[0])
+        selection.check_local("dst_layer_range", counts[1])
+        assert selection.tensors(geometry(counts[0]), geometry(counts[1])) == expected
 
 
 def test_r14_default_ranges_need_equal_tensor_counts_and_given_ones_whole_layers() -> None:
@@ -282,35 +279,95 @@ def uneven(src: Geometry, dst: Geometry) -> Plan:
     return layout.compare_blocks(src, dst, ALL).plan(np.array([0], np.int64), np.array([0, 1], np.int64))
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan", "src", "dst", "more", "parts"),
-    [
+def test_r17_wrong_kinds_rows_and_blocks_are_refused_by_name() -> None:
+    low, two, tall = geometry(rows=2), (0, 2), blocks(rows=9)
+    cases: list[
+        tuple[type[LLMException], Callable[..., Plan], Geometry, Geometry, tuple[Any, ...], tuple[str, ...]]
+    ] = [
         (CacheMismatch, row, blocks(), geometry(), (), ("source", "blocks cache")),
         (CacheMismatch, row, geometry(), blocks(), (), ("destination", "blocks cache")),
-        (CacheNotFound, row, geometry(rows=2), geometry(), (2,), ("batch index 2", "2 rows, so at most 1")),
-        (ParamError, row, geometry(), geometry(rows=2), (0, 2), ("batch_index=2", "2 rows")),
+        (CacheNotFound, row, low, geometry(), (2,), ("batch index 2", "2 rows, so at most 1")),
+        (ParamError, row, geometry(), low, two, ("batch_index=2", "2 rows")),
         (CacheMismatch, plan_blocks, blocks(stride=12), blocks(stride=16), ([(0, 0)],), ("12 bytes", "16")),
         (CacheMismatch, plan_blocks, geometry(), blocks(), ([(0, 0)],), ("source is not",)),
         (CacheMismatch, plan_blocks, blocks(), geometry(), ([(0, 0)],), ("destination",)),
-        (ParamError, plan_blocks, blocks(), blocks(rows=9), ([(0, 0), (1, 8)],), ("src_blocks[1] is 8", "[0, 8)")),
-        (ParamError, plan_blocks, blocks(), blocks(rows=9), ([(9, 0), (1, 1)],), ("dst_blocks[0] is 9", "[0, 9)")),
-        (ParamError, plan_blocks, blocks(), blocks(rows=9), ([(0, 2**62)],), ("src_blocks[0]",)),
+        (ParamError, plan_blocks, blocks(), tall, ([(0, 0), (1, 8)],), ("src_blocks[1] is 8", "[0, 8)")),
+        (ParamError, plan_blocks, blocks(), tall, ([(9, 0), (1, 1)],), ("dst_blocks[0] is 9", "[0, 9)")),
+        (ParamError, plan_blocks, blocks(), tall, ([(0, 2**62)],), ("src_blocks[0]",)),
         (ParamError, uneven, blocks(), blocks(), (), ("dst_blocks has 1", "src_blocks has 2")),
         (CacheMismatch, pieces, blocks(), blocks(), (), ("source is blocks", "BlocksCacheKey")),
         (CacheMismatch, pieces, geometry(), geometry(), (), ("destination continuous",)),
-        (CacheNotFound, pieces, geometry(rows=2), blocks(), (2,), ("2 rows, so at most 1",)),
+        (CacheNotFound, pieces, low, blocks(), (2,), ("2 rows, so at most 1",)),
         (CacheMismatch, copy, geometry(), geometry(5), (), ("src has 4 tensors", "dst 5")),
         (CacheMismatch, copy, geometry(), geometry(data_type=2), (), ("data type DT_UINT8", "of DT_INT8")),
         (ParamError, copy, geometry(), geometry(), (8, 0), ("src_batch_index=8", "8 rows")),
-        (ParamError, copy, geometry(), geometry(rows=2), (0, 2), ("dst_batch_index=2", "2 rows")),
-    ],
-)
-def test_r17_wrong_kinds_rows_and_blocks_are_refused_by_name(
-    kind: type[LLMException],
-    plan: Callable[..., Plan],
-    src: Geometry,
-    dst: Geometry,
-    more: tuple[object, ...],
-    parts: tuple[str, ...],
+        (ParamError, copy, geometry(), low, two, ("dst_batch_index=2", "2 rows")),
+    ]
+    for kind, plan, src, dst, more, parts in cases:
+        mismatch(kind, partial(plan, src, dst, *more), *parts)
+
+
+# --- the geometry itself ----------------------------------------------------------------------------------------------
+
+HONEST = geometry()
+
+
+def test_geometry_counts_rows_by_the_first_dimension_whatever_the_batch_dimension() -> None:
+    for kind, tensors in zip(CacheKind, (1, 2, 3), strict=True):
+        desc = CacheDesc(tensors, [4, 5, 6], DataType.DT_FLOAT16, Placement.HOST, batch_dim_index=1)
+        assert Geometry.of(desc, kind) == Geometry(kind, tensors, 4, 60, 240, (4, 5, 6), 1, 0)
+    with pytest.raises(ParamError, match="num_tensors=0"):
+        Geometry.of(CacheDesc(0, [4], DataType.DT_INT8), CacheKind.CACHE)
+
+
+@given(*[st.one_of(st.integers(-(2**63), 2**64 - 1), st.integers(-2, 40), st.integers(2**62, 2**63 + 2))] * 4)
+def test_a_wire_geometry_that_passes_keeps_every_row_inside_its_tensor(
+    num_tensors: int, rows: int, stride: int, tensor_bytes: int
 ) -> None:
-    mismatch(kind, lambda: plan(src, dst, *more), *parts)
+    sent = Geometry(CacheKind.BLOCKS, num_tensors, rows, stride, tensor_bytes, (), -5, 99)
+    sound = 1 <= num_tensors <= 2**20 and rows >= 1 and stride >= 1 and rows * stride <= tensor_bytes < 2**63
+    if sound:
+        assert decode_geometry(msgspec.msgpack.encode(sent)) == sent
+    else:
+        with pytest.raises(ProtocolError):
+            decode_geometry(msgspec.msgpack.encode(sent))
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (8, 12) + (1,) * 298])  # one whose text is kept, one whose is too long
+def test_a_geometry_travels_unchanged_and_one_that_lies_is_refused_however_often(shape: tuple[int, ...]) -> None:
+    honest = msgspec.structs.replace(HONEST, shape=shape)
+    largest = msgspec.structs.replace(honest, num_tensors=2**20, tensor_bytes=2**63 - 1)
+    smallest = msgspec.structs.replace(honest, num_tensors=1, rows=1, stride=1, tensor_bytes=1)
+    lies = [
+        *[{"num_tensors": count} for count in (0, -1, 2**20 + 1)],
+        *[{"tensor_bytes": nbytes} for nbytes in (0, 8 * 12 - 1, 2**63)],
+        *[{"rows": rows} for rows in (0, -1)],
+        *[{"stride": stride} for stride in (0, -12)],
+        *[{"rows": rows, "stride": stride} for rows, stride in ((2**63, 2**63), (-8, -12))],
+    ]
+    for change in lies * 2:
+        for sound in (honest, largest, smallest):
+            assert decode_geometry(msgspec.msgpack.encode(sound)) == sound
+        with pytest.raises(ProtocolError, match="impossible cache geometry") as caught:
+            decode_geometry(msgspec.msgpack.encode(msgspec.structs.replace(honest, **change)))
+        assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+        assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_wire_geometry_is_a_protocol_error() -> None:
+    values = [[7, 4, 8, 12, 96, [8, 12], 4, 1]]  # no such kind
+    values += [[0, 4, 8, 12, 96, ["8"], 4, 1], [0, 4.0, 8, 12, 96, [8, 12], 4, 1], [0, 4, None, 12, 96, [8, 12], 4, 1]]
+    for wire in [b"", b"\x90", b"\xc0", *map(msgspec.msgpack.encode, values)]:
+        with pytest.raises(ProtocolError, match="no cache geometry"):
+            decode_geometry(wire)
+
+
+def test_require_row_and_require_kind_name_the_argument_and_what_would_do() -> None:
+    for rows in (1, 8):
+        cache = geometry(rows=rows)
+        cache.require_row("batch_index", rows - 1)
+        with pytest.raises(ParamError, match=f"batch_index={rows}: the cache has {rows} rows, so at most {rows - 1}"):
+            cache.require_row("batch_index", rows)
+    HONEST.require_kind("cache", CacheKind.CACHE)
+    with pytest.raises(ParamError, match="cache: a blocks cache is needed here, this is a continuous one"):
+        HONEST.require_kind("cache", CacheKind.BLOCKS)

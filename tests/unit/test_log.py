@@ -1,63 +1,57 @@
-"""Logging (interface R30): the logger's name, no handler by import, the level from the environment."""
+"""Logging (interface R30): the logger's name, the level from the environment, the line that a record names.
+
+What the import does to it: tests/test_public_api.py.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
 from llm_datadist._log import LEVEL_VARIABLE, apply_environment, logger
+from llm_datadist.utils import log
 
-pytestmark = pytest.mark.covers("apply_environment")
-
-
-def _fresh(program: str, level: str | None) -> str:
-    """Run ``program`` in a new interpreter with the variable set to ``level``; return what it printed."""
-    environ = {key: value for key, value in os.environ.items() if key != LEVEL_VARIABLE}
-    if level is not None:
-        environ[LEVEL_VARIABLE] = level
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+pytestmark = pytest.mark.covers("apply_environment", "llm_datadist.utils.log")
 
 
-def test_r30_import_installs_no_handler_leaves_the_level_alone_and_loads_nothing_heavy() -> None:
-    assert logger is logging.getLogger("LLM_DATADIST")
-    assert LEVEL_VARIABLE == "ASCEND_GLOBAL_LOG_LEVEL"
-    program = (
-        "import logging, sys; import llm_datadist._checks, llm_datadist.config, llm_datadist.types; "
-        "from llm_datadist._log import logger; "
-        "print(logger.handlers, logging.getLogger().handlers, logger.level, logger.propagate, "
-        "sorted({'asyncio', 'rich', 'torch', 'typer'} & set(sys.modules)))"
-    )
-    assert _fresh(program, None) == "[] [] 0 True []"
-    assert _fresh("from llm_datadist._log import logger; print(logger.level)", "0") == str(logging.DEBUG)
-
-
-@pytest.mark.parametrize(
-    ("environ", "level"),
-    [
-        ({LEVEL_VARIABLE: "0"}, logging.DEBUG),
-        ({LEVEL_VARIABLE: "1"}, logging.INFO),
-        ({LEVEL_VARIABLE: "2"}, logging.WARNING),
-        ({LEVEL_VARIABLE: "3"}, logging.ERROR),
-        ({LEVEL_VARIABLE: " 1 "}, logging.INFO),
-        ({LEVEL_VARIABLE: ""}, None),
-        ({}, None),
-        ({LEVEL_VARIABLE: "4"}, None),
-        ({LEVEL_VARIABLE: "-1"}, None),
-        ({LEVEL_VARIABLE: "DEBUG"}, None),
-    ],
-)
 def test_r30_level_from_the_environment_and_an_unknown_one_is_one_warning_and_changes_nothing(
-    environ: dict[str, str], level: int | None, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    assert LEVEL_VARIABLE == "ASCEND_GLOBAL_LOG_LEVEL"
     kept = logging.WARNING - 1
-    with caplog.at_level(kept, logger="LLM_DATADIST"):
-        apply_environment(environ)
-        assert logger.level == (kept if level is None else level)
-    value = environ.get(LEVEL_VARIABLE)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (value in ("4", "-1", "DEBUG"))
-    assert not caplog.records or (repr(value) in caplog.text and LEVEL_VARIABLE in caplog.text)
+    levels = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR, " 1 ": logging.INFO}
+    for value, level in (levels | dict.fromkeys((None, "", "4", "-1", "DEBUG"), kept)).items():
+        caplog.clear()
+        with caplog.at_level(kept, logger="LLM_DATADIST"):
+            apply_environment({} if value is None else {LEVEL_VARIABLE: value})
+            assert logger.level == level
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * (value in ("4", "-1", "DEBUG"))
+        assert not caplog.records or (repr(value) in caplog.text and LEVEL_VARIABLE in caplog.text)
+
+
+def test_r23_log_functions_log_to_the_librarys_logger_with_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "LLM_DATADIST")
+    for level in ("info", "warn", "warning", "error", "debug"):
+        getattr(log, level)("moved %d blocks", 3)
+        record = caplog.records[-1]
+        assert record.name == log.get_logger().name == "LLM_DATADIST"
+        assert record.levelname == {"warn": "WARNING"}.get(level, level.upper())
+        assert (record.getMessage(), record.pathname) == ("moved 3 blocks", __file__)
+    file, line, function, _ = log._find_caller()
+    assert (file, function) == (__file__, "test_r23_log_functions_log_to_the_librarys_logger_with_the_callers_line")
+    assert line > 30
+
+
+def test_the_log_of_a_call_names_the_line_of_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    dd = LLMDataDist(LLMRole.DECODER, 1)
+    dd.init({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 65536}'})
+    with caplog.at_level(logging.INFO, "LLM_DATADIST"):
+        cache = dd.cache_manager.allocate_blocks_cache(CacheDesc(1, [2, 16], DataType.DT_UINT8))
+        dd.cache_manager.copy_blocks(cache, {0: [1]})
+        dd.cache_manager.deallocate_blocks_cache(cache)
+    dd.finalize()
+    spans = [each for each in caplog.records if " started " in each.getMessage() or " succeeded " in each.getMessage()]
+    assert len(spans) == 6
+    assert {each.pathname for each in spans} == {__file__}

@@ -10,9 +10,10 @@ import pytest
 
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, WriteAsked, plan_blocks
 from llm_datadist._native.lanes import TORN
+from tests.support.moves import wait_until as wait_for
 
 from . import twin
-from .lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joined, next_event, one_row, wait_for
+from .lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joined, next_event, one_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

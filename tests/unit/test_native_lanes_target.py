@@ -11,6 +11,8 @@ import pytest
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
 from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
+from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support.moves import wait_until as wait_for
 
 from .lane_ends import (
     BIG,
@@ -26,8 +28,6 @@ from .lane_ends import (
     joined,
     next_event,
     one_row,
-    tensors,
-    wait_for,
 )
 
 if TYPE_CHECKING:

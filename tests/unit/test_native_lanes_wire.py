@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._native import Ending, LaneEngine, LaneLost
+from llm_datadist.testing.scene import tensors_over as tensors
 
 from . import twin
 from .lane_ends import (
@@ -26,7 +27,6 @@ from .lane_ends import (
     joined,
     next_event,
     one_row,
-    tensors,
 )
 
 MIB = 1 << 20

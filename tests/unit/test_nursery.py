@@ -1,17 +1,20 @@
-"""The nursery of the ends: its children are what interpreters of their own would be."""
+"""The tests' own tools: children of the nursery are what interpreters of their own would be; what a test leaves behind
+is seen, and what somebody else takes with him meanwhile is not laid to its door."""
 
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.moves import Spec
 from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.support.world import World
 
 
@@ -43,3 +46,28 @@ def test_children_have_a_pipe_and_no_descriptor_of_their_siblings(monkeypatch: p
     for end in (*ends, fresh, elsewhere):
         end.close()
     assert settled(before) == before
+
+
+@pytest.mark.parametrize("look", [scene.residue, residue], ids=["scene", "world"])
+def test_a_thread_and_a_descriptor_too_many_are_seen_and_a_thread_that_has_left_is_no_difference(look: Any) -> None:
+    now = look()
+    gone = max(now["kernel threads"]) + (1 << 22)  # more than the system gives out
+    before = now | {"kernel threads": sorted([*now["kernel threads"], gone])}
+    assert scene.settled(before, look) == before
+    stay = threading.Event()
+    thread = threading.Thread(target=stay.wait, name="left behind")
+    thread.start()
+    try:
+        found = scene.settled(before, look, seconds=0)
+        assert set(found["kernel threads"]) - set(before["kernel threads"]) == {thread.native_id}
+    finally:
+        stay.set()
+        thread.join()
+    assert scene.settled(before, look) == before
+    reader, writer = os.pipe()
+    try:
+        assert scene.settled(before, look, seconds=0)["fds"] != before["fds"]
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert scene.settled(before, look) == before

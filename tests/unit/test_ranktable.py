@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 
+if TYPE_CHECKING:
+    import pytest
 
-def one(server: dict[str, Any], device: dict[str, Any]) -> str:
-    return json.dumps({"server_list": [server | {"device": [{"rank_id": "0"} | device]}]})
 
-
-@pytest.mark.parametrize(
-    ("server", "device", "address"),
-    [
+def test_host_ip_comes_first_then_server_id_then_device_ip() -> None:
+    rows: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"host_ip": "10.0.0.1", "server_id": "10.0.0.2"}, {"device_ip": "10.0.0.3"}, "10.0.0.1"),
         ({"host_ip": "", "server_id": "10.0.0.2"}, {"device_ip": "10.0.0.3"}, "10.0.0.2"),
         ({"host_ip": None, "server_id": "node0"}, {"device_ip": "10.0.0.3"}, "10.0.0.3"),
         ({"server_id": 7}, {"device_ip": "10.0.0.3"}, "10.0.0.3"),
         ({"server_id": "10.0.0.2"}, {}, "10.0.0.2"),
         ({}, {"device_ip": "10.0.0.3", "rank_id": 0}, "10.0.0.3"),
-    ],
-)
-def test_host_ip_comes_first_then_server_id_then_device_ip(
-    server: dict[str, Any], device: dict[str, Any], address: str
-) -> None:
-    assert RankTable.parse(one(server, device)).address(0, 5) == address
+    ]
+    for server, device, address in rows:
+        table = {"server_list": [server | {"device": [{"rank_id": "0"} | device]}]}
+        assert RankTable.parse(json.dumps(table)).address(0, 5) == address
 
 
 def test_members_of_one_server_share_its_address_and_the_digest_is_of_what_a_table_says_not_of_how() -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.communicator import Communicator, CommunicatorPlan
+from llm_datadist._links.communicator import Communicator
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
 from llm_datadist._transport import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
-from tests.unit.test_link_table import Nowhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,11 +29,9 @@ LONG_MS = 60_000
 
 def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
-    connection = Nowhere()
-    if pidfd is not None:
-        connection.peer_pidfd = lambda: os.dup(pidfd)  # type: ignore[method-assign]
+    path = Mock(DataPath, peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
-    return Link(Peer(cluster_id, bytes(16), 1, "host"), DataPath(connection), Choice("tcp", None, "test"), origin)
+    return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)
 
 
 class Attempts:
@@ -99,16 +98,16 @@ def test_failures_are_tried_again_and_told_in_one_line(attempts: Attempts) -> No
     assert attempts.reconnector.story(8) == ""
 
 
-@pytest.mark.parametrize("status", ["LLM_ALREADY_LINK", "LLM_NOT_YET_LINK", "LLM_PARAM_INVALID"])
 def test_what_another_attempt_would_not_change_ends_it_with_one_line(
-    attempts: Attempts, status: str, caplog: pytest.LogCaptureFixture
+    attempts: Attempts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attempts.outcome = lambda: refuse(LLMStatusCode[status])
-    attempts.reconnector.begin(lost())
-    wait_until(attempts.over)
-    (line,) = [record.getMessage() for record in caplog.records if "not dialled again" in record.getMessage()]
-    assert "link_clusters links again" in line
-    assert len(attempts.made) == 1
+    for number, name in enumerate(("LLM_ALREADY_LINK", "LLM_NOT_YET_LINK", "LLM_PARAM_INVALID"), start=1):
+        attempts.outcome = partial(refuse, LLMStatusCode[name])
+        attempts.reconnector.begin(lost())
+        wait_until(attempts.over)
+        lines = [record.getMessage() for record in caplog.records if "not dialled again" in record.getMessage()]
+        assert (len(lines), len(attempts.made)) == (number, number)
+        assert "link_clusters links again" in lines[-1]
 
 
 def test_a_bug_in_an_attempt_costs_that_cluster_only(attempts: Attempts, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,19 +193,15 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
 
 
 def member(*, again: bool = False) -> MemberDial:
-    plan = CommunicatorPlan("name", {1: 0, 2: 1}, {1: "127.0.0.1", 2: "127.0.0.1"}, bytes(16), 60, 1)
-    communicator = Communicator(1, 2, plan, Deadline(LONG_MS))
-    communicator.ports = {1: [1, 2, 3]}
-    return MemberDial(communicator, 1, again=again)
+    return MemberDial(Mock(Communicator, ports={1: [1, 2, 3]}), 1, again=again)
 
 
-def pauses(crowd: int) -> list[float]:
-    one, result = member(), []
+def pauses(crowd: int) -> Iterator[float]:
+    one = member()
     for _ in range(40):
         now = time.monotonic()
         one.postpone(crowd)
-        result.append(one.due - now)
-    return result
+        yield one.due - now
 
 
 def test_a_member_is_dialled_at_once_one_that_was_lost_after_that_and_each_never_less_than_twice_a_second() -> None:
@@ -216,7 +211,7 @@ def test_a_member_is_dialled_at_once_one_that_was_lost_after_that_and_each_never
     assert second.due >= before + 0.4
     assert first < second
     assert not second < first
-    waits = pauses(0)
+    waits = list(pauses(0))
     assert waits[0] < 0.1
     assert all(wait < 0.6 for wait in waits)
     assert sorted(waits[:8]) == waits[:8], "less and less often"

@@ -1,16 +1,21 @@
-"""What the registry's model does not say: texts, namespaces, limits, states, and many threads at once."""
+"""What the registry's model does not say: texts, namespaces, limits, states, and many threads at once.
+
+The table of states and events is that of docs/interface.md: tests/test_docs.py.
+"""
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
+from llm_datadist._cache import registry as rules
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Binding, Entry, Key, Namespace, Registry, State, key_of
-from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError
+from llm_datadist._cache.registry import Binding, Entry, Event, Key, Namespace, Registry, State, key_of
+from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, StateError
 from tests.unit.registry_model import Ledger, geometry
 
 if TYPE_CHECKING:
@@ -58,6 +63,8 @@ def test_refusals_name_the_key_the_cache_or_the_row_and_change_nothing() -> None
         with pytest.raises(CacheNotFound) as caught:
             registry.find(key=key, cache_id=cache_id, row=row)
         assert str(caught.value) == text
+    with pytest.raises(CacheNotFound, match=r"^cache: no cache with id 99"):
+        registry.begin_use(99)
     with pytest.raises(CacheNotFound, match="no pin 7 of this peer on cache 2: released, or expired"):
         registry.reach("peer", 2, 7)
     assert repr(registry) == "<Registry 2 caches, 1 keys, 0 pins, 0 draining>"
@@ -134,12 +141,12 @@ def test_a_cache_whose_owner_is_gone_is_freed_by_the_last_of_the_pulls_that_cons
 def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> None:
     registry = Registry()
     add(registry, "a", req(1))
-    pins = [registry.pin("p", LATER, key=req(1)) for _ in range(MAX_PINS_PER_PEER)]
+    pins = [registry.pin("p", LATER, key=req(1)) for _ in range(rules.MAX_PINS_PER_PEER)]
     with pytest.raises(LinkError, match=r"^peer holds 4096 unreleased pins: ") as caught:
         registry.pin("p", LATER, key=req(1))
     assert caught.value.status_code is LLMStatusCode.LLM_LINK_BUSY
-    registry.release("q", registry.pin("q", LATER, key=req(1)).pin_id)
-    registry.release("p", pins[0].pin_id)
+    registry.release("q", registry.pin("q", LATER, key=req(1)).pin_id, 0, 4)  # of which nothing is consumed
+    registry.release("p", pins[0].pin_id, -1, 1, consume=True)  # there is no such tensor
     registry.pin("p", LATER, key=req(1))
 
 
@@ -161,3 +168,66 @@ def test_many_threads_free_every_cache_exactly_once() -> None:
             assert freed == [f"{number}.{turn}" for turn in range(200)]
     assert registry.snapshot() == ([], [], 0)
     registry.check_integrity()
+
+
+# --- the life of a cache, pair by pair: what the table allows leads where it says, everything else raises its story ---
+
+#: What is left of (owner, keys, pins) says the state.
+LEFT = {
+    State.LIVE: (True, 1, 1),
+    State.DEFERRED: (False, 1, 1),
+    State.DRAINING: (False, 0, 1),
+    State.FREED: (False, 0, 0),
+}
+
+
+def in_state(state: State) -> rules.Lifecycle:
+    """A life that came to ``state`` by legal events."""
+    life = rules.Lifecycle("cache 7")
+    life.settle(Event.BIND, owner=True, keys=1, pins=0)
+    life.settle(Event.PIN, owner=True, keys=1, pins=1)
+    if state is State.DEFERRED:
+        life.settle(Event.DROP_OWNER, owner=False, keys=1, pins=1)
+    elif state is not State.LIVE:
+        life.settle(Event.WITHDRAW, owner=False, keys=0, pins=1)
+    if state is State.FREED:
+        life.settle(Event.UNPIN, owner=False, keys=0, pins=0)
+    assert life.state is state
+    return life
+
+
+def test_a_pair_of_state_and_event_leads_where_the_table_says_or_raises_with_the_story() -> None:
+    for state, event in itertools.product(State, Event):
+        targets = rules.TRANSITIONS.get((state, event), frozenset())
+        illegal = f"is illegal when {state.value}"
+        if targets:
+            assert in_state(state).require(event) == targets
+        else:
+            with pytest.raises(StateError, match=f"^cache 7: {event.value} {illegal}; story: bind "):
+                in_state(state).require(event)
+        for target, (owner, keys, pins) in LEFT.items():
+            life = in_state(state)
+            story = life.story()
+            assert story.startswith("bind (keys 1, pins 0) -> live; pin (keys 1, pins 1) -> live")
+            if target in targets:
+                assert life.settle(event, owner=owner, keys=keys, pins=pins) is life.state is target
+                assert life.story() == f"{story}; {event.value} (keys {keys}, pins {pins}) -> {target.value}"
+                continue
+            told = f"cannot lead from {state.value} to {target.value}" if targets else illegal
+            with pytest.raises(StateError) as caught:
+                life.settle(event, owner=owner, keys=keys, pins=pins)
+            assert str(caught.value) == f"cache 7: {event.value} {told}; story: {story}"
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert (life.state, life.story()) == (state, story)
+
+
+def test_the_state_follows_from_what_is_left_and_a_story_keeps_the_last_events_in_order() -> None:
+    for owner, keys, pins in itertools.product((True, False), (0, 2), (0, 3)):
+        expected = State.LIVE if owner else State.DEFERRED if keys else State.DRAINING if pins else State.FREED
+        event = Event.BIND if owner else Event.DROP_OWNER
+        assert rules.Lifecycle("c").settle(event, owner=owner, keys=keys, pins=pins) is expected
+    life = rules.Lifecycle("cache 1")
+    assert life.story() == "added"
+    for pins in range(1, 40):
+        life.settle(Event.PIN, owner=True, keys=0, pins=pins)
+    assert life.story() == "; ".join(f"pin (keys 0, pins {pins}) -> live" for pins in range(24, 40))

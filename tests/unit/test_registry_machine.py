@@ -219,11 +219,8 @@ class RegistryMachine(RuleBasedStateMachine):
             self.model.caches[cache_id].holds -= 1
 
     @invariant()
-    def tables_are_sound(self) -> None:
+    def tables_are_sound_and_storages_and_guards_where_they_should_be(self) -> None:
         self.registry.check_integrity()
-
-    @invariant()
-    def storages_and_guards_are_where_they_should_be(self) -> None:
         freed, retired, void = self.model.expected()
         assert self.ledger.freed == freed
         assert self.ledger.retired == retired
@@ -293,8 +290,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.clear()
         while self.held:
             self.let_go(Args(PEERS[0], 0, 0, 0, 0, 0, flag=False))
-        self.tables_are_sound()
-        self.storages_and_guards_are_where_they_should_be()
+        self.tables_are_sound_and_storages_and_guards_where_they_should_be()
         assert self.ledger.freed == {cache.name for cache in self.model.caches.values()}
         names = {binding.name for binding in self.model.bindings}
         assert self.ledger.retired == self.ledger.freed | names

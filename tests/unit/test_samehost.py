@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import queue
 import secrets
 import socket
 import stat
-import subprocess
-import sys
 import threading
-import warnings
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +20,8 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
+from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._transport import PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
 from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.rendezvous import send_packet as send
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
@@ -131,9 +128,6 @@ def unchanged() -> Iterator[None]:
     assert settled(before) == before
 
 
-# What it yields
-
-
 @pytest.mark.parametrize(("in_folder", "new_kernel"), [(False, True), (True, False)])
 def test_both_ends_get_the_other_ends_memory(
     socket_folder: Path, in_folder: bool, new_kernel: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,14 +163,9 @@ def check_is(peer: PeerMemory, exports: Exports, *, writable: bool) -> None:
 def test_a_folder_loses_the_socket_files_of_killed_processes_only_and_one_that_cannot_hold_any_is_an_error(
     socket_folder: Path,
 ) -> None:
-    code = (
-        "import os, sys\n"
-        "from llm_datadist.testing.peers import new_exports\n"
-        "from llm_datadist._transport import SameHostListener\n"
-        "listener = SameHostListener(new_exports(writable=False), sys.argv[1])\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(socket_folder)], check=False).returncode == -9
+    exports = new_exports(writable=False)
+    SameHostListener(exports, str(socket_folder))._close_descriptors()  # as a kill does
+    close_exports(exports)
     (stale,) = socket_folder.iterdir()
     note = socket_folder / "llm-datadist-note.sock"
     note.write_text("not a socket")
@@ -188,9 +177,6 @@ def test_a_folder_loses_the_socket_files_of_killed_processes_only_and_one_that_c
         with unchanged(), pytest.warns(ResourceWarning, match="unclosed <SameHostListener"):
             SameHostListener(living.ours, str(socket_folder))
     assert list(socket_folder.iterdir()) == [note]
-
-
-# What the listener refuses
 
 
 def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Stage) -> None:
@@ -214,7 +200,6 @@ def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Sta
 
 
 def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: Stage) -> None:
-    honest = RendezvousHello(VERSION, TOKEN, b"i", b"c" * 16, 64, [])
     region = RegionDescriptor(1, 1, "x", True)
     hellos: list[dict[str, object]] = [
         {"version": VERSION + 1},
@@ -227,7 +212,7 @@ def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: St
         {"regions": [RegionDescriptor(each + 1, 1, "x", True) for each in range(33)]},
     ]
     others = [{"type": "hello"}, {"type": "eval", "code": "1"}, Refusal("no"), [1, 2, 3]]
-    values = [msgspec.structs.replace(honest, **changes) for changes in hellos] + others
+    values = [stage.hello(**changes) for changes in hellos] + others
     stage.expect()
     for data in [b"\xc1garbage", b"\x00", b"x" * 5000, *map(msgspec.msgpack.encode, values)]:
         assert stage.refused(data, [0, 1, 2])
@@ -243,12 +228,10 @@ def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     stage.expect()
     with unchanged():
         gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait)
-        try:
-            with stage.raw() as sock:
-                send(sock, stage.hello(), stage.fds)
-        finally:
-            gate.set()
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        with stage.raw() as sock:
+            send(sock, stage.hello(), stage.fds)
+        gate.set()
         result = stage.results.get(timeout=10)
         assert isinstance(result, LinkRefused)
         assert "left before the answer" in str(result)
@@ -258,19 +241,16 @@ def test_memory_that_is_not_what_was_announced_is_refused_at_both_ends(stage: St
     """The seals and sizes by themselves: test_segment.py."""
     fds = stage.fds
     lie = [msgspec.structs.replace(described, writable=True) for described in stage.hello().regions]
-    small = os.memfd_create("small", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(small, 8)
-    fcntl.fcntl(small, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC)
-    os.ftruncate(unsealed, REGION_BYTES[1])
-    try:
+    segment = SharedSegment.create("small", 8, peers_may_write=True)
+    with segment, open(os.memfd_create("unsealed"), "r+b") as unsealed:
+        unsealed.truncate(REGION_BYTES[1])
         cases: list[tuple[tuple[str, ...], dict[str, Any], list[int]]] = [
             (("not acceptable",), {"regions": lie}, fds),
             (("another cookie",), {"cookie": bytes(16)}, fds),
-            (("header",), {"guards_nbytes": 8}, [small, *fds[1:]]),
+            (("header",), {"guards_nbytes": 8}, [segment.fd, *fds[1:]]),
             (("not acceptable",), {}, [*fds[:3], 0]),
-            (("'pool-1'", "seals"), {}, [*fds[:2], unsealed, fds[3]]),
-            (("'pool-1'", "announced as"), {}, [*fds[:2], small, fds[3]]),
+            (("'pool-1'", "seals"), {}, [*fds[:2], unsealed.fileno(), fds[3]]),
+            (("'pool-1'", "announced as"), {}, [*fds[:2], segment.fd, fds[3]]),
             *[((f"sent {count} descriptors",), {}, (fds * 11)[:count]) for count in (0, 3, 5, 33)],
         ]
         for parts, changes, sent in cases:
@@ -278,9 +258,6 @@ def test_memory_that_is_not_what_was_announced_is_refused_at_both_ends(stage: St
             text = stage.refused(msgspec.msgpack.encode(stage.hello(**changes)), sent)
             assert [part for part in parts if part not in text] == []
             assert isinstance(stage.results.get(timeout=10), LinkRefused)
-    finally:
-        os.close(small)
-        os.close(unsealed)
 
 
 def test_another_users_process(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,9 +310,6 @@ def test_a_listener_that_cannot_accept_pauses(
     assert "cannot accept and pauses" in caplog.text
 
 
-# What the dialer refuses
-
-
 def test_a_name_of_no_listener_is_refused_and_any_other_name_not_dialled(stage: Stage) -> None:
     absent = ["@llm-datadist-0000000000000000", "/nowhere/llm-datadist-0.sock", f"/{'x' * 200}/llm-datadist-0.sock"]
     foreign = ["", "@", "llm-datadist-1", "@/run/dbus", "/run/docker.sock", "@llm-datadist-\0x"]
@@ -356,7 +330,7 @@ def test_a_name_of_no_listener_is_refused_and_any_other_name_not_dialled(stage: 
 @contextmanager
 def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """Run a listener that answers one hello as the test wants; yield its name."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, ThreadPoolExecutor(1) as threads:
         server.bind("\0llm-datadist-liar-" + secrets.token_hex(4))
         server.listen(1)
 
@@ -367,12 +341,9 @@ def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
                 assert [os.get_inheritable(fd) for fd in packet.fds] == [False] * 4
                 answer(sock)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield "@" + server.getsockname()[1:].decode()
-        finally:
-            thread.join()
+        serving = threads.submit(serve)
+        yield "@" + server.getsockname()[1:].decode()
+        serving.result()
 
 
 def test_lying_listeners(stage: Stage) -> None:
@@ -414,9 +385,6 @@ def test_deadlines_of_a_dialer(stage: Stage) -> None:
             late("@llm-datadist-full", 30)
 
 
-# Ends, forks, processes
-
-
 def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder: Path) -> None:
     for on_loop in (True, False):
         with staged(str(socket_folder)) as stage, stage.raw() as silent:
@@ -438,12 +406,10 @@ def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder:
     assert list(socket_folder.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(socket_folder: Path) -> None:
     with staged(str(socket_folder)) as stage:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            pid = os.fork()
-        if pid == 0:
+        if (pid := os.fork()) == 0:
             with suppress(BaseException):  # whatever it is, the child must leave through _exit
                 stage.listener.close()
                 stage.listener.close()
@@ -455,37 +421,32 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
         stage.links()
 
 
-# The choice
-
-
 def test_choose() -> None:
     peer = object.__new__(PeerMemory)
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
-    told = LinkRefused("no such socket")
-    assert choose(same_process=True, same_host=None, forced=None).name == "inproc"
-    assert choose(same_process=False, same_host=peer, forced=None) == Choice(
-        "shm",
-        "tcp",
-        "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
-        "memory by tcp, not by cma: nobody tried",
-    )
-    assert choose(same_process=False, same_host=peer, forced=None, private=None).private == "cma"
-    shm = choose(same_process=True, same_host=peer, forced="shm")
-    assert (shm.name, shm.private) == ("shm", None)
-    for reason, part in ((None, "no same-host rendezvous was made"), (told, "no such socket")):
-        choice = choose(same_process=False, same_host=reason, forced=None)
-        assert (choice.name, choice.private) == ("tcp", "tcp")
-        assert f"not shm: {part}" in choice.reason
-    assert choose(same_process=True, same_host=peer, forced="tcp").name == "tcp"
-    cma = choose(same_process=False, same_host=peer, forced="cma", private=None)
-    assert cma == Choice("cma", "cma", "the kernel lets us into the peer's memory")
-    refusals: list[tuple[str, dict[str, Any], str]] = [
-        ("inproc", {"same_host": peer}, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
-        ("shm", {"same_host": told}, "not shm: no such socket"),
-        ("cma", {"same_host": peer, "private": "it runs as uid 5"}, "'cma' cannot .* peer: not cma: it runs as uid 5"),
+    told, cma = LinkRefused("no such socket"), {"private": None}
+    mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
+    chosen: list[
+        tuple[bool, PeerMemory | LinkError | None, str | None, dict[str, None], tuple[str, str | None], str]
+    ] = [
+        (True, None, None, {}, ("inproc", "inproc"), "the peer is in this process"),
+        (False, peer, None, {}, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
+        (False, peer, None, cma, ("shm", "cma"), mapped + "memory by cma"),
+        (True, peer, "shm", {}, ("shm", None), "private memory by nothing: nobody tried"),
+        (False, None, None, {}, ("tcp", "tcp"), "not shm: no same-host rendezvous was made"),
+        (False, told, None, {}, ("tcp", "tcp"), "not shm: no such socket"),
+        (True, peer, "tcp", {}, ("tcp", "tcp"), "data lanes, as llm.Transport asks"),
+        (False, peer, "cma", cma, ("cma", "cma"), "the kernel lets us into the peer's memory"),
     ]
-    for forced, found, text in refusals:
-        with pytest.raises(LinkRefused, match=text):
-            choose(same_process=False, forced=forced, **found)
-    with pytest.raises(ParamError, match="known are inproc, shm, cma, tcp"):
-        choose(same_process=True, same_host=None, forced="rdma")
+    for same_process, same_host, forced, tried, names, reason in chosen:
+        choice = choose(same_process=same_process, same_host=same_host, forced=forced, **tried)
+        assert (choice.name, choice.private) == names
+        assert choice.reason.endswith(reason)
+    for forced, why, kind, text in (
+        ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
+        ("shm", None, LinkRefused, "not shm: no such socket"),
+        ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
+        ("rdma", None, ParamError, "known are inproc, shm, cma, tcp"),
+    ):
+        with pytest.raises(kind, match=text):
+            choose(same_process=False, same_host=told, forced=forced, private=why)

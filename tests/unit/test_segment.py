@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import threading
@@ -19,25 +18,21 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
+from llm_datadist.testing.scene import residue
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llm_datadist._memory.segment import Segment
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MIB = 1 << 20
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mappings(address: int) -> bool:
-    """Return True when something is mapped at ``address``."""
-    ranges = (line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+def held() -> tuple[int, int]:
+    """Return how many descriptors this process has, and how many bytes of memfds it maps."""
+    return len(os.listdir("/proc/self/fd")), residue()["mapped bytes"]
 
 
 def resident_bytes(segment: Segment) -> int:
@@ -64,14 +59,6 @@ def attach(segment: SharedSegment, *, writable: bool) -> SharedSegment:
     return SharedSegment.attach(os.dup(segment.fd), segment.nbytes, writable=writable)
 
 
-@pytest.fixture(autouse=True)
-def _no_descriptor_leaks() -> Iterator[None]:
-    before = open_fds()
-    yield
-    gc.collect()
-    assert open_fds() == before
-
-
 # --- shared segments --------------------------------------------------------------------------------------------------
 
 
@@ -94,9 +81,9 @@ def test_a_peer_reads_along_and_writes_only_where_it_may_keeps_no_descriptor_and
     with new(peers_may_write=True) as segment, attach(segment, writable=True) as writer:
         writer.view(MIB - 2)[:] = 9
         assert (segment.view()[-3:].tolist(), writer.writable) == ([0, 9, 9], True)
-    segment, before = new(), open_fds()
+    segment, (fds, nbytes) = new(), held()
     with attach(segment, writable=False) as reader:
-        assert open_fds() == before
+        assert held() == (fds, nbytes + MIB)
         for mapped in (mmap.mmap, lambda fd, nbytes: os.pwrite(fd, b"x", 0)):
             with pytest.raises(PermissionError):
                 mapped(segment.fd, MIB)
@@ -162,38 +149,37 @@ def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> No
 
 
 def test_close_is_idempotent_and_the_mapping_goes_with_the_last_view_in_any_thread() -> None:
-    before = open_fds()
+    fds, nbytes = held()
     segment = new()
     address = segment.address
     words = segment.view(4096, 8192).view(np.uint64)[2:].reshape(2, -1)
-    assert (open_fds(), repr(segment)) == (before + 1, f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>")
+    assert (held(), repr(segment)) == ((fds + 1, nbytes + MIB), f"<SharedSegment 'pool' {MIB} bytes at {address:#x}>")
     segment.close()
     segment.close()
     assert segment.closed
-    assert (open_fds(), repr(segment)) == (before, f"<SharedSegment 'pool' {MIB} bytes closed>")
+    assert (held(), repr(segment)) == ((fds, nbytes + MIB), f"<SharedSegment 'pool' {MIB} bytes closed>")
     for use in (lambda: segment.address, segment.view, lambda: segment.fd):
         with pytest.raises(StateError, match="'pool'"):
             use()
     words[:] = 0x0102030405060708
     assert int(words.sum() & np.uint64(0xFF)) == len(words.ravel()) * 8 % 256
-    assert mappings(address)
     views = [words]
     del words
     thread = threading.Thread(target=views.clear)
     thread.start()
     thread.join()
-    assert not mappings(address)
+    assert held() == (fds, nbytes)
 
 
 def test_a_forgotten_one_is_a_resource_warning_and_is_closed_all_the_same() -> None:
-    before = open_fds()
+    before = held()
     segment = new()
     peer = attach(segment, writable=False)
     with pytest.warns(ResourceWarning, match="unclosed segment"):
         del peer
     with pytest.warns(ResourceWarning, match="unclosed segment <SharedSegment 'pool'"):
         del segment
-    assert open_fds() == before
+    assert held() == before
 
 
 # --- memory of the user, devices --------------------------------------------------------------------------------------

@@ -7,20 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LayerSynchronizer, LLMStatusCode
+from llm_datadist import LLMStatusCode
 from llm_datadist._transfer.layerwise import CacheTask, Tasks, TransferJob
 from llm_datadist.errors import DeadlineExceeded, StateError
+from tests.support.layers import FAILED, OK, Always
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OK, FAILED, FINALIZED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED, LLMStatusCode.LLM_ENGINE_FINALIZED
 BOUND_S = 20.0
-
-
-class Ready(LayerSynchronizer):
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        return True
 
 
 class Delivered:
@@ -51,7 +46,7 @@ def tasks() -> Iterator[Tasks]:
 
 def _job(tasks: Tasks, *deliveries: Delivered, **more: Any) -> tuple[TransferJob, list[str]]:
     released: list[str] = []
-    job = TransferJob(tasks.name(), deliveries, Ready(), lambda: released.append("source"), **more)
+    job = TransferJob(tasks.name(), deliveries, Always(), lambda: released.append("source"), **more)
     return job, released
 
 
@@ -94,8 +89,8 @@ def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until
     late_job, late_released = _job(tasks, late)
     with pytest.raises(StateError) as caught:
         tasks.start(late_job)
-    assert caught.value.status_code is FINALIZED
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (late_released, late.sent) == (["source"], [])
     gate.set()
-    assert task.synchronize() is FINALIZED
+    assert task.synchronize() is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (released, one.sent) == (["source"], [0])

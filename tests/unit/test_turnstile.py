@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -39,15 +40,12 @@ def test_one_of_many_threads_is_the_last_one_out() -> None:
             if not use_gate.try_leave() and use_gate.leave() == 0:
                 last.append(number)
 
-    visitors = [threading.Thread(target=visit, args=(number,)) for number in range(8)]
-    for each in visitors:
-        each.start()
-    here.wait(30)
-    empty = use_gate.shut() == 0
-    for each in visitors:
-        each.join(30)
-    assert use_gate.inside == 0
-    assert len(last) == (0 if empty else 1)
+    with ThreadPoolExecutor(8) as threads:
+        visits = [threads.submit(visit, number) for number in range(8)]
+        here.wait(30)
+        empty = use_gate.shut() == 0
+    assert [each.exception() for each in visits] == [None] * 8
+    assert (use_gate.inside, len(last)) == (0, 0 if empty else 1)
 
 
 def test_a_meter_adds_up_and_a_timer_counts_its_block_once_also_when_it_fails() -> None:

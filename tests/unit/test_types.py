@@ -1,9 +1,11 @@
-"""The value types: enumerations, CacheDesc, Cache, configs of transfers, LLMClusterInfo (interface §1.2, §2.1, §4,
-§5)."""
+"""The value types: enumerations, CacheDesc, Cache, keys, configs of transfers, LLMClusterInfo, Tensor (interface §1.2,
+§2.1, §4, §5, §8)."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist import Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -33,21 +36,12 @@ from llm_datadist.types import (
 from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
 from tests.support.refusals import INT64, NONE, RULE, TYPE, UINT32, UINT64, Spec, assign, bad, integer, refuse_each
 
-pytestmark = pytest.mark.covers(
-    "Cache",
-    "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs",
-    "CacheDesc*",
-    "DataType*",
-    "LLMClusterInfo*",
-    "LLMRole",
-    "LayerSynchronizer*",
-    "MemInfo*",
-    "Memtype",
-    "Placement",
-    "RegisterMemStatus",
-    "TransferConfig*",
-    "TransferWithCacheKeyConfig*",
-)
+pytestmark = [
+    pytest.mark.covers("Cache", "Cache: cache_desc cache_id create_cpu_cache is_blocks_cache tensor_addrs"),
+    pytest.mark.covers("BlocksCacheKey*", "CacheDesc*", "CacheKey*", "DataType*", "LLMClusterInfo*", "LLMRole"),
+    pytest.mark.covers("LayerSynchronizer*", "Mem*", "Placement", "RegisterMemStatus", "Transfer*Config*"),
+    pytest.mark.covers("KvCacheManager", "Tensor", "Tensor: numpy tensor_desc", "TensorDesc*", "valid_np_dtypes"),
+]
 
 HALF = DataType.DT_FLOAT16
 MAX64 = 2**64 - 1
@@ -56,8 +50,6 @@ BLOCKS, ROW = BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1)
 
 def test_r01_enumerations_are_ints_with_the_name_as_text_and_another_number_is_a_value_error() -> None:
     """The documented members and their values are in test_public_api.py."""
-    assert [member.name for member in PushType] == ["NO_CACHE_KEY", "BLOCKS_CACHE_KEY", "CACHE_KEY_BY_ID"]
-    assert [member.value for member in PushType] == [0, 1, 2]
     every: list[type[Any]] = [LLMRole, Placement, RegisterMemStatus, Memtype, PushType, DataType]
     for enum in every:
         for value in (-1, 5_000, "PROMPT", None, 0.5):
@@ -77,16 +69,13 @@ SIZES: dict[int, dict[str, type]] = {
 }
 
 
-def test_every_data_type_has_its_size_and_numpy_type() -> None:
+def test_every_data_type_has_its_size_and_numpy_type_which_map_back_except_bfloat16() -> None:
     for size, types in SIZES.items():
         for name, numpy_type in types.items():
             dtype = DataType[f"DT_{name}"]
             assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, numpy_type)
             assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * size, "bytes of one tensor"
     assert len(dtype_to_np_dtype) == len(DataType) == sum(map(len, SIZES.values())) == 14
-
-
-def test_numpy_types_and_dtype_objects_map_back_except_bfloat16() -> None:
     assert len(np_dtype_to_dtype) == len(valid_np_dtypes) == 13
     assert np_dtype_to_dtype[np.float16] is DataType.DT_FLOAT16
     assert DataType.DT_BF16 not in np_dtype_to_dtype.values()
@@ -113,7 +102,7 @@ def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
     assert type(desc.batch_size) is int
 
 
-def test_r01_desc_refuses() -> None:
+def test_r01_desc_and_update_dim_refuse() -> None:
     specs = {
         "num_tensors": UINT32,
         "shape": Spec(
@@ -131,9 +120,6 @@ def test_r01_desc_refuses() -> None:
     }
     good = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF}
     refuse_each(CacheDesc, good, specs, bad(RULE, "batch_dim_index", "[0, 0)", shape=[]))
-
-
-def test_r01_update_dim_refuses() -> None:
     specs = {"dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)), "dim_value": INT64}
     good = {"dim_index": 0, "dim_value": 1}
     refuse_each(CacheDesc(1, [4, 8], HALF).update_dim, good, specs)
@@ -153,7 +139,7 @@ def test_r29_size_of_an_impossible_shape_is_param_invalid() -> None:
     assert CacheDesc(1, [1] * 30 + [5], HALF).size == 10
 
 
-def test_update_dim_and_the_callers_own_list_change_shape_and_size_but_not_batch_size() -> None:
+def test_update_dim_and_the_callers_own_list_change_shape_and_size_but_not_batch_size_and_all_is_shown() -> None:
     shape = [4, 8]
     desc = CacheDesc(1, shape, HALF)
     assert desc.size == 64
@@ -161,10 +147,7 @@ def test_update_dim_and_the_callers_own_list_change_shape_and_size_but_not_batch
     assert (shape, desc.size, desc.batch_size) == ([6, 8], 96, 4)
     shape[1] = 1
     assert (desc.size, desc.batch_size) == (12, 4)
-
-
-def test_desc_repr_shows_every_field_even_of_an_impossible_shape() -> None:
-    assert repr(CacheDesc(2, [0, 3], HALF, Placement.HOST)) == (
+    assert repr(CacheDesc(2, [0, 3], HALF, Placement.HOST)) == (  # even of an impossible shape
         "CacheDesc(num_tensors=2, shape=[0, 3], data_type=DataType.DT_FLOAT16, placement=Placement.HOST, "
         "batch_dim_index=0, seq_len_dim_index=-1, kv_tensor_format=None)"
     )
@@ -191,28 +174,19 @@ def test_r01_r16_cpu_cache_is_an_unregistered_blocks_cache_on_the_host() -> None
     refuse_each(Cache.create_cpu_cache, {"cache_desc": HOST_DESC, "addrs": addresses}, specs)
 
 
-class _Mapping:
-    """Stands for the object that keeps a cache's memory mapped."""
-
-
-def test_cache_keeps_its_memory_until_it_is_emptied() -> None:
-    memory = _Mapping()
+def test_cache_tells_what_it_is_keeps_its_memory_until_it_is_emptied_and_has_fields_that_cannot_be_replaced() -> None:
+    memory = np.zeros(1)
     alive = weakref.ref(memory)
-    cache = Cache(3, HOST_DESC, [1, 2], memory=memory)
+    cache = Cache(3, HOST_DESC, [1, 2], is_blocks_cache=True, memory=memory)
     del memory
     gc.collect()
     assert alive() is not None
     addresses = cache.tensor_addrs
+    assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST>"
     cache._empty()
     gc.collect()
     assert alive() is None
     assert addresses == cache.tensor_addrs == []
-    cache._empty()
-
-
-def test_cache_repr_tells_kind_geometry_and_state_and_fields_cannot_be_replaced() -> None:
-    cache = Cache(3, HOST_DESC, [1, 2], is_blocks_cache=True)
-    assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST>"
     cache._empty()
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
     with pytest.raises(AttributeError):
@@ -299,20 +273,11 @@ def test_layer_synchronizer_must_be_implemented() -> None:
     with pytest.raises(TypeError, match="synchronize_layer"):
         LayerSynchronizer()  # type: ignore[abstract]
 
-    class Ready(LayerSynchronizer):
-        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-            return layer_index == 0 and timeout_in_millis is None
 
-    assert Ready().synchronize_layer(0, None)
-
-
-def test_ip_is_packed_first_octet_lowest() -> None:
+def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints_with_the_first_octet_lowest() -> None:
     packed = {"1.2.3.4": 0x04030201, "127.0.0.1": 0x0100007F, "0.0.0.0": 0, "255.255.255.255": 2**32 - 1}
     for text, number in packed.items():
         assert (trans_str_ip(text), trans_int_ip(number)) == (number, text)
-
-
-def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints() -> None:
     info = LLMClusterInfo()
     assert info.remote_cluster_id is None
     assert info.local_ip_info_list == info.remote_ip_info_list == []
@@ -335,3 +300,172 @@ def test_r01_cluster_info_refuses() -> None:
     refuse_each(info.append_remote_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
     refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
     assert info.local_ip_info_list == info.remote_ip_info_list == []
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_positional_keyword_and_older_name_are_the_same_and_a_placeholder_has_neither_request_nor_prefix() -> None:
+    key = CacheKey(1, 2, 3, 4)
+    assert key == CacheKey(cluster_id=1, req_id=2, model_id=3, prefix_id=4)
+    assert key == CacheKey(prompt_cluster_id=1, req_id=2, model_id=3, prefix_id=4)
+    assert key == CacheKey(1, 2, prefix_id=4, model_id=3)
+    assert (key.cluster_id, key.prompt_cluster_id, key.req_id, key.model_id, key.prefix_id) == (1, 1, 2, 3, 4)
+    assert BlocksCacheKey(1) == BlocksCacheKey(cluster_id=1, model_id=0) == BlocksCacheKey(prompt_cluster_id=1)
+    assert BlocksCacheKey(1, 2).prompt_cluster_id == 1
+    assert (CacheKey(1, 2).model_id, CacheKey(1, 2).prefix_id) == (0, MAX64)
+    for key, is_prefix, is_placeholder in (
+        (CacheKey(1, 2), False, False),
+        (CacheKey(1, MAX64), False, True),
+        (CacheKey(1, MAX64, prefix_id=5), True, False),
+    ):
+        assert (key.is_prefix, key.is_placeholder) == (is_prefix, is_placeholder)
+
+
+def test_keys_hold_the_whole_uint64_and_take_numpy_integers() -> None:
+    key = CacheKey(MAX64, MAX64, MAX64, MAX64)
+    assert (key.cluster_id, key.req_id, key.model_id, key.prefix_id) == (MAX64,) * 4
+    assert BlocksCacheKey(MAX64, MAX64).model_id == MAX64
+    assert CacheKeyByIdAndIndex(MAX64, 2**63 - 1, 2**32 - 1).batch_index == 2**32 - 1
+    assert CacheKeyByIdAndIndex(1, -1).batch_index == 0
+    assert CacheKey(np.uint64(1), np.int64(2)) == CacheKey(1, 2)  # type: ignore[call-overload]
+    assert type(CacheKeyByIdAndIndex(np.int32(1), 2).cluster_id) is int  # type: ignore[arg-type]
+
+
+def test_r01_keys_refuse_wrong_names_and_numbers_of_arguments_and_what_is_no_such_integer() -> None:
+    def made(key: type, args: tuple[int, ...] = (), **given: object) -> object:
+        return key(*args, **given)
+
+    twice = ("prompt_cluster_id=1", "already 1")
+    refuse_each(
+        made,
+        {},
+        {},
+        bad(RULE, "CacheKey", "5 arguments", "at most 4", key=CacheKey, args=(1, 2, 3, 4, 5)),
+        bad(RULE, "cluster_id is required", key=CacheKey, req_id=1),
+        bad(RULE, "req_id is required", key=CacheKey, args=(1,)),
+        bad(RULE, "req_id is required", key=CacheKey, cluster_id=1),
+        bad(RULE, "Unsupported", "modelid=3", key=CacheKey, args=(1, 2), modelid=3),
+        bad(RULE, "cluster_id=3", "already 1", key=CacheKey, args=(1, 2), cluster_id=3),
+        bad(RULE, *twice, key=CacheKey, args=(1, 2), prompt_cluster_id=1),
+        bad(RULE, *twice, key=CacheKey, cluster_id=1, prompt_cluster_id=1, req_id=2),
+        bad(RULE, "BlocksCacheKey", "3 arguments", "at most 2", key=BlocksCacheKey, args=(1, 2, 3)),
+        bad(RULE, "cluster_id is required", key=BlocksCacheKey),
+        bad(RULE, "Unsupported", "req_id=3", key=BlocksCacheKey, args=(1,), req_id=3),
+        bad(RULE, *twice, key=BlocksCacheKey, cluster_id=1, prompt_cluster_id=1),
+        bad(TYPE, "cache_id", key=CacheKeyByIdAndIndex, args=(1,)),
+    )
+    uint64, int64, uint32 = (
+        Spec(("1", 2.0), *((RULE, f"{{}}: {n} is outside [{low}, {high}] ({kind})", n) for n in (low - 1, high + 1)))
+        for low, high, kind in ((0, MAX64, "uint64"), (-(2**63), 2**63 - 1, "int64"), (0, 2**32 - 1, "uint32"))
+    )
+    for key, fields in (
+        (CacheKey, dict.fromkeys(("cluster_id", "req_id", "model_id", "prefix_id"), uint64)),
+        (BlocksCacheKey, dict.fromkeys(("cluster_id", "model_id"), uint64)),
+        (CacheKeyByIdAndIndex, {"cluster_id": uint64, "cache_id": int64, "batch_index": uint32}),
+    ):
+        refuse_each(key, dict.fromkeys(fields, 1), fields)
+
+
+def test_keys_are_frozen_hashable_values() -> None:
+    by_id = CacheKeyByIdAndIndex(1, 2)
+    cases: list[tuple[Any, Any, str]] = [
+        (CacheKey(1, 2), CacheKey(1, 3), f"CacheKey(cluster_id=1, req_id=2, model_id=0, prefix_id={MAX64})"),
+        (BlocksCacheKey(1), BlocksCacheKey(1, 1), "BlocksCacheKey(cluster_id=1, model_id=0)"),
+        (by_id, CacheKeyByIdAndIndex(1, 2, 1), "CacheKeyByIdAndIndex(cluster_id=1, cache_id=2, batch_index=0)"),
+    ]
+    for key, other, text in cases:
+        again = copy.deepcopy(pickle.loads(pickle.dumps(key)))
+        assert again == key
+        assert hash(again) == hash(key)
+        assert key != other
+        assert len({key, again, other, BlocksCacheKey(1, 2), CacheKeyByIdAndIndex(1, 2, 3), CacheKey(1, 2, 3)}) == 5
+        assert repr(key) == text
+        with pytest.raises(AttributeError):
+            key.cluster_id = 5
+
+
+# --- Tensor and TensorDesc of v1 (interface §8) ----------------------------------------------------------------------
+
+
+def test_a_tensor_over_an_array_is_the_array() -> None:
+    for scalar in valid_np_dtypes:
+        if scalar is np.bytes_:
+            continue
+        array = np.arange(6).astype(scalar).reshape(2, 3)
+        tensor = Tensor(array)
+        assert np.shares_memory(tensor.numpy(), array)
+        assert (tensor.numpy().dtype, tensor.tensor_desc.shape) == (array.dtype, [2, 3])
+        copy = tensor.numpy(copy=True)
+        assert not np.shares_memory(copy, array)
+        np.testing.assert_array_equal(copy, array)
+        same = Tensor(tensor, TensorDesc(tensor.tensor_desc.dtype, (2, 3)))
+        for again in (Tensor(tensor), same):
+            assert np.shares_memory(again.numpy(), array)
+
+
+def test_both_of_numpys_types_for_one_integer_are_that_integer() -> None:
+    int64 = DataType.DT_INT64
+    for name, dtype in ((np.longlong, int64), (np.ulonglong, DataType.DT_UINT64), (np.int_, int64)):
+        array = np.arange(3, dtype=name)
+        assert Tensor(array).tensor_desc.dtype is dtype
+        assert Tensor(array, TensorDesc(dtype, [3])).numpy() is array
+
+
+def test_bf16_comes_as_float32_by_value() -> None:
+    patterns = np.array([0x0000, 0x8000, 0x3F80, 0xBF00, 0x4049, 0x7F80, 0x0001], np.uint16)
+    expected = np.array([0.0, -0.0, 1.0, -0.5, 3.140625, np.inf, 2.0**-133], np.float32)
+    for data in (patterns, patterns.view(np.float16)):
+        tensor = Tensor(data, TensorDesc(DataType.DT_BF16, [7]))
+        np.testing.assert_array_equal(tensor.numpy(), expected)
+        assert tensor.numpy().dtype == np.float32
+        assert np.signbit(tensor.numpy()[1])
+        assert repr(tensor) == "<Tensor DT_BF16 [7]>"
+
+
+def test_text_is_dt_string_and_only_copied() -> None:
+    for text in (np.array(["a", "äb"]), np.array([b"a", b"bc"])):
+        tensor = Tensor(text)
+        assert tensor.tensor_desc.dtype is DataType.DT_STRING
+        with pytest.raises(RuntimeError, match="copy=True"):
+            tensor.numpy()
+        copy = tensor.numpy(copy=True)
+        assert copy.tolist() == text.tolist()
+        assert not np.shares_memory(copy, text)
+
+
+def test_an_address_with_a_descriptor_of_its_own_shape_is_the_memory_there() -> None:
+    array, shape = np.arange(6, dtype=np.int64), [3, 2]
+    desc = TensorDesc(DataType.DT_INT64, shape)
+    shape[0] = 9
+    desc.shape[1] = 9
+    assert (desc.dtype, desc.shape, TensorDesc(DataType.DT_INT8, ()).shape) == (DataType.DT_INT64, [3, 2], [])
+    Tensor(array.ctypes.data, desc).numpy()[2, 1] = 50
+    assert array[5] == 50
+
+
+def test_what_is_no_tensor_is_a_param_error_and_a_wrong_type_a_type_error() -> None:
+    half = np.zeros((2, 3), np.float16)
+    cases: list[tuple[Any, TensorDesc | None, str]] = [
+        (half, TensorDesc(DataType.DT_FLOAT, [2, 3]), "DT_FLOAT"),
+        (half, TensorDesc(DataType.DT_FLOAT16, [3, 2]), "[3, 2]"),
+        (half, TensorDesc(DataType.DT_FLOAT16, [6]), "[6]"),
+        (Tensor(half), TensorDesc(DataType.DT_INT16, [2, 3]), "DT_INT16"),
+        (half.astype(np.int16), TensorDesc(DataType.DT_BF16, [2, 3]), "DT_BF16"),
+        (half.T, None, "not contiguous"),
+        (half.astype(np.complex64), None, "complex64"),
+        (half.astype(object), None, "object"),
+        (half.astype(">f4"), None, ">f4"),
+        (np.zeros(2, "M8[s]"), None, "datetime64"),
+        (4096, None, "tensor_desc"),
+        *[(at, TensorDesc(DataType.DT_INT8, [4]), f"data={at}: 4 bytes") for at in (0, -1, 2**64 - 2)],
+        (4096, TensorDesc(DataType.DT_INT8, [4, 0]), "[4, 0]"),
+        (4096, TensorDesc(DataType.DT_STRING, [4]), "DT_STRING"),
+    ]
+    refuse_each(Tensor, {}, {}, *[bad(RULE, part, data=data, tensor_desc=desc) for data, desc, part in cases])
+    refuse_each(
+        Tensor, {"data": half}, {"data": Spec(([1], "a", 1.0, True)), "tensor_desc": Spec(([2, 3],), none_ok=True)}
+    )
+    refuse_each(Tensor(half).numpy, {}, {"copy": Spec((1,))})
+    shapes = Spec((3,), (TYPE, "{}[1]", [1, "2"]), (RULE, "{}", [1, -1], [1, 2**63]))
+    refuse_each(TensorDesc, {"dtype": DataType.DT_INT8, "shape": [1]}, {"dtype": Spec(("f",)), "shape": shapes})

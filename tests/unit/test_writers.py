@@ -8,7 +8,6 @@ import gc
 import os
 import subprocess
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError
-from tests.support.world import residue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,20 +35,12 @@ NONE_AT_WORK = "<IntentWriter open: 0 at work>"
 
 
 @pytest.fixture
-def writers() -> Iterator[WriteIntents]:
-    """Nothing may be left of it."""
-
-    def held() -> tuple[object, object]:
-        now = residue()
-        return now["fds"], now["memfd mappings"]
-
-    before = held()
+def writers(nothing_left: None) -> Iterator[WriteIntents]:
     writers = WriteIntents()
     writers.check_integrity()
     yield writers
     writers.check_integrity()
     writers.close()
-    assert held() == before
 
 
 @pytest.fixture
@@ -93,9 +83,6 @@ def sleeper() -> Iterator[Sleeper]:
     with subprocess.Popen(["sleep", "600"]) as child:
         yield Sleeper(child, os.pidfd_open(child.pid))
         child.kill()
-
-
-# --- announcements ----------------------------------------------------------------------------------------------------
 
 
 def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntents, page: WriterPage) -> None:
@@ -164,9 +151,6 @@ def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page
     for each in taken:
         each.end()
     assert writers.busy(GUARD) == ()
-
-
-# --- pages and the processes they belong to ---------------------------------------------------------------------------
 
 
 def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
@@ -246,14 +230,12 @@ def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_link
     announced.end()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:
     shared = writers.open()
     intent_writer = mapped(shared)
     announced = announce(intent_writer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
-        child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         shared.retire()
         announced.__del__()
         os._exit(0)
@@ -282,46 +264,13 @@ def test_what_is_no_page_or_slot_is_refused() -> None:
             IntentWriter(wrong)
 
 
-# --- quarantine -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pool() -> Iterator[MemoryPool]:
-    """A pool of 64 pages."""
-    pool = MemoryPool("device", SharedSegment.create("pool", 256 * KIB, peers_may_write=False), 12)
-    yield pool
-    pool.check_integrity()
-    pool.close()
-
-
-def test_quarantined_memory_is_used_and_counted_until_its_writers_end(
-    writers: WriteIntents, page: WriterPage, pool: MemoryPool
+def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept_under_a_writer_at_the_end(
+    writers: WriteIntents, page: WriterPage
 ) -> None:
-    quarantine = Quarantine(writers)
-    quarantine.free(pool.allocate_many(2, 5000), ())  # without writers it is free at once
-    assert (pool.statistics().used_bytes, quarantine.nbytes) == (0, 0)
-    assert repr(quarantine) == "<Quarantine 0 allocations, 0 bytes>"
-    allocation = pool.allocate_many(2, 5000)
-    with announce(page.intent_writer()):
-        quarantine.free(allocation, writers.busy(GUARD))
-        assert not quarantine.sweep()
-        now = pool.statistics()
-        assert (now.used_bytes, now.quarantined_bytes, quarantine.nbytes) == (16 * KIB, 16 * KIB, 16 * KIB)
-        quarantine.check_integrity()
-        pool.check_integrity()
-    assert quarantine.sweep()
-    now = pool.statistics()
-    assert (now.used_bytes, now.quarantined_bytes, quarantine.nbytes, allocation.freed) == (0, 0, 0, True)
-    with announce(page.intent_writer()):
-        quarantine.free(pool.allocate_many(1, 100 * KIB), writers.busy(GUARD))
-        quarantine.release_all()
-        assert pool.statistics().used_bytes == 0
-
-
-def test_many_threads_sweep_and_free_and_nothing_is_lost(
-    writers: WriteIntents, page: WriterPage, pool: MemoryPool
-) -> None:
+    pool = MemoryPool("device", SharedSegment.create("pool", 64 << 12, peers_may_write=False), 12)
     quarantine, intent_writer, start = Quarantine(writers), page.intent_writer(), threading.Barrier(4)
+    quarantine.free(pool.allocate_many(2, 5000), ())  # without writers it is free at once
+    assert repr(quarantine) == "<Quarantine 0 allocations, 0 bytes>"
 
     def live(guard: int) -> None:
         start.wait(10)
@@ -333,4 +282,12 @@ def test_many_threads_sweep_and_free_and_nothing_is_lost(
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(live, (1, 2, 3, 4), timeout=60))
     quarantine.sweep()
-    assert (quarantine.nbytes, pool.statistics().used_bytes, pool.statistics().live_allocations) == (0, 0, 0)
+    with announce(intent_writer):
+        quarantine.free(pool.allocate_many(2, 5000), writers.busy(GUARD))
+        assert (quarantine.sweep(), quarantine.nbytes, pool.statistics().used_bytes) == (False, 16 * KIB, 16 * KIB)
+        quarantine.check_integrity()
+        quarantine.release_all()
+    pool.check_integrity()
+    assert repr(quarantine) == "<Quarantine 0 allocations, 0 bytes>"
+    assert (pool.statistics().used_bytes, pool.statistics().live_allocations) == (0, 0)
+    pool.close()

@@ -27,10 +27,10 @@ def plan_blocks(dst: Sequence[int], src: Sequence[int], block_bytes: int, *, ali
 
 
 def plan_pieces(dst: Sequence[int], block_bytes: int, src_offset: int, src_bytes: int) -> tuple[Runs, bool]:
-    runs = []
-    for i, d in enumerate(dst):
-        start = i * block_bytes
-        runs.append((d * block_bytes, src_offset + start, min(block_bytes, src_bytes - start)))
+    starts = [i * block_bytes for i in range(len(dst))]
+    runs = [
+        (d * block_bytes, src_offset + s, min(block_bytes, src_bytes - s)) for d, s in zip(dst, starts, strict=True)
+    ]
     ordered = len(set(dst)) < len(dst)
     return _array(runs if ordered else _merged(runs)), ordered
 
