@@ -14,8 +14,9 @@ namespace nb = nanobind;
 
 // What the main thread is doing. Changed by that thread only, with the interpreter lock.
 struct MainThread {
-    inline static unsigned long id = 0;    // 0: signals have not been taken over
-    inline static int depth = 0;           // calls of the library, one inside the other: handlers may call it
+    inline static unsigned long id = 0;  // 0: not asked for yet
+    inline static bool took_signals_over = false;
+    inline static int depth = 0;  // calls of the library, one inside the other: handlers may call it
     inline static bool interrupted = false;  // no handler may run before the end: one has raised, or the call is whole
 
     static bool here() { return PyThread_get_thread_ident() == id; }
@@ -51,7 +52,7 @@ inline nb::object set_handler(const nb::args& args) {
 
 inline void in_forked_child() {
     KeptSignals::forget();
-    if (MainThread::id == 0 || MainThread::here()) return;  // a fork inside of a call: that goes on here too
+    if (MainThread::here()) return;  // a fork inside of a call: that goes on here too
     MainThread::id = PyThread_get_thread_ident();
     MainThread::depth = 0;
     MainThread::interrupted = false;
@@ -67,7 +68,7 @@ inline void take_signals_over() {
         if (PyCallable_Check(signals.attr("getsignal")(each).ptr()))
             KeptSignals::take_over(nb::cast<int>(each), reinterpret_cast<const void*>(&PyErr_CheckSignals));
     pthread_atfork(nullptr, nullptr, &in_forked_child);
-    MainThread::id = PyThread_get_thread_ident();
+    MainThread::took_signals_over = true;
 }
 
 // A function in Python during which signals are held, if the main thread calls it. `undo`, if not None, is called with
@@ -96,13 +97,13 @@ inline PyObject* settle(HoldingCall* call, PyObject* self, PyObject* result) {
 }
 
 inline bool is_main_thread() {
-    if (MainThread::id != 0) return MainThread::here();
     try {
-        nb::module_ threading = nb::module_::import_("threading");
-        const nb::object main = threading.attr("main_thread")().attr("ident");
-        if (nb::cast<unsigned long>(main) != PyThread_get_thread_ident()) return false;
-        take_signals_over();
-        return true;
+        if (MainThread::id == 0) {
+            const nb::object main = nb::module_::import_("threading").attr("main_thread")();
+            MainThread::id = nb::cast<unsigned long>(main.attr("ident"));
+        }
+        if (MainThread::here() && !MainThread::took_signals_over) take_signals_over();
+        return MainThread::here();
     } catch (nb::python_error& error) {
         error.discard_as_unraisable("llm_datadist: taking signals over");
         return false;
