@@ -10,6 +10,7 @@ import os
 import select
 import selectors
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -27,6 +28,7 @@ T = TypeVar("T")
 #: Events that asyncio gets at once. The frames of linked peers come before each of them, so that they wait for the
 #: greetings of few strangers, however many there are.
 _EVENTS_PER_TURN: Final = 2
+_NO_MEMORY_SECONDS: Final = 0.01
 
 
 class _DirectSelector(selectors.EpollSelector):
@@ -156,9 +158,18 @@ class ControlLoop:
         with never_wait_here():
             self._serve_until_stopped()
 
+    def _ran(self) -> bool:
+        """Run until the loop is stopped; return False when no memory was left to wait for what comes."""
+        try:
+            self.loop.run_forever()
+        except MemoryError:
+            return False
+        return True
+
     def _serve_until_stopped(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._ran():
+            time.sleep(_NO_MEMORY_SECONDS)
         # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
         self.loop.run_until_complete(asyncio.sleep(0))
         for task in list(self._tasks):
