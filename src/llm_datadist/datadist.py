@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -26,6 +25,7 @@ from llm_datadist._checks import (
 from llm_datadist._deadline import CancellableDeadline, Deadline, wait_all
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._transfer.threads import Threads
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -612,8 +612,8 @@ def _each(
     if len(clusters) == 1:
         codes = [status(clusters[0])]
     else:
-        with ThreadPoolExecutor(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = wait_all([threads.submit(status, each) for each in clusters], deadline.cancel)
+        with Threads(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
+            codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
     failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
     return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 

@@ -6,12 +6,14 @@ An error in a callback or a coroutine is logged and ends that one only, never th
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import selectors
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 T = TypeVar("T")
+
+#: Events that asyncio gets at once. The frames of linked peers come before each of them, so that they wait for the
+#: greetings of few strangers, however many there are.
+_EVENTS_PER_TURN: Final = 2
+_NO_MEMORY_SECONDS: Final = 0.01
 
 
 class _DirectSelector(selectors.EpollSelector):
@@ -34,6 +41,7 @@ class _DirectSelector(selectors.EpollSelector):
     def __init__(self) -> None:
         super().__init__()
         self._inherited = self.fileno()
+        self._few = select.epoll.fromfd(os.dup(self._inherited))  # the inherited one, asked for few events
         self._outer = select.epoll()  # of the files that are served, and of the epoll that this class inherits
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
@@ -61,11 +69,23 @@ class _DirectSelector(selectors.EpollSelector):
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
             asked |= descriptor == self._inherited
         # Last: a callback may have removed, and closed, a file that asyncio waited for.
-        return super().select(0) if asked else []
+        return self._few_events() if asked else []
+
+    def _few_events(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what the inherited method does, but not all of it; the kernel tells of the others first next time."""
+        keys, events = self.get_map(), []
+        for descriptor, event in self._few.poll(0, _EVENTS_PER_TURN):
+            key = keys.get(descriptor)
+            if key is not None:
+                read = selectors.EVENT_READ if event & ~select.EPOLLOUT else 0
+                write = selectors.EVENT_WRITE if event & ~select.EPOLLIN else 0
+                events.append((key, (read | write) & key.events))
+        return events
 
     def close(self) -> None:
         self._served.clear()
         super().close()
+        self._few.close()
         self._outer.close()
 
 
@@ -138,9 +158,18 @@ class ControlLoop:
         with never_wait_here():
             self._serve_until_stopped()
 
+    def _ran(self) -> bool:
+        """Run until the loop is stopped; return False when no memory was left to wait for what comes."""
+        try:
+            self.loop.run_forever()
+        except MemoryError:
+            return False
+        return True
+
     def _serve_until_stopped(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._ran():
+            time.sleep(_NO_MEMORY_SECONDS)
         # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
         self.loop.run_until_complete(asyncio.sleep(0))
         for task in list(self._tasks):

@@ -294,7 +294,10 @@ class LinkManager:
         communicator: CommunicatorId | None = None,
     ) -> Link | None:
         """Make one link, or return an existing one. Arguments as of ``Dial``."""
-        with Dial(self._endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial:
+        with (
+            _refusing(show_address(address), but=LLMException),
+            Dial(self._endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial,
+        ):
             if attempt is not None:
                 attempt.begin(dial)
             dial.greet(wanted)
@@ -373,7 +376,7 @@ class LinkManager:
     def _make(self, new: NewLink) -> tuple[Link, Channel]:
         """Return a link that is not usable yet, and its channel, which has not begun. Raises LinkRefused."""
         link = Link(new.peer, new.connection, new.choice, new.origin)
-        with _refusing(link):
+        with _refusing(link.peer):
             channel = Channel(
                 self._control,
                 new.sock,
@@ -386,7 +389,7 @@ class LinkManager:
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
         """Start a link that is in the table; end the one that it replaces. Raises LinkRefused."""
         try:
-            with _refusing(link):
+            with _refusing(link.peer):
                 link.connection.begin(link)
         except LinkRefused as error:
             self.end(link, str(error), lost=False)
@@ -508,12 +511,14 @@ class LinkManager:
 
 
 @contextmanager
-def _refusing(link: Link) -> Iterator[None]:
+def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iterator[None]:
     """Raise LinkRefused where this process has reached a limit: of descriptors, threads or memory."""
     try:
         yield
+    except but:
+        raise
     except (OSError, RuntimeError, MemoryError) as error:
-        raise LinkRefused(f"link to {link.peer}: {error}") from error
+        raise LinkRefused(f"link to {peer}: {str(error) or type(error).__name__}") from error
 
 
 def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:

@@ -19,7 +19,16 @@ from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
-from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkError,
+    LLMException,
+    OutOfMemory,
+    ParamError,
+    ProtocolError,
+    TransferAborted,
+    TransferFailed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -115,6 +124,14 @@ class Initiator:
 
     def run(self, op: TransferOp) -> int:
         """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
+        try:
+            return self._run(op)
+        except MemoryError as error:
+            if isinstance(error, LLMException):
+                raise
+            raise OutOfMemory(f"{op.what}: this process has no memory left: {error!r}") from error
+
+    def _run(self, op: TransferOp) -> int:
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
@@ -221,6 +238,10 @@ class Initiator:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
             whole = False  # only the data lanes broke, after any number of bytes
+        except MemoryError as error:
+            if isinstance(error, LLMException):
+                raise
+            raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
         else:
             whole = True
             if not _current(link, op, remote):

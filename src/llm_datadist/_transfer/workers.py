@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import CancellableDeadline
 from llm_datadist._native.signals import hold_signals
-from llm_datadist.errors import LLMStatusCode, StateError
+from llm_datadist._transfer.threads import Threads
+from llm_datadist.errors import LLMException, LLMStatusCode, StateError
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,7 +33,7 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_MAX_WORKERS, "llm-datadist-async")
+        self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")
         self._pid = os.getpid()
 
     async def run(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> T:
@@ -44,6 +45,7 @@ class Workers:
         over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
 
         Raises:
+            LLMException: No thread can be started; nothing has happened.
             StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
         import asyncio  # loaded already: there is an event loop
@@ -93,10 +95,12 @@ class _Call(Generic[T]):
         return self._call(deadline)
 
     @hold_signals
-    def begin(self, threads: ThreadPoolExecutor) -> Future[T]:
+    def begin(self, threads: Threads) -> Future[T]:
         """Hand the call to a thread."""
         try:
             self._future = threads.submit(self.run)
+        except LLMException:
+            raise  # no thread can be started
         except RuntimeError as error:
             raise _finalized() from error
         return self._future

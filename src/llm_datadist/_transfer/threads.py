@@ -1,0 +1,114 @@
+"""Executors that promise: work that was refused is never done.
+
+That of the standard library queues the work first. Where no thread can be started then, ``submit`` raises, and the next
+thread that can be started does the work: a copy into memory that its caller has long used for something else.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from llm_datadist.errors import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Threads ``<name>_<n>``, at most ``limit``, each from the work that needs it to :meth:`shutdown`."""
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit = limit
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._waiting: dict[Future[Any], None] = {}  # what has not begun; single dict operations only
+        self._lock = threading.Lock()  # protects the rest
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads, less what they have to do
+        self._stopped = False
+
+    def submit(self, function: Callable[..., T], /, *args: Any) -> Future[T]:  # noqa: ANN401
+        """Have a thread do the work.
+
+        Raises:
+            LLMException: ``LLM_FAILED``: no thread can be started.
+            RuntimeError: After :meth:`shutdown`.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("no work is taken after shutdown")
+            if self._free <= 0 and len(self._threads) < self._limit:
+                self._start()
+            self._free -= 1
+            self._waiting[future] = None
+            self._queue.put(lambda: self._work(future, function, args))
+        return future
+
+    def share(self, function: Callable[..., T], /, *args: Any) -> Future[T]:  # noqa: ANN401
+        """:meth:`submit` work; where no thread can be started do it here and now."""
+        try:
+            return self.submit(function, *args)
+        except LLMException:
+            future: Future[T] = Future()
+            self._work(future, function, args)
+            return future
+
+    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
+        """Take no more work, cancel what has not begun if asked to, join the threads unless told not to."""
+        with self._lock:
+            self._stopped = True
+            if cancel_futures:
+                for future in list(self._waiting):
+                    future.cancel()
+                with suppress(Empty):
+                    while True:
+                        work = self._queue.get_nowait()
+                        if work is not None:
+                            work()  # which tells those that wait for it
+            for _ in self._threads:
+                self._queue.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _start(self) -> None:
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            text = f"no thread can be started: {error}"
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+        self._threads.append(thread)
+        self._free += 1
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # it may hold what its caller wants to be rid of
+            with self._lock:
+                self._free += 1
+
+    def _work(self, future: Future[T], function: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._waiting.pop(future, None)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(*args)
+        except BaseException as error:  # noqa: BLE001 (carried to whoever asks)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
