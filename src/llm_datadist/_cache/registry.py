@@ -68,8 +68,6 @@ def _show_key(key: Key) -> str:
 
 
 class State(Enum):
-    """Where an entry is in its life."""
-
     LIVE = "live"
     DEFERRED = "deferred"
     DRAINING = "draining"
@@ -79,8 +77,6 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What can happen to an entry."""
-
     BIND = "bind"
     UNBIND = "unbind"
     PIN = "pin"
@@ -141,7 +137,6 @@ class Lifecycle:
         return target
 
     def story(self) -> str:
-        """Return the last events of this entry, oldest first, on one line."""
         events = [f"{event.value} (keys {keys}, pins {pins}) -> {to.value}" for event, keys, pins, to in self._history]
         return "; ".join(events) or "added"
 
@@ -503,7 +498,6 @@ class Registry:
         return caches, keys, pins
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the tables contradict each other."""
         with self._lock:
             self._check_bindings()
             self._check_entries()

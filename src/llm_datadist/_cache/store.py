@@ -335,7 +335,6 @@ class CacheStore:
         return self._quarantine.nbytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if registry, pools or guards contradict themselves."""
         self.registry.check_integrity()
         self._guards.check_integrity()
         self.writers.check_integrity()

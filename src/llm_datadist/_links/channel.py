@@ -41,7 +41,6 @@ _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def tune(sock: socket.socket) -> None:
-    """Set no Nagle delay, keepalive after 1 s, and 10 s for an acknowledgement."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -62,7 +61,6 @@ class Waiter:
 
     @property
     def waiting(self) -> bool:
-        """True until it is woken."""
         return self._gate.locked()
 
     def wait(self, deadline: Deadline) -> None:
@@ -91,7 +89,6 @@ class FrameParser:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add bytes."""
         self._buffer += data
 
     def take(self) -> bytes | None:
@@ -110,7 +107,6 @@ class FrameParser:
         return payload
 
     def rest(self) -> bytes:
-        """Return the bytes that have not been taken."""
         return bytes(self._buffer)
 
 
@@ -210,7 +206,6 @@ class Channel:
             self._control.loop.add_writer(self._socket, self._flush)
 
     def _flush(self) -> None:
-        """Send from the backlog; read again once it is short."""
         with self._lock:
             sent = self._write(self._backlog)
             del self._backlog[:sent]
@@ -294,7 +289,6 @@ class Channel:
         waiter.wait(deadline)
 
     def forgo(self, waiter: Waiter) -> None:
-        """Release the reader role if ``waiter`` holds it."""
         if self._reader is waiter:
             self._stop_reading()
 

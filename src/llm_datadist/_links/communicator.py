@@ -58,7 +58,6 @@ class Communicator:
 
     @property
     def preparing(self) -> bool:
-        """True until it is decided."""
         return self.status is RegisterMemStatus.PREPARING
 
     def holds(self, cluster_id: int) -> bool:
@@ -110,11 +109,9 @@ class Communicator:
         return True
 
     def fail(self, reason: str) -> None:
-        """Make it FAILED for good."""
         self.status, self.reason = RegisterMemStatus.FAILED, reason
 
     def statistics(self) -> CommunicatorStatistics:
-        """Return a value for the public statistics."""
         return CommunicatorStatistics(
             comm_id=self.comm_id,
             name=self.plan.name,

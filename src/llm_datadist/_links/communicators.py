@@ -138,12 +138,10 @@ class Communicators:
         return communicator
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator. Raises NotLinked for an unknown id."""
         with self._lock:
             return self._get(comm_id).status
 
     def explain(self, comm_id: int) -> CommunicatorStatistics:
-        """Return everything that is known about a communicator. Raises NotLinked for an unknown id."""
         with self._lock:
             return self._get(comm_id).statistics()
 
@@ -172,12 +170,10 @@ class Communicators:
         logger.info("%s unlinked", communicator)
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
-        """Return one value per communicator."""
         with self._lock:
             return tuple(each.statistics() for each in self._all.values())
 
     def preparing(self) -> list[str]:
-        """Return the communicators that are not decided yet."""
         with self._lock:
             return [str(each) for each in self._all.values() if each.preparing]
 
@@ -192,7 +188,6 @@ class Communicators:
             return f"; {newest} is {newest.status.name}{reason}"
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a communicator contradicts itself."""
         with self._lock:
             for each in self._all.values():
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
@@ -281,7 +276,6 @@ class Communicators:
             communicator.sock = None
 
     def _shut(self, communicator: Communicator) -> None:
-        """Close the listener and stop the timer."""
         timer, communicator.timer = communicator.timer, None
         listener, communicator.listener = communicator.listener, None
         if timer is not None:

@@ -87,7 +87,6 @@ class Endpoint:
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
     def greeting(self) -> dict[str, Any]:
-        """Return the fields of :class:`Greeting`."""
         return {
             "version": PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
@@ -131,7 +130,6 @@ class NewLink:
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
 
     def close(self) -> None:
-        """Give up what it holds, of which nothing has become a link."""
         self.connection.close()
         self.sock.close()
 
@@ -199,7 +197,6 @@ class _BlockingFrames:
             data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
             while (message := _take(self.parser)) is None:
                 data = self._call("handshake", select.POLLIN, lambda: self.socket.recv(_RECEIVE_BYTES))
@@ -309,7 +306,6 @@ class Dial:
         _check_access(self._endpoint, welcome)
 
     def _open(self, welcome: Welcome) -> None:
-        """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
         forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(
@@ -470,12 +466,10 @@ class _Handshake:
             known.agree(self.hello.incarnation, self.choice.share, share, self.transcript)
 
     def take_memory(self) -> PeerMemory | LinkError | None:
-        """Return what came of the rendezvous, the caller's from now on."""
         memory, self.memory = self.memory, None
         return memory
 
     def close(self) -> None:
-        """Give the memory back that nothing has taken."""
         if isinstance(memory := self.take_memory(), PeerMemory):
             memory.close()
 

@@ -46,7 +46,6 @@ class PeerSecrets:
         return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
 
     def agree(self, peer: bytes, initiator_share: bytes, target_share: bytes, transcript: Transcript) -> None:
-        """Keep a new secret of both shares."""
         self._secrets.pop(peer, None)
         self._secrets[peer] = hashlib.sha256(b"".join((initiator_share, target_share, *transcript))).digest()
         while len(self._secrets) > _MAX_SECRETS:
@@ -54,7 +53,6 @@ class PeerSecrets:
 
 
 def new_share() -> bytes:
-    """Return one end's half of a new secret."""
     return secrets.token_bytes(SHARE_BYTES)
 
 

@@ -42,7 +42,6 @@ class Peer:
 
     @classmethod
     def of(cls, greeting: Greeting) -> Peer:
-        """Return the peer that sent a greeting."""
         return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
 
     def __str__(self) -> str:
@@ -52,8 +51,6 @@ class Peer:
 
 
 class LinkState(Enum):
-    """The states of a link."""
-
     CLOSED = "closed"
     HANDSHAKE = "handshake"
     READY = "ready"
@@ -63,8 +60,6 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    """What changes the state of a link."""
-
     HELLO = "hello"  # the two ends have introduced themselves
     READY = "ready"  # both ends have mapped each other
     SILENT = "silent"  # no heartbeat for a while
@@ -109,7 +104,6 @@ class LinkMachine:
         self._story: deque[str] = deque(maxlen=16)
 
     def can(self, event: LinkEvent) -> bool:
-        """Return True when ``event`` is legal now."""
         return (self.state, event) in TRANSITIONS
 
     def fire(self, event: LinkEvent) -> LinkState:
@@ -122,7 +116,6 @@ class LinkMachine:
         return target
 
     def story(self) -> str:
-        """Return the last events, oldest first, on one line."""
         return "; ".join(self._story) or "made"
 
 
@@ -229,26 +222,21 @@ class Link:
 
     @property
     def state(self) -> LinkState:
-        """The state now."""
         return self._machine.state
 
     @property
     def usable(self) -> bool:
-        """True when operations may start."""
         return self._machine.state in USABLE
 
     @property
     def busy(self) -> bool:
-        """True while a transfer runs on it."""
         return self._operations.inside > 0
 
     @property
     def ended(self) -> bool:
-        """True once the link is over."""
         return self._machine.state is LinkState.CLOSED
 
     def ready(self, channel: Channel) -> None:
-        """Make the link usable, over this channel."""
         with self._lock:
             self.channel = channel
             self._fire(LinkEvent.READY)
@@ -361,12 +349,10 @@ class Link:
         )
 
     def count_verified(self, nbytes: int) -> None:
-        """Add to the bytes whose checksums were equal at both ends."""
         with self._lock:
             self._verified_bytes += nbytes
 
     def heard(self) -> None:
-        """Note that a message came from the peer."""
         self.last_heard = time.monotonic()
         if self._machine.state is LinkState.SUSPECT:
             with self._lock:
@@ -453,7 +439,6 @@ class Link:
         return True
 
     def statistics(self) -> LinkStatistics:
-        """Return a value for the public statistics."""
         return LinkStatistics(
             remote_cluster_id=self.peer.cluster_id,
             state=self._machine.state.value,
@@ -469,7 +454,6 @@ class Link:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the link contradicts itself."""
         with self._lock:
             if self._operations.inside < 0 or self._operations.is_open is not self.usable:
                 raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")

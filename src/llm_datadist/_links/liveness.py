@@ -54,12 +54,10 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the timer."""
         self._last_tick = time.monotonic()
         self._timer = self._control.loop.call_later(self._period, self._tick)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -206,19 +206,15 @@ class LinkManager:
         return self._table.get(cluster_id)
 
     def all(self) -> list[Link]:
-        """Return every link."""
         return self._table.all()
 
     def statistics(self) -> tuple[LinkStatistics, ...]:
-        """Return one value per link."""
         return tuple(link.statistics() for link in self.all())
 
     def reconnects(self) -> tuple[RedialStatistics, ...]:
-        """Return one value per lost link that is being dialled again."""
         return self._reconnector.statistics()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the links contradict themselves or the table."""
         self._table.check_integrity()
         self.communicators.check_integrity()
         for link in self.all():

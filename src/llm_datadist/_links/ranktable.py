@@ -124,7 +124,6 @@ def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]
 
 
 def is_ip(value: object) -> bool:
-    """Return True for the text of an IPv4 address."""
     try:
         return isinstance(value, str) and bool(socket.inet_pton(socket.AF_INET, value))
     except (OSError, ValueError):

@@ -65,7 +65,6 @@ class Attempt(ABC):
             raise LinkRefused("unlinked meanwhile", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     def hang_up(self) -> None:
-        """Cancel, and end the handshake in progress."""
         self.cancelled = True
         if (dial := self._dial) is not None:
             dial.hang_up()
@@ -312,7 +311,6 @@ class Reconnector(RetryQueue[Reconnect]):
         self.wait(cluster_id, deadline)
 
     def statistics(self) -> tuple[RedialStatistics, ...]:
-        """Return one value per cluster that is being dialled again."""
         return tuple(
             RedialStatistics(
                 remote_cluster_id=each.peer.cluster_id,
@@ -370,11 +368,9 @@ class MemberDial(Attempt):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address to dial now."""
         return self.communicator.plan.addresses[self.cluster_id], self.ports[0]
 
     def next_port(self) -> None:
-        """Try the present port last."""
         self.ports = [*self.ports[1:], self.ports[0]]
 
     def postpone(self, crowd: int) -> None:

@@ -43,7 +43,6 @@ class LinkTable:
         return self._links.get(cluster_id)
 
     def all(self) -> list[Link]:
-        """Return every link."""
         with self._changed:
             return self.snapshot()
 
@@ -57,7 +56,6 @@ class LinkTable:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
     def now(self) -> int:
-        """Return the number of the newest link so far."""
         return self._sequence
 
     def close(self) -> list[Link]:
@@ -199,7 +197,6 @@ class LinkTable:
             raise LinkRefused("this end is being finalised")
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the table contradicts itself."""
         with self._changed:
             for cluster_id, link in self._links.items():
                 if link.peer.cluster_id != cluster_id:

@@ -52,7 +52,6 @@ class PageAllocator:
 
     @property
     def live(self) -> int:
-        """Number of ranges handed out."""
         return len(self._live)
 
     def rounded(self, nbytes: int) -> int:

@@ -61,7 +61,6 @@ class Exports:
     writers: WriteIntents = field(default_factory=WriteIntents)
 
     def descriptors(self) -> list[RegionDescriptor]:
-        """Return one descriptor per exported region, in the order of the mapping."""
         return [
             RegionDescriptor(region, segment.nbytes, segment.name[:64], self.writable)
             for region, segment in self.regions.items()

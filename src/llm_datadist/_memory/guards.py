@@ -76,12 +76,10 @@ class GuardTable:
 
     @property
     def capacity(self) -> int:
-        """How many guards the table has room for."""
         return self.segment.nbytes // SLOT_BYTES - 1
 
     @property
     def live(self) -> int:
-        """Number of guards allocated and not released."""
         return len(self._live)
 
     def allocate(self) -> Guard:

@@ -110,7 +110,6 @@ class MemoryPool:
         return Allocation(self, offsets, self._base, nbytes)
 
     def statistics(self) -> PoolStatistics:
-        """Return the figures of the pool at this moment."""
         with self._lock:
             allocator = self._allocator
             return PoolStatistics(
@@ -126,7 +125,6 @@ class MemoryPool:
             )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the allocator contradicts itself, or its totals do not fit the pool's."""
         with self._lock:
             self._allocator.check_integrity()
             used = self._allocator.used_bytes
@@ -303,7 +301,6 @@ class DirectMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a segment contradicts itself, or more is mapped than counted."""
         with self._lock:
             pools, taken = list(self._pools), self._taken
         for pool in pools:

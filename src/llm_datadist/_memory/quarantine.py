@@ -92,7 +92,6 @@ class Quarantine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in quarantine, in whole pages."""
         return sum(each.allocation.detained for each in self._snapshot())
 
     def release_all(self) -> None:

@@ -48,12 +48,10 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return self._open_memory().address
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close`."""
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:

@@ -82,7 +82,6 @@ class WriterPage:
         self._pidfd = pidfd
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Set the peer's name, for messages."""
         self.who, self.cluster_id = who, cluster_id
 
     def intent_writer(self) -> IntentWriter:
@@ -214,7 +213,6 @@ class WriteIntents:
                     page.segment.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the list of pages and the scanned addresses differ."""
         with self._lock:
             same = [page.address for page in self._pages] == self._addresses.tolist()
             require_intact(same, "pages of writers: the scanned addresses are not those of the pages")

@@ -109,7 +109,6 @@ class LocateServer:
         self._warned = store.remote_accessible  # then peers may write anyway
 
     def on_locate(self, link: Link, message: Locate) -> None:
-        """Answer one question."""
         try:
             if not self._allowed:
                 raise LLMException(

@@ -129,7 +129,6 @@ def _set_result(call: Callable[..., object], result: str) -> None:
 
 
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
-    """Allocate a cache with these keys; return its handle."""
     shape = Geometry.of(cache_desc, kind)
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
@@ -149,7 +148,6 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
 
 
 def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
-    """Return the handle of a cache that was just made."""
     storage = entry.storage
     return Cache(
         entry.cache_id,
@@ -162,8 +160,6 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
 
 
 class RowCopy(NamedTuple):
-    """The arguments of copy_cache as given."""
-
     dst: object
     src: object
     dst_batch_index: object
@@ -295,7 +291,6 @@ def pull_blocks(
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
-    """Push the local ``row`` into the remote one."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,

@@ -231,7 +231,6 @@ class Engine:
         self.store.sweep()
 
     def statistics(self) -> Statistics:
-        """Return everything that is counted."""
         caches, keys, pins = self.store.registry.statistics()
         quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
         return Statistics(
@@ -250,7 +249,6 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when any part contradicts itself."""
         self.store.check_integrity()
         self.links.check_integrity()
 

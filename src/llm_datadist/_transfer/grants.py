@@ -68,7 +68,6 @@ class Grants:
         return granted
 
     def active(self, grant: Grant) -> bool:
-        """Return True until the grant ends."""
         return grant.guard in self._live
 
     def revoke(self, grant: Grant) -> None:
@@ -79,7 +78,6 @@ class Grants:
             self._store.exports.guards.release(grant.guard[0])
 
     def close(self) -> None:
-        """End every grant. Idempotent."""
         with self._lock:
             self._closed = True
             live, self._live, self._expiries = list(self._live.values()), {}, []

@@ -209,7 +209,6 @@ class TransferJob:
 
     @property
     def done(self) -> bool:
-        """True once every destination has its result."""
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
@@ -312,7 +311,6 @@ class Tasks:
         self._stopped = False
 
     def name(self) -> str:
-        """Name the next job."""
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
@@ -404,7 +402,6 @@ class KeyDelivery:
     dst_layers: range
 
     def send(self, layer: int) -> None:
-        """Send one layer."""
         cut = self.source.cut
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
@@ -434,7 +431,6 @@ class AddressDelivery:
     located: Locations | None = None
 
     def send(self, layer: int) -> None:
-        """Send one layer."""
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
         deadline = Deadline(self.source.timeout_ms)
         addresses = self.addresses[at : at + TENSORS_PER_LAYER]

@@ -44,8 +44,6 @@ _STAGING_BUFFERS: Final = 4
 
 
 class CacheRow(NamedTuple):
-    """One row of a cache of this process."""
-
     cache_id: int
     row: int
 
@@ -280,7 +278,6 @@ class SwapEngine:
         return plan.nbytes
 
     def statistics(self) -> SwapStatistics:
-        """Return workers and staging bytes."""
         return SwapStatistics(self.workers, sum(segment.nbytes for segment in self._staging))
 
     def close(self) -> None:

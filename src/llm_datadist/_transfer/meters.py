@@ -32,7 +32,6 @@ class Meters:
         return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
 
     def totals(self) -> tuple[OperationStatistics, ...]:
-        """Return the totals of the operations that have ended, by name."""
         return tuple(
             OperationStatistics(name, each.count, each.errors, each.nbytes, each.seconds)
             for name, each in sorted(self._meters.copy().items())

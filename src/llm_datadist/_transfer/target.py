@@ -160,11 +160,9 @@ class LaneTarget:
         self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may read."""
         return self._grant(link, request)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may write."""
         return self._grant(link, request, write=True)
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:

@@ -90,7 +90,6 @@ class _Call(Generic[T]):
 
     @hold_signals
     def begin(self, threads: ThreadPoolExecutor) -> Future[T]:
-        """Hand the call to a thread."""
         try:
             self._future = threads.submit(self.run)
         except RuntimeError as error:

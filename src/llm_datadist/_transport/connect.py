@@ -113,7 +113,6 @@ class ConnectionBuilder:
 
     @property
     def wants_lanes(self) -> bool:
-        """True when a transport of the choice is tcp."""
         return "tcp" in (self.choice.name, self.choice.private)
 
     def open(
@@ -160,7 +159,6 @@ class ConnectionBuilder:
         return DataPath(shared, private)
 
     def close(self) -> None:
-        """Give back what no connection owns. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()

@@ -117,15 +117,12 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def what(self) -> str:
-        """The name of the call, for messages."""
         return "write" if self.write else "read"
 
     def progress(self, done: int) -> str:
-        """Say how many bytes were done when it failed."""
         return f"{self.what} ({done} of {self.plan.nbytes} bytes done)"
 
     def timeout(self, done: int) -> DeadlineExceeded:
-        """Build the error of a deadline that passed after ``done`` bytes."""
         return self.deadline.error(self.progress(done), "copy")
 
 
@@ -220,17 +217,14 @@ class Connection(ABC):
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close` or :meth:`abort`."""
         return not self._users.is_open
 
     @property
     def bytes_read(self) -> int:
-        """Bytes moved from the peer so far."""
         return self._read.nbytes
 
     @property
     def bytes_written(self) -> int:
-        """Bytes moved to the peer so far."""
         return self._written.nbytes
 
     def map(

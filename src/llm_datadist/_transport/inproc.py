@@ -65,7 +65,6 @@ def answer(token: bytes) -> Exports | None:
 
 
 def withdraw(token: bytes) -> None:
-    """End an offer."""
     _offers.pop(token, None)
     _answers.pop(token, None)
 

@@ -135,7 +135,6 @@ def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Dea
 
 
 def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
-    """Return a new connection, which does not block."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         sock = opened.enter_context(socket.socket(family, kind, protocol))
@@ -295,12 +294,10 @@ class LaneGroup:
             return not self._closed
 
     def discard(self, lane: int) -> None:
-        """Take a lane out that has ended."""
         with self._changed:
             self._loads.pop(lane, None)
 
     def lanes(self) -> list[int]:
-        """Return the lanes that there are, the oldest first."""
         with self._changed:
             return list(self._loads)
 
@@ -429,7 +426,6 @@ class Lanes:
             group.discard(lane)
 
     def drop(self, group: LaneGroup, lanes: Iterable[int]) -> None:
-        """Close some lanes of a link."""
         for lane in lanes:
             group.discard(lane)
             self._groups.pop(lane, None)

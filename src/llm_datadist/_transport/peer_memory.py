@@ -141,7 +141,6 @@ class PeerMemory:
 
     @property
     def closed(self) -> bool:
-        """True after the last holder's :meth:`close`."""
         return self.pidfd < 0
 
     def alive(self) -> bool:
@@ -150,14 +149,12 @@ class PeerMemory:
         return pidfd >= 0 and not readable(pidfd)
 
     def share(self) -> Self:
-        """Add one holder."""
         if self.closed:
             raise StateError(f"share: {self!r} is closed")
         self._others.append(None)
         return self
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Say who the peer is, for messages about what it writes here."""
         self._page.introduce(who, cluster_id)
 
     def settle(self) -> None:

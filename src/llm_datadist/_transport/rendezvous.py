@@ -104,11 +104,9 @@ class Packet:
         return packet
 
     def take(self) -> int:
-        """Return the next descriptor, the caller's from now on."""
         return self.fds.pop(0)
 
     def close(self) -> None:
-        """Close every descriptor that was not taken. Idempotent."""
         while self.fds:
             os.close(self.fds.pop())
 

@@ -306,7 +306,6 @@ def _address(name: str) -> str:
 
 
 def _listen(socket_dir: str | None) -> tuple[socket.socket, str]:
-    """Return a listening socket and its name."""
     unique = _PREFIX + secrets.token_hex(8)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:

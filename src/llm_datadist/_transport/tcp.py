@@ -105,7 +105,6 @@ class TcpConnection(Connection):
 
     @property
     def suspects_lanes(self) -> bool:
-        """True after a transfer timed out on a lane that had moved nothing for it."""
         return bool(self._suspects)
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
@@ -224,7 +223,6 @@ class _LaneTransfer:
         return outcome
 
     def _give_up(self) -> None:
-        """End what is left of the transfer."""
         while self._started:
             part = self._started.pop()
             self._ended(part, self._engine.give_up(part.job))
