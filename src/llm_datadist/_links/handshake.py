@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import select
 import socket
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import PeerMemory, agree, inproc
-from llm_datadist._transport.address import new_socket
+from llm_datadist._transport.address import DialledSocket, new_socket
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
@@ -72,7 +71,6 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,51 +173,27 @@ def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
     return Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
 
 
-class _BlockingFrames:
+class _BlockingFrames(DialledSocket):
     """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
 
     def __init__(self, address: tuple[str, int], deadline: Deadline, what: str) -> None:
+        super().__init__(address, deadline, what)
         self.parser = FrameParser()
-        self._deadline = deadline
-        self._what = what
-        try:
-            self.socket = new_socket(address)
-            self.socket.setblocking(False)
-        except OSError as error:
-            raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
-
-    def connect(self, address: tuple[str, int]) -> None:
-        self._call("connect", select.POLLOUT, lambda: self.socket.connect(address))
-        self._call("connect", select.POLLOUT, lambda: tune(self.socket))
-
-    def send(self, data: bytes) -> None:
-        while data:
-            data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def receive(self, kind: type[M]) -> M:
         try:
             while (message := _take(self.parser)) is None:
-                data = self._call("handshake", select.POLLIN, lambda: self.socket.recv(_RECEIVE_BYTES))
+                data = self.read(_RECEIVE_BYTES)
                 if not data:
-                    text = f"{self._what}: the peer closed the connection in the handshake"
-                    raise LinkRefused(text, phase="handshake")
+                    raise LinkRefused(
+                        f"{self.what}: the peer closed the connection in the handshake", phase="handshake"
+                    )
                 self.parser.feed(data)
             if isinstance(message, Refused):
-                raise remote_refusal(message, self._what)
+                raise remote_refusal(message, self.what)
             return _expect(kind, message)
         except ProtocolError as error:
-            raise LinkRefused(f"{self._what}: it does not speak this protocol: {error}") from error
-
-    def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:
-        """Do one socket call, repeated when the socket is ready for ``event``, within what is left of the deadline."""
-        while True:
-            self._deadline.check(self._what, phase)
-            try:
-                return operation()
-            except BlockingIOError:
-                self._deadline.ready(self.socket, event)
-            except OSError as error:
-                raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}", phase=phase) from error
+            raise LinkRefused(f"{self.what}: it does not speak this protocol: {error}") from error
 
 
 class Dial:
@@ -270,7 +244,7 @@ class Dial:
             token=self._token,
             communicator=self._communicator,
         )
-        self._frames.connect(self._address)
+        self._frames.connect(tune)
         self._undo.callback(inproc.withdraw, self._token)
         inproc.offer(self._token, self._endpoint.exports)
         self._frames.send(CONTROL_PREAMBLE + frame(hello))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.messages import Failed, Message, Ping, remote_failure
 from llm_datadist._log import logger
@@ -25,7 +26,6 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._deadline import Deadline
     from llm_datadist._links.messages import Greeting, Hello
     from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
@@ -193,8 +193,9 @@ class RequestTable:
 class Link:
     """A link whose handshake is over. Owns the channel and the data connection.
 
-    Threads: any; the lock guards the state and the unlink; nothing blocks under it.
+    A ``with`` block over it is an operation: raises NotLinked, or keeps the link from being unlinked.
 
+    Threads: any; the lock guards the state and the unlink; nothing blocks under it.
     """
 
     def __init__(self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin) -> None:
@@ -240,10 +241,6 @@ class Link:
         with self._lock:
             self.channel = channel
             self._fire(LinkEvent.READY)
-
-    def operation(self) -> Self:
-        """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
-        return self
 
     def __enter__(self) -> Self:
         if not self._operations.try_enter():
@@ -332,6 +329,12 @@ class Link:
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
         return number
+
+    def responds(self, deadline: Deadline, most_ms: int = 1000, *, number: int | None = None) -> bool:
+        """Return True when the peer answers a ping (``number``, or a new one) within ``most_ms``."""
+        ping = self.ping() if number is None else number
+        answer = Deadline(min(most_ms, deadline.remaining_ms()))
+        return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
 
     def lost_error(self, what: object, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""

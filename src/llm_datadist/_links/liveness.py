@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Beat
 from llm_datadist._log import logger
 from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
@@ -14,6 +13,7 @@ from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMSta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.table import LinkTable
@@ -22,8 +22,7 @@ _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
 #: With a small ``llm.PeerTimeout`` this end sends and checks more often, whatever the peer's own setting is.
 _BEATS_PER_TIMEOUT: Final = 4
-#: How long a peer may take to answer a ping: after its data connection broke, and when another process claims its id.
-_RESPONSE_MS: Final = 1000
+#: How long a peer may take to answer a ping when another process claims its id.
 _ANSWER_MS: Final = 1000
 _ANSWER_POLL_SECONDS: Final = 0.01
 
@@ -90,26 +89,16 @@ class Heartbeat:
                 link.ping()  # its own heartbeat may be slower
 
 
-def peer_responds(link: Link, deadline: Deadline) -> bool:
-    """Return True when the peer answers a ping in time. Waits in a caller's thread."""
-    number = link.ping()
-    answer = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
-    return answer.poll(lambda: link.last_pong >= number or link.ended) and not link.ended
-
-
 class LinkConflicts:
-    """Links that stand in the way of new ones: their peers must answer a ping, which touches ``table``."""
+    """Links that stand in the way of new ones: their peers must answer a ping."""
 
     def __init__(self, table: LinkTable, lose: Callable[[Link, str], None]) -> None:
         self._table = table
         self._lose = lose
 
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer answers a ping over this link in time."""
-        ping = link.ping()
-        answer = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
-        self._table.wait(lambda: link.last_pong >= ping or not link.usable, answer)
-        return link.usable and link.last_pong >= ping
+        """Return True when the peer answers a ping in time, and the link may be used."""
+        return link.responds(deadline) and link.usable
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
         """End the link to another process of ``peer``'s cluster, unless that answers."""

@@ -72,7 +72,7 @@ class Locator:
         """
         link = self._links.get(cluster_id)
         found, allocated = [], False
-        with link.operation():
+        with link:
             for start in range(0, len(addresses), MAX_LOCATE):
                 part = addresses[start : start + MAX_LOCATE]
                 answer = _ask(link, part, nbytes, deadline, what)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair
-from llm_datadist._deadline import Deadline
-from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from llm_datadist._cache.registry import Entry
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
@@ -121,7 +120,7 @@ class Initiator:
         key = op.name, op.push
         if op.push and op.destination_pin is None:
             op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
-        with link.operation():
+        with link:
             for _ in range(_ATTEMPTS):
                 kept: Resolution | None = link.caches.kept.get(key)
                 remote = kept or self._resolve(link, op)
@@ -216,7 +215,7 @@ class Initiator:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
             return False
         except (LinkError, TransferAborted) as error:
-            if not peer_responds(link, op.deadline):
+            if not link.responds(op.deadline):
                 if not link.ended:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
@@ -238,9 +237,7 @@ class Initiator:
 
 def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None:
     """Drop the lanes that a transfer has found silent, if the peer answers over the control connection."""
-    question = link.last_question
-    within = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
-    lives = within.poll(lambda: link.last_pong >= question or link.ended) and not link.ended
+    lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if connection.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(LanesLost())
 

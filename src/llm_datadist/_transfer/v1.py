@@ -145,8 +145,7 @@ def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -
     link = links.get(cluster_id)
     if link.busy:
         raise _link_busy(link, "check_link_status")
-    number = link.ping()
-    answered = deadline.poll(lambda: link.last_pong >= number or link.ended)
+    answered = link.responds(deadline, deadline.budget_ms)
     if link.ended:
         raise link.lost_error("check_link_status", "ping")
     if not answered:

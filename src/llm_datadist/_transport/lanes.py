@@ -6,9 +6,7 @@ one link. Requests of peers are answered on the control thread. A lane that brea
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import socket
 import struct
 import threading
@@ -22,15 +20,8 @@ import numpy as np
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
-from llm_datadist.errors import (
-    DeadlineExceeded,
-    LinkRefused,
-    LLMException,
-    LLMStatusCode,
-    ParamError,
-    PeerLost,
-    ProtocolError,
-)
+from llm_datadist._transport.address import DialledSocket
+from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
@@ -116,47 +107,19 @@ def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Dea
     Blocks in the caller's thread.
     """
     what = f"data lanes to {show_address(address)}"
+    lanes: list[DialledSocket] = []
     with ExitStack() as opened:
-        socks = [_connect(address, deadline, what, opened) for _ in range(count)]
-        try:
-            for sock in socks:
-                sock.sendall(LANE_PREAMBLE + token)  # a new connection has room for that
-            for sock in socks:
-                _await(sock, select.POLLIN, deadline, what)
-                if sock.recv(1) != _ACCEPTED:
-                    raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
-                sock.setblocking(True)
-        except DeadlineExceeded:  # an OSError too
-            raise
-        except OSError as error:
-            raise LinkRefused(f"{what}: the connection broke: {error}") from error
+        for _ in range(count):
+            lanes.append(lane := DialledSocket(address, deadline, what))
+            opened.callback(lane.socket.close)
+            lane.connect(_tune)
+            lane.send(LANE_PREAMBLE + token)
+        for lane in lanes:
+            if lane.read(1) != _ACCEPTED:
+                raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
+            lane.socket.setblocking(True)
         opened.pop_all()
-        return socks
-
-
-def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        sock = opened.enter_context(socket.socket(family, kind, protocol))
-        sock.setblocking(False)
-        _tune(sock)
-        failed = sock.connect_ex(where)
-        if failed == errno.EINPROGRESS:
-            _await(sock, select.POLLOUT, deadline, what)
-            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-    except DeadlineExceeded:
-        raise
-    except OSError as error:
-        raise LinkRefused(f"{what}: cannot connect: {error}") from error
-    return sock
-
-
-def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
-    """Return when the socket is ready or has failed."""
-    if not deadline.ready(sock, event):
-        raise deadline.error(what, "connect")
+    return [lane.socket for lane in lanes]
 
 
 def _tune(sock: socket.socket) -> None:
