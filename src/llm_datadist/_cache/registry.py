@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import INVALID_ID, require_intact
 from llm_datadist._native import UseGate
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, StateError
@@ -27,7 +27,6 @@ from llm_datadist.types import BlocksCacheKey, CacheKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llm_datadist._cache.geometry import Geometry
 
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""

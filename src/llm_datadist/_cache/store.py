@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.registry import NOTHING, Effects, Registry, key_of
+from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry, key_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
+from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
-from llm_datadist._memory.segment import ExternalSegment
-from llm_datadist._memory.write_intents import WriteIntents
+from llm_datadist._memory.segment import ExternalSegment, Segment
+from llm_datadist._memory.write_intents import Hazard, WriteIntents
 from llm_datadist._native import Tensors, steps
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._cache.geometry import Geometry
-    from llm_datadist._cache.registry import Entry, Key
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.pool import Allocation
-    from llm_datadist._memory.segment import Segment
-    from llm_datadist._memory.write_intents import Hazard
     from llm_datadist.config import Options
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]

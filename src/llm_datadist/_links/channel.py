@@ -19,7 +19,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, decode, frame
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist.errors import NotLinked, ProtocolError, StateError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.messages import Message
 
 #: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20

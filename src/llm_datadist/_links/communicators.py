@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator, CommunicatorPlan
-from llm_datadist._links.handshake import AdmissionPolicy, listening_socket
+from llm_datadist._links.handshake import AdmissionPolicy, Listener, listening_socket
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
 from llm_datadist._links.retry import MemberDial, RetryQueue
 from llm_datadist._log import logger
@@ -26,7 +26,6 @@ from llm_datadist.types.enums import RegisterMemStatus
 if TYPE_CHECKING:
     import socket
 
-    from llm_datadist._links.handshake import Listener
     from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello

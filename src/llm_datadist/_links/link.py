@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Message, Ping, remote_failure
+from llm_datadist._links.messages import Failed, Greeting, Hello, Message, Ping, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
@@ -26,7 +26,6 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._links.messages import Greeting, Hello
     from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.handshake import Dial, Listener
+from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Listener, NewLink
 from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
+    CommunicatorId,
     Failed,
+    Hello,
     Linked,
     Located,
     Message,
@@ -31,7 +33,7 @@ from llm_datadist._links.messages import (
     UnlinkRequest,
     Verified,
 )
-from llm_datadist._links.retry import Reconnector
+from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
 from llm_datadist._native import steps
@@ -52,10 +54,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
-    from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.messages import CommunicatorId, Hello
-    from llm_datadist._links.retry import Attempt, MemberDial, Reconnect
     from llm_datadist.metrics import LinkStatistics, RedialStatistics
 
 #: A peer whose unlink request was acknowledged closes within that time.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from llm_datadist._memory.segment import SharedSegment
-
-if TYPE_CHECKING:
-    from llm_datadist._memory.segment import Segment
+from llm_datadist._memory.segment import Segment, SharedSegment
 
 
 class Device(Protocol):

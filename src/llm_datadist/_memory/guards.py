@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from llm_datadist._memory.segment import Segment
 
 SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
 COOKIE_BYTES: Final = 16

@@ -13,7 +13,7 @@ from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.allocator import PageAllocator, format_mib
 from llm_datadist._memory.host import available_memory, host_memory_limit
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.segment import Segment
 
 _MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
 _DIRECT_PAGE_SHIFT: Final = 12

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist._cache.registry import State
+from llm_datadist._cache.registry import Entry, State
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link

@@ -7,7 +7,7 @@ and raises before anything has happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist import _native
-from llm_datadist._cache.geometry import LayerSelection
+from llm_datadist._cache.geometry import Geometry, LayerSelection
 from llm_datadist._cache.registry import key_of
 from llm_datadist._checks import (
     INVALID_ID,
@@ -29,19 +29,15 @@ from llm_datadist._checks import (
     check_uint64_list,
     type_error,
 )
-from llm_datadist._native import parse_blocks
+from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sized
-
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.geometry import Geometry
-    from llm_datadist._native import BlockList
 
 #: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
 Rule = Callable[[str, object], Any]

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
-from llm_datadist._native import Plan
+from llm_datadist._native import CopyPool, Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.tcp import split_plan
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._native import CopyPool
     from llm_datadist._transfer.resolution import Resolution
 
 MAX_QUESTION_BYTES: Final = 64 << 20

@@ -22,7 +22,7 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
-from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import Grants
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
-    from llm_datadist._memory.device import Device
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
 

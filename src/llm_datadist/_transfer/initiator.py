@@ -6,29 +6,25 @@ are untouched; a failed transfer consumes no key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
-from llm_datadist._native import Plan, steps
+from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
-from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
-    from llm_datadist._native import CopyPool
-    from llm_datadist._transport.connection import Connection
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.

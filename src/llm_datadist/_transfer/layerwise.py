@@ -21,7 +21,7 @@ from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, TransferOp
+from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, TransferOp
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
     from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
-    from llm_datadist._transfer.initiator import Initiator, MakePlan
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 

@@ -19,12 +19,12 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._deadline import wait_all
-from llm_datadist._native import Plan, Tensors
+from llm_datadist._deadline import Deadline, wait_all
+from llm_datadist._native import CopyPool, Plan, Tensors
 from llm_datadist._native.signals import deliver_signals
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
-from llm_datadist.types import Placement
+from llm_datadist.types import Cache, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._cache.store import CacheStore
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
-    from llm_datadist._native import CopyPool
-    from llm_datadist.types import Cache
 
 #: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
 _WORKERS: Final = 4

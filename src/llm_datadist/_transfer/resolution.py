@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._links.messages import Guarded, Release
+from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
@@ -22,7 +22,6 @@ from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, Protocol
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Key
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Resolved
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked
-from llm_datadist.types import LLMRole
+from llm_datadist.types import LLMClusterInfo, LLMRole
 from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist.types import LLMClusterInfo
 
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -15,7 +15,6 @@ from llm_datadist.errors import LLMStatusCode, StateError
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
-    from concurrent.futures import Future
 
 
 T = TypeVar("T")

@@ -9,17 +9,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import ProcessMemory, execute_process, peek_process
-from llm_datadist._transport.connection import Capabilities, Window
-from llm_datadist._transport.peer_memory import SameHostConnection
+from llm_datadist._transport.connection import Capabilities, Transfer, Window
+from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
-
-if TYPE_CHECKING:
-    from llm_datadist._transport.connection import Transfer
-    from llm_datadist._transport.peer_memory import PeerMemory
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._transport import inproc
 from llm_datadist._transport.choose import Choice, choose
 from llm_datadist._transport.cma import CmaConnection, probe
-from llm_datadist._transport.connection import DataPath
+from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 LANES_PER_LINK: Final = 4

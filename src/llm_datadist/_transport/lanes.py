@@ -19,7 +19,7 @@ import numpy as np
 
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
 from llm_datadist._transport.address import DialledSocket
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._native import LaneEvent, Tensors
 
 MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""

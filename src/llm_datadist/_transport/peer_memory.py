@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentWriter
+from llm_datadist._memory.write_intents import IntentWriter, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import Connection, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.write_intents import WriterPage
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
 # Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.

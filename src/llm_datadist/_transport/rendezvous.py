@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, RegionDescriptor
+from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
 VERSION: Final = 4

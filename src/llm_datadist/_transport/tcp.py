@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import Ending, Outcome, check_plan
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._native import Ending, Outcome, Plan, check_plan
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Window
-from llm_datadist._transport.lanes import MAX_RUNS, encode_request
+from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
+from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, encode_request
 from llm_datadist.errors import (
     CacheMismatch,
     LinkError,
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.exports import RegionDescriptor
-    from llm_datadist._native import Plan
-    from llm_datadist._transport.connection import Transfer
-    from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 # Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
 _ELSEWHERE: Final = 1 << 62

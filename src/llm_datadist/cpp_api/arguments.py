@@ -25,7 +25,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native import parse_indices
 from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
-from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
+from llm_datadist._transfer.arguments import Rules, byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.cpp_api.structs import (
@@ -47,7 +47,6 @@ from llm_datadist.types.cluster import trans_str_ip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from llm_datadist._transfer.arguments import Rules
 
 _INT32_END: Final = 2**31
 

@@ -25,6 +25,7 @@ from llm_datadist.cpp_api.structs import (
     Cache,
     CacheDesc,
     CacheIndex,
+    ClusterInfo,
     KvCacheExtParam,
     LlmRole,
     Mapped,
@@ -32,7 +33,7 @@ from llm_datadist.cpp_api.structs import (
 )
 from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
-from llm_datadist.types import Placement
+from llm_datadist.types import LLMClusterInfo, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist.cpp_api.structs import ClusterInfo
     from llm_datadist.datadist import Pending, Report
-    from llm_datadist.types import LLMClusterInfo
 
 #: Errors that become a status; those of the operating system too.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
