@@ -116,9 +116,6 @@ class Deadline:
         if self.expired():
             raise self.error(what, phase, peer)
 
-    def __repr__(self) -> str:
-        return f"<Deadline {self.budget_ms} ms, {self.remaining() * 1e3:.0f} ms left>"
-
 
 class CancellableDeadline(Deadline):
     """A deadline that another thread may bring forward to now, because the caller was cancelled."""

@@ -584,12 +584,7 @@ class CacheManager(EngineUser):
         check_rule(
             src_cache.cache_desc.placement is Placement.DEVICE, "src_cache: placement HOST, only DEVICE can be sent"
         )
-        given = LayerwiseArguments(
-            layer_synchronizer,
-            transfer_configs,
-            src_block_indices,
-            dst_block_indices,
-            dst_block_memory_size,
-            by_key=engine.options.remote_accessible,
-        )
+        blocks = src_block_indices, dst_block_indices, dst_block_memory_size
+        by_key = engine.options.remote_accessible
+        given = LayerwiseArguments(layer_synchronizer, transfer_configs, *blocks, by_key=by_key)
         return calls.start_transfer(engine, src_cache.cache_id, given)

@@ -24,9 +24,12 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport import Choice, PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
+from llm_datadist._transport import peer_memory, samehost
+from llm_datadist._transport.choose import Choice, choose
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.rendezvous import send_packet as send
+from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
@@ -172,7 +175,7 @@ def test_a_folder_loses_the_socket_files_of_killed_processes_only_and_one_that_c
     code = (
         "import os, sys\n"
         "from llm_datadist.testing.peers import new_exports\n"
-        "from llm_datadist._transport import SameHostListener\n"
+        "from llm_datadist._transport.samehost import SameHostListener\n"
         "listener = SameHostListener(new_exports(writable=False), sys.argv[1])\n"
         "os.kill(os.getpid(), 9)\n"
     )

@@ -10,10 +10,10 @@ import asyncio
 import os
 import secrets
 import socket
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -37,8 +37,9 @@ from llm_datadist._links.messages import (
     remote_refusal,
 )
 from llm_datadist._log import logger
-from llm_datadist._transport import PeerMemory, agree, inproc
+from llm_datadist._transport import inproc
 from llm_datadist._transport.address import DialledSocket, new_socket
+from llm_datadist._transport.choose import Choice, agree
 from llm_datadist._transport.connect import (
     LANES_PER_LINK,
     ConnectionBuilder,
@@ -46,6 +47,7 @@ from llm_datadist._transport.connect import (
     exchange_memory_with,
 )
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
@@ -196,7 +197,7 @@ class _BlockingFrames(DialledSocket):
             raise LinkRefused(f"{self.what}: it does not speak this protocol: {error}") from error
 
 
-class Dial:
+class Dial(AbstractContextManager["Dial"]):
     """One handshake, seen from the initiator. One thread; :meth:`hang_up` from any.
 
     A context manager: what it holds is given back at the end of the block, unless it was taken. :meth:`greet` sets
@@ -331,9 +332,6 @@ class Dial:
     def abandon(self) -> None:
         """In a forked child: close the child's copy of the socket only."""
         self._frames.socket.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._undo.close()

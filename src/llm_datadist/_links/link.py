@@ -26,7 +26,7 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._transport import Choice
+    from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
 
 
@@ -208,7 +208,8 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
         self.last_question = 0  # number of the ping() that decides about silent lanes
-        connection.introduce(str(peer), peer.cluster_id)
+        for each in connection.connections:
+            each.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -435,7 +436,8 @@ class Link:
                 self._fire(LinkEvent.IDLE)
             self.requests.close()
         # Operations still copying fail, and keep the mappings until they are out: the connection counts its users.
-        self.connection.abort()
+        for each in self.connection.connections:
+            each.abort()
         if self.channel is not None:
             self.channel.close(reason)
         return True
@@ -449,8 +451,8 @@ class Link:
             reason=self.choice.reason,
             peer_pid=self.peer.pid,
             peer_host=self.peer.host,
-            read_bytes=self.connection.bytes_read,
-            written_bytes=self.connection.bytes_written,
+            read_bytes=sum(each.bytes_read for each in self.connection.connections),
+            written_bytes=sum(each.bytes_written for each in self.connection.connections),
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
         )

@@ -77,7 +77,7 @@ class Heartbeat:
         self._on_tick(now)
 
     def _beat(self, link: Link, silence: float) -> None:
-        if link.connection.peer_ended():
+        if any(each.peer_ended() for each in link.connection.connections):
             self._lose(link, "its process has ended")
         elif silence > self._peer_timeout:
             self._lose(link, f"silent for {silence:.1f} s")

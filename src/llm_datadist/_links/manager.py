@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist.metrics import LinkStatistics, RedialStatistics
+    from llm_datadist.metrics import RedialStatistics
 
 #: A peer whose unlink request was acknowledged closes within that time.
 _UNLINK_MS: Final = 1000
@@ -206,9 +206,6 @@ class LinkManager:
 
     def all(self) -> list[Link]:
         return self._table.all()
-
-    def statistics(self) -> tuple[LinkStatistics, ...]:
-        return tuple(link.statistics() for link in self.all())
 
     def reconnects(self) -> tuple[RedialStatistics, ...]:
         return self._reconnector.statistics()
@@ -382,7 +379,8 @@ class LinkManager:
         """Start a link that is in the table; end the one that it replaces. Raises LinkRefused."""
         try:
             with _refusing(link):
-                link.connection.begin(link)
+                for each in link.connection.connections:
+                    each.begin(link)
         except LinkRefused as error:
             self.end(link, str(error), lost=False)
             raise

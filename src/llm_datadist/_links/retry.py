@@ -244,8 +244,8 @@ class Reconnect(Attempt):
         self.address = address
         self.reason = ""  # why the last attempt failed
         self.delay = delay  # before jitter
-        pidfd = link.connection.peer_pidfd()
-        self._pidfd = -1 if pidfd is None else pidfd
+        pidfds = (each.peer_pidfd() for each in link.connection.connections)
+        self._pidfd = next((pidfd for pidfd in pidfds if pidfd is not None), -1)
         self._in_this_process = link.choice.name == "inproc"
 
     def peer_ended(self) -> bool:

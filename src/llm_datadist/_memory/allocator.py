@@ -7,11 +7,6 @@ from bisect import bisect_left, insort
 from llm_datadist._checks import require_intact
 
 
-def format_mib(nbytes: int) -> str:
-    """Return a size in bytes as text in MiB with one decimal, ``12.5 MiB``."""
-    return f"{nbytes / (1 << 20):.1f} MiB"
-
-
 class PageAllocator:
     """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges freed ranges with free neighbours.
 
@@ -126,9 +121,3 @@ class PageAllocator:
         del self._by_size[bisect_left(self._by_size, (size, offset))]
         del self._hole_at[offset]
         del self._hole_before[offset + size]
-
-    def __repr__(self) -> str:
-        return (
-            f"<PageAllocator {format_mib(self.capacity)} in pages of {self.page_bytes} bytes: {self.live} live, "
-            f"{format_mib(self.used_bytes)} used, largest hole {format_mib(self.largest_hole)}>"
-        )

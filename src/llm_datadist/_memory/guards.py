@@ -171,7 +171,3 @@ class GuardTable:
         self._check_open()
         if slot not in self._live:
             raise ValueError(f"guard slot {slot} is not allocated: unknown or released twice")
-
-    def __repr__(self) -> str:
-        state = "" if self._memory is not None else ", closed"
-        return f"<GuardTable {self.capacity} guards: {self.live} live{state}>"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
-from llm_datadist._memory.allocator import PageAllocator, format_mib
+from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
@@ -178,14 +178,6 @@ class MemoryPool:
             quarantined=self._quarantined,
         )
 
-    def __repr__(self) -> str:
-        now = self.statistics()
-        state = ", closed" if self.closed else ""
-        return (
-            f"<MemoryPool {self.name} {format_mib(now.capacity_bytes)}: {now.live_allocations} live, "
-            f"{format_mib(now.used_bytes)} used, largest hole {format_mib(now.largest_hole_bytes)}{state}>"
-        )
-
 
 def create_pool(
     name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
@@ -193,19 +185,13 @@ def create_pool(
     """Create a pool on ``device``, or raise OutOfMemory if this process may not use that much (interface R11)."""
     _check_page(name, nbytes, page_shift)
     most, source = host_memory_limit()
-    if nbytes > most:
-        raise OutOfMemory(
-            f"pool {name}: memory_size is {nbytes} bytes, larger than the {most} bytes of {source}",
-            pool=name,
-            requested=nbytes,
-            free=most,
-            largest_hole=most,
-        )
     free, bound = available_memory()
-    if nbytes > free:
+    if nbytes > min(most, free):
+        why = f"of which {free} can be had now ({bound}); pages that cannot be had would end this process when used"
+        if nbytes > most:
+            free, why = most, f"larger than the {most} bytes of {source}"
         raise OutOfMemory(
-            f"pool {name}: memory_size is {nbytes} bytes, of which {free} can be had now ({bound}); pages that cannot "
-            "be had would end this process when they are used",
+            f"pool {name}: memory_size is {nbytes} bytes, {why}",
             pool=name,
             requested=nbytes,
             free=free,
@@ -317,9 +303,6 @@ class DirectMemory:
             pool.close()
         if pools:
             logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(pools))
-
-    def __repr__(self) -> str:
-        return f"<DirectMemory {self.name}: {len(self._pools)} segments, {self._taken} bytes>"
 
 
 class _OneUsePool(MemoryPool):

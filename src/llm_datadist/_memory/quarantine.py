@@ -110,10 +110,6 @@ class Quarantine:
         with self._lock:
             return list(self._held)
 
-    def __repr__(self) -> str:
-        held = self._snapshot()
-        return f"<Quarantine {len(held)} allocations, {self.nbytes} bytes>"
-
 
 def writers_named(hazards: Iterable[Hazard]) -> str:
     """Return the names of the writers, each once, for a message."""

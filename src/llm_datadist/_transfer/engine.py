@@ -241,7 +241,7 @@ class Engine:
             quarantined_bytes=quarantined,
             lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
-            links=self.links.statistics(),
+            links=tuple(link.statistics() for link in self.links.all()),
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),

@@ -207,7 +207,8 @@ class LaneReconnector:
     def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
         """Dial other lanes than those of now, which the peer finds silent. Threads: control."""
         if link.origin.dialled:
-            link.connection.drop_lanes()
+            for each in link.connection.connections:
+                each.drop_lanes()
             self.lost(link)
 
     def close(self) -> None:
@@ -216,7 +217,9 @@ class LaneReconnector:
 
     def _reconnect_lanes(self, link: Link) -> None:
         try:
-            link.connection.reconnect_lanes(Deadline(_RECONNECT_LANES_MS))
+            deadline = Deadline(_RECONNECT_LANES_MS)
+            for each in link.connection.connections:
+                each.reconnect_lanes(deadline)
         except LLMException as error:
             # The end of the link is on its way, or the next transfer tries again.
             logger.info("data lanes to %s were not brought back: %s", link.peer, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,14 +29,6 @@ class CmaConnection(SameHostConnection):
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)
         super().__init__(peer)
-
-    def _shows_cookie(self) -> bool:
-        """Return False if the peer's pid has another address space by now, as after exec: its pidfd does not tell."""
-        peer = self._peer
-        try:
-            return peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
-        except OSError:
-            return False
 
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
@@ -61,8 +54,11 @@ class CmaConnection(SameHostConnection):
         peer = self._peer
         if not peer.alive():
             raise PeerLost(f"{what}: the peer process {peer.pid} has ended", phase="copy")
-        if not self._shows_cookie():
-            raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
+        # Another address space, as after exec: the pidfd does not tell.
+        with suppress(OSError):
+            if peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie:
+                return
+        raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
 
 
 def _failure(what: str, error: OSError) -> LLMException:

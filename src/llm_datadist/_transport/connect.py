@@ -36,8 +36,7 @@ def exchange_memory_with(
 ) -> PeerMemory | LinkError | None:
     """Try the rendezvous, unless the peer lives in this process (``here``) or tcp is forced. Runs on the initiator.
 
-    Returns:
-        The peer's memory, which the caller owns, or why there is none. None when it was not tried.
+    Return the peer's memory, which the caller owns, or why there is none; None when it was not tried.
     """
     if forced == "tcp" or (here and forced in (None, "inproc")):
         return None
@@ -55,10 +54,7 @@ def exchange_memory_with(
 class PeerIdentity:
     """What the peer says about itself over the control connection. The rendezvous must find the same.
 
-    Attributes:
-        incarnation: Random id of its process incarnation.
-        cookie: What the header of its guard table shows.
-        here: What it exports, if it has proven that it lives in this process.
+    ``here`` is what it exports, if it has proven that it lives in this process.
     """
 
     incarnation: bytes
@@ -82,10 +78,7 @@ class ConnectionBuilder:
 
     Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`. Used by one thread.
 
-    Args:
-        peer: Who must be at the other end.
-        memory: Outcome of the rendezvous, taken over.
-        forced: Name of the one transport that must be used for everything, or None for the best of each kind.
+    ``memory`` is the outcome of the rendezvous, taken over. ``forced`` is the one transport to be used for everything.
     """
 
     def __init__(self, peer: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
@@ -124,12 +117,9 @@ class ConnectionBuilder:
     ) -> DataPath:
         """Return the data path, which owns the lanes of ``group`` if it uses them.
 
-        Args:
-            lanes: The lanes of this process.
-            group: The link's lanes, not begun yet; to be shut by the caller when no transport uses them. Where this
-                end does not dial, those that the peer has dialled by now.
-            writable: True when peers may write each other (RCA).
-            reconnect: Dials so many new lanes within a deadline, at the end that can dial; None at the other.
+        ``group`` has not begun yet, and is shut by the caller when no transport uses it; where this end does not dial,
+        it has what the peer has dialled by now. ``writable``: peers may write each other (RCA). ``reconnect`` dials so
+        many new lanes within a deadline, at the end that can dial.
         """
         if self.wants_lanes and reconnect is None and not len(group):
             # Only the peer could dial lanes, and it needs none itself.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Self
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 import msgspec
 import numpy as np
@@ -147,7 +148,7 @@ class MemoryChanged(TransferFailed):
     """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
-class Connection(ABC):
+class Connection(AbstractContextManager["Connection"]):
     """One way to the memory of one peer, both directions.
 
     Threads: any number may map, read and write at once; any thread may close or abort. What the connection owns
@@ -186,13 +187,13 @@ class Connection(ABC):
         """Return where transfers are announced; None where the owner of the memory runs them."""
         return None
 
-    def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
+    def introduce(self, who: str, cluster_id: int) -> None:
         """Learn who the peer is, for messages about what it does in our memory."""
 
-    def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
+    def begin(self, link: object) -> None:
         """Serve what the peer asks from now on, in the name of ``link``; ``LinkRefused`` while finalising."""
 
-    def reconnect_lanes(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have no lanes)
+    def reconnect_lanes(self, deadline: Deadline) -> None:
         """Dial lost lanes again, where this end dials them; raise when it cannot."""
 
     @property
@@ -204,7 +205,7 @@ class Connection(ABC):
         """Drop lanes that moved nothing although the peer lives; return how many."""
         return 0
 
-    def drop_lanes(self) -> None:  # noqa: B027 (most transports have no lanes)
+    def drop_lanes(self) -> None:
         """Drop every lane, because the peer asks for new ones."""
 
     def peer_ended(self) -> bool:
@@ -295,10 +296,7 @@ class Connection(ABC):
         """Announce a transfer in memory under guard ``slot`` to its owner. The caller ends the announcement.
 
         The owner does not use that memory again before the end. The caller compares the generations after this call:
-        they decide whether the transfer may begin.
-
-        Returns:
-            The announcement; None where the owner needs none.
+        they decide whether the transfer may begin. Returns None where the owner needs no announcement.
 
         Raises:
             LinkError: The connection, or the peer's end of it, is closed.
@@ -311,9 +309,6 @@ class Connection(ABC):
 
     def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:
         """Move ``plan`` from the peer's ``remote`` tensors (source) to ``local`` ones (destination).
-
-        Returns:
-            Bytes moved: all of the plan.
 
         Raises:
             ParamError: ``remote`` is not of this connection, or the plan leaves a tensor; nothing moved.
@@ -386,9 +381,6 @@ class Connection(ABC):
             raise StateError(f"{what}: this {name} connection belongs to process {self._pid}, not us")
         raise LinkError(f"{what}: the {name} connection is closed; link again", phase="copy")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -403,18 +395,13 @@ class Connection(ABC):
         self._release()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "open"
-        return (
-            f"<{type(self).__name__} {state}: {self._users.inside} in use, "
-            f"{self.bytes_read} bytes read, {self.bytes_written} written>"
-        )
+        return f"<{type(self).__name__} {'closed' if self.closed else 'open'}: {self._users.inside} in use>"
 
 
 class DataPath:
     """The connections of one link: one, or another one beside it for the peer's private memory.
 
-    Owns both. Tensors carry the connection that mapped them, which then moves them. Threads, and what
-    the methods do: as for a connection.
+    Owns both. Tensors carry the connection that mapped them, which then moves them.
 
     Args:
         shared: Reaches what the peer exports, and its guards.
@@ -434,49 +421,12 @@ class DataPath:
                 announces_reads=any(each.capabilities.announces_reads for each in self.connections),
             )
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(each.bytes_read for each in self.connections)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(each.bytes_written for each in self.connections)
-
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection that maps tensors in these regions: all of them exported, or none."""
         if self.private is not None and {PRIVATE}.issuperset(regions.tolist()):
             return self.private
         return self.shared
 
-    def introduce(self, who: str, cluster_id: int) -> None:
-        for each in self.connections:
-            each.introduce(who, cluster_id)
-
-    def begin(self, link: object) -> None:
-        for each in self.connections:
-            each.begin(link)
-
-    def reconnect_lanes(self, deadline: Deadline) -> None:
-        for each in self.connections:
-            each.reconnect_lanes(deadline)
-
-    def drop_lanes(self) -> None:
-        for each in self.connections:
-            each.drop_lanes()
-
-    def peer_ended(self) -> bool:
-        return any(each.peer_ended() for each in self.connections)
-
-    def peer_pidfd(self) -> int | None:
-        return next((fd for each in self.connections if (fd := each.peer_pidfd()) is not None), None)
-
     def close(self) -> None:
         for each in self.connections:
             each.close()
-
-    def abort(self) -> None:
-        for each in self.connections:
-            each.abort()
-
-    def __repr__(self) -> str:
-        return f"<DataPath {', '.join(map(repr, self.connections))}>"

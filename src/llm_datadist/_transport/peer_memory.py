@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -30,7 +30,7 @@ _OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
 _USUAL_OVERFLOW_UID: Final = 65534
 
 
-class PeerProcess:
+class PeerProcess(AbstractContextManager["PeerProcess"]):
     """The process at the other end of a socket, of our user and alive. Owns its pidfd until that is taken.
 
     Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
@@ -45,9 +45,6 @@ class PeerProcess:
         """Return the pidfd, the caller's from now on."""
         pidfd, self._pidfd = self._pidfd, -1
         return pidfd
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pidfd >= 0:
@@ -94,7 +91,7 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
         raise LinkRefused(f"same-host peer (pid {pid}) has ended, or is not in our pid namespace: {error}") from error
 
 
-class PeerMemory:
+class PeerMemory(AbstractContextManager["PeerMemory"]):
     """What a peer on this host exports, mapped here. The last holder's :meth:`close` releases it.
 
     Owns the mappings, the pidfd, and the page in which the peer announces what it writes here. Made with one holder;
@@ -103,9 +100,7 @@ class PeerMemory:
     Threads: holders may use and close it in different threads at once; each calls ``close`` once.
 
     Attributes:
-        guards: The peer's guard table, read-only.
         regions: The peer's exported segments by region id; writable where the peer lets us.
-        intent_writer: Where this process announces what it writes there.
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes read from the mapped guard table's header.
@@ -177,9 +172,6 @@ class PeerMemory:
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
@@ -77,7 +78,7 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
     return value
 
 
-class Packet:
+class Packet(AbstractContextManager["Packet"]):
     """One received packet; owns the descriptors that nothing has taken yet. Used by one thread."""
 
     __slots__ = ("data", "fds")
@@ -109,9 +110,6 @@ class Packet:
         while self.fds:
             os.close(self.fds.pop())
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -132,7 +130,7 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
     sock.sendmsg([_encoder.encode(value)], rights, socket.MSG_NOSIGNAL)
 
 
-class MemoryOffer:
+class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
 
     Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'. ``LinkRefused``
@@ -163,9 +161,6 @@ class MemoryOffer:
         page, self._page = self._page, None
         assert page is not None, "taken once"
         return page
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._page is not None:
