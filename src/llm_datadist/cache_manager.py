@@ -238,7 +238,7 @@ class CacheManager(EngineUser):
         engine = self._engine
         check(ARGUMENTS, cache_id=cache_id)
         with engine.meters.span("unregister_cache", "id=%d", cache_id):
-            engine.store.unregister(cache_id, self._deadline())
+            engine.store.unregister(cache_id, engine.deadline())
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """Check the arguments and do nothing: host memory needs no repair (reserved by the interface).

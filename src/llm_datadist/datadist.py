@@ -23,7 +23,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist._deadline import CancellableDeadline, Deadline, wait_all
+from llm_datadist._deadline import CancellableDeadline, wait_all
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
@@ -332,7 +332,7 @@ class LLMDataDist:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
         from llm_datadist._transfer import v1
 
-        v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
+        v1.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.
@@ -394,7 +394,7 @@ class LLMDataDist:
         """
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
-        engine.links.communicators.close(number, Deadline(engine.options.sync_kv_timeout_ms))
+        engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.

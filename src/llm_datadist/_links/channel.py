@@ -289,7 +289,10 @@ class Channel:
 
     def forgo(self, waiter: Waiter) -> None:
         if self._reader is waiter:
-            self._stop_reading()
+            self._reader = None
+            handed, self._for_control = self._for_control, False
+            if not handed or not self._post(self._dispatch_and_release):
+                self._release_role()
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
         """Caller holds the reader role. Deliver answers until its own or another message comes."""
@@ -306,12 +309,6 @@ class Channel:
                 if not go_on:
                     self._for_control = True
                     return
-
-    def _stop_reading(self) -> None:
-        self._reader = None
-        handed, self._for_control = self._for_control, False
-        if not handed or not self._post(self._dispatch_and_release):
-            self._release_role()
 
     def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:

@@ -190,7 +190,7 @@ class Communicators:
         with self._lock:
             for each in self._all.values():
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
-                    raise AssertionError(f"{each!r}")
+                    raise AssertionError(f"{each}: {each.status.name}, waits for {sorted(each.waiting)}")
 
     def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
         """Count a linked member; ``theirs`` is from its greeting, where it dialled.
@@ -351,7 +351,9 @@ class Communicators:
             if member.cancelled or communicator.deadline.expired():
                 break
             try:
-                self._links.dial_member(member, _attempt_deadline(communicator))
+                share = communicator.plan.seconds * 1000 // communicator.plan.attempts
+                longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
+                self._links.dial_member(member, Deadline(min(longest, communicator.deadline.remaining_ms())))
             except DeadlineExceeded as error:
                 self.note(communicator, str(error))
                 member.next_port()
@@ -397,12 +399,6 @@ class Communicators:
                 communicator.listener.abandon()
             elif communicator.sock is not None:
                 communicator.sock.close()
-
-
-def _attempt_deadline(communicator: Communicator) -> Deadline:
-    share = communicator.plan.seconds * 1000 // communicator.plan.attempts
-    longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
-    return Deadline(min(longest, communicator.deadline.remaining_ms()))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -411,31 +411,22 @@ class _AsyncFrames:
         return _expect(kind, message)
 
 
+@dataclass(slots=True)
 class _Handshake:
     """What one handshake has come to at the target. Owns the initiator's memory until that is taken.
 
     Threads: control.
-
-    ``here`` is what the initiator exports if it is in this process, ``source`` its address. ``choice``, ``transcript``
-    and ``proven`` are there once the initiator has chosen.
     """
 
-    choice: TransportChoice
-    transcript: Transcript
-
-    def __init__(self, frames: _AsyncFrames, hello: Hello, group: LaneGroup, here: Exports | None, source: str) -> None:
-        self.source = source
-        self.frames = frames
-        self.hello = hello
-        self.group = group
-        self.here = here
-        self.memory: PeerMemory | LinkError | None = None
-        self.proven = False
-
-    def agree(self, known: PeerSecrets, share: bytes) -> None:
-        """Keep the secret that the initiator has asked for, if it has; ``share`` is this end's half."""
-        if share:
-            known.agree(self.hello.incarnation, self.choice.share, share, self.transcript)
+    frames: _AsyncFrames
+    hello: Hello
+    group: LaneGroup
+    here: Exports | None  # what the initiator exports, if it is in this process
+    source: str  # its address
+    memory: PeerMemory | LinkError | None = None
+    proven: bool = False
+    choice: TransportChoice = field(init=False)  # these two once the initiator has chosen
+    transcript: Transcript = field(init=False)
 
     def take_memory(self) -> PeerMemory | LinkError | None:
         memory, self.memory = self.memory, None
@@ -657,7 +648,8 @@ class Listener:
             )
             sock, leftover = frames.socket, frames.parser.rest()
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
-            agree = partial(handshake.agree, self._endpoint.peer_secrets, share)
+            shares = peer.incarnation, theirs.share, share, handshake.transcript
+            agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             self._host.install(NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree))
         except BaseException:
             connection.close()

@@ -146,15 +146,13 @@ class LinkOrigin:
         return self.by_communicator and not self.claimed
 
 
+@dataclass(slots=True, eq=False)
 class PeerCacheView:
     """What the transfers of one link have learnt; this package only keeps it."""
 
-    __slots__ = ("kept", "located", "mapped")
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, Any] = {}  # answers of the peer that stay valid while their guards do
-        self.mapped: dict[Any, Any] = {}  # where tensors of the peer are, by the names that the peer gave them
-        self.located: set[int] = set()  # caches of this end that the peer knows by address, and may write
+    kept: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
+    mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
+    located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
 
 
 class RequestTable:
@@ -463,6 +461,3 @@ class Link:
                 raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")
             if self._machine.state is LinkState.CLOSED and self.requests.waiters:
                 raise AssertionError(f"{self._machine.name}: closed with {len(self.requests.waiters)} waiting callers")
-
-    def __repr__(self) -> str:
-        return f"<Link to {self.peer}: {self.state.value}, {self.choice.name}, {self._operations.inside} running>"

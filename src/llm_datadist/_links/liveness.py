@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import Beat
@@ -27,32 +28,21 @@ _ANSWER_MS: Final = 1000
 _ANSWER_POLL_SECONDS: Final = 0.01
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    """One timer for all links: sends heartbeats, and ends links whose peers are silent.
+    """One timer for all links: sends heartbeats, and ends links whose peers are silent. Threads: the control thread."""
 
-    Threads: the control thread. ``lose`` ends a link after ``peer_timeout`` seconds of silence; ``on_tick`` is called
-    at every beat with the monotonic time.
-    """
-
-    def __init__(
-        self,
-        control: ControlLoop,
-        links: Callable[[], list[Link]],
-        lose: Callable[[Link, str], None],
-        on_tick: Callable[[float], None],
-        peer_timeout: float,
-    ) -> None:
-        self._control = control
-        self._links = links
-        self._lose = lose
-        self._on_tick = on_tick
-        self._peer_timeout = peer_timeout
-        self._period = min(_BEAT_SECONDS, peer_timeout / _BEATS_PER_TIMEOUT)
-        self._count = 0
-        self._last_tick = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+    _control: ControlLoop
+    _links: Callable[[], list[Link]]
+    _lose: Callable[[Link, str], None]  # called after so many seconds of silence:
+    _peer_timeout: float
+    _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
+    _count: int = 0
+    _last_tick: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        self._period = min(_BEAT_SECONDS, self._peer_timeout / _BEATS_PER_TIMEOUT)
         self._last_tick = time.monotonic()
         self._timer = self._control.loop.call_later(self._period, self._tick)
 

@@ -134,17 +134,14 @@ class ControlLoop:
 
     def _run(self) -> None:
         with never_wait_here():
-            self._serve_until_stopped()
-
-    def _serve_until_stopped(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
-        self.loop.run_until_complete(asyncio.sleep(0))
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            asyncio.set_event_loop(self.loop)
+            self.loop.run_forever()
+            # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
+            self.loop.run_until_complete(asyncio.sleep(0))
+            for task in list(self._tasks):
+                task.cancel()
+            if self._tasks:
+                self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ class LinkManager:
         lose = partial(self.end, lost=True)
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, lose, hooks.on_tick, peer_timeout)
+        self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, hooks.on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:

@@ -83,9 +83,6 @@ class EngineUser:
         """Undo an allocation whose caller never gets the handle."""
         self._of.store.discard(cache.cache_id)
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._of.options.sync_kv_timeout_ms)
-
 
 P = ParamSpec("P")
 User = TypeVar("User", bound=EngineUser)
@@ -132,7 +129,7 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
     shape = Geometry.of(cache_desc, kind)
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-        entry = engine.store.allocate(shape, keys, Deadline(engine.options.sync_kv_timeout_ms))
+        entry = engine.store.allocate(shape, keys, engine.deadline())
     return new_handle(engine, entry, cache_desc)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
+from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Endpoint, bind
@@ -117,6 +118,10 @@ class Engine:
             self.links.start(listening)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address)
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
+        return Deadline(self.options.sync_kv_timeout_ms)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
-from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import CancellableDeadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
@@ -266,7 +266,7 @@ class LlmDataDist:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
-                engine.store.unregister(cache_id, _deadline(engine))
+                engine.store.unregister(cache_id, engine.deadline())
         return call.status
 
     def AllocateCache(self, cache_desc: CacheDesc) -> tuple[LLMStatusCode, Cache | None]:
@@ -286,7 +286,7 @@ class LlmDataDist:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
-                entry = engine.store.allocate(geometry, [], _deadline(engine))
+                entry = engine.store.allocate(geometry, [], engine.deadline())
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
             # C++ would let the addresses dangle after Finalize; Python should not crash.
@@ -329,7 +329,7 @@ class LlmDataDist:
                 ARGUMENTS, dst_cache=dst_cache, batch_index=batch_index, size=size, ext_param=ext_param
             )
             pull = TransferCall(engine, "PullKvCache", "dst_cache", cache_id, name, layers)
-            calls.pull_row(pull, row, nbytes, _deadline(engine))
+            calls.pull_row(pull, row, nbytes, engine.deadline())
         return call.status
 
     def PullKvBlocks(
@@ -355,7 +355,7 @@ class LlmDataDist:
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             pull = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers)
-            calls.pull_blocks(pull, sources, targets, None, _deadline(engine))
+            calls.pull_blocks(pull, sources, targets, None, engine.deadline())
         return call.status
 
     def PushKvCache(
@@ -381,7 +381,7 @@ class LlmDataDist:
             layers = arguments.layers("ext_param", ext_param)
             _require_device(engine, cache_id, "PushKvCache: src_cache", "pushed")
             push = TransferCall(engine, "PushKvCache", "src_cache", cache_id, name, layers)
-            calls.push_row(push, row, _deadline(engine))
+            calls.push_row(push, row, engine.deadline())
         return call.status
 
     def PushKvBlocks(
@@ -408,7 +408,7 @@ class LlmDataDist:
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
-            calls.push_blocks(push, sources, targets, _deadline(engine))
+            calls.push_blocks(push, sources, targets, engine.deadline())
         return call.status
 
     def CopyKvCache(
@@ -446,7 +446,7 @@ class LlmDataDist:
             detail = "%d[%d] -> %d[%d] offset=%d size=%d"
             with engine.meters.span("CopyKvCache", detail, src, src_row, dst, dst_row, start, nbytes) as span:
                 span.nbytes = engine.local.copy_cache(
-                    CacheRow(dst, dst_row), CacheRow(src, src_row), start, nbytes, _deadline(engine), "CopyKvCache"
+                    CacheRow(dst, dst_row), CacheRow(src, src_row), start, nbytes, engine.deadline(), "CopyKvCache"
                 )
         return call.status
 
@@ -482,7 +482,7 @@ class LlmDataDist:
             detail = "%s -> %s, %d blocks to %d lists"
             ids = (src_cache.cache_id, dst_cache.cache_id, sources.size, len(lists))
             with engine.meters.span("CopyKvBlocks", detail, *ids) as span:
-                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, _deadline(engine), "CopyKvBlocks")
+                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, engine.deadline(), "CopyKvBlocks")
         return call.status
 
 
@@ -549,10 +549,6 @@ class _Call:
 
 def _not_initialized(what: str) -> NotInitialized:
     return NotInitialized(f"{what}: this LlmDataDist is not initialised; call Initialize first")
-
-
-def _deadline(engine: Engine) -> Deadline:
-    return Deadline(engine.options.sync_kv_timeout_ms)
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
