@@ -182,7 +182,7 @@ def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
     assert writers_named([hazard]) == f"pid {sleeper.child.pid}"
     page.introduce("cluster 2", 2)
     assert (writers_named([hazard, hazard]), page.cluster_id) == ("cluster 2", 2)
-    assert repr(page) == "<WriterPage of cluster 2: retired>"
+    assert (page.who, page.retired) == ("cluster 2", True)
     with pytest.raises(LinkError):
         announce(intent_writer, OTHER)
     announced.end()

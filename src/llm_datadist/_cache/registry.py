@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""
 
-_HISTORY_LENGTH: Final = 16
-
 
 class Namespace:
     """The three name spaces of keys; a placeholder is in none of them (interface R4, R25)."""
@@ -113,7 +111,7 @@ class Lifecycle:
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = State.LIVE
-        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=_HISTORY_LENGTH)
+        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=16)
 
     def require(self, event: Event) -> frozenset[State]:
         """Return the states that ``event`` may lead to; raise StateError if it is illegal."""
@@ -501,13 +499,6 @@ class Registry:
             self._check_bindings()
             self._check_entries()
             self._check_pins()
-
-    def __repr__(self) -> str:
-        with self._lock:
-            return (
-                f"<Registry {len(self._entries)} caches, {len(self._keys)} keys, {len(self._pins)} pins, "
-                f"{len(self._draining)} draining>"
-            )
 
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:

@@ -169,14 +169,7 @@ class Pools:
 class CacheStore:
     """All caches of one LLMDataDist.
 
-    Args:
-        options: Pools and mode.
-        device: What DEVICE placement means here.
-        host: What HOST placement means here.
-        incarnation: As in :class:`Exports`.
-
-    Attributes:
-        quiesce: Ends all use of a storage by our own data lanes, by its tag; set by the owner of the lanes.
+    ``quiesce`` ends all use of a storage by our own data lanes, by its tag; the owner of the lanes sets it.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:

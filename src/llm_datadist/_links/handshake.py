@@ -102,17 +102,12 @@ class Endpoint:
     def builder(
         self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None
     ) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused.
+        """Return what opens the connection to the end that sent a greeting; takes the memory over. Raises LinkRefused.
 
-        ``here`` is what that end exports, if it has proven that it lives in this process. Takes the memory over.
+        ``here`` is what that end exports, if it has proven that it lives in this process.
         """
-        try:
-            forced = agree(self.transport, theirs.transport)
-        except LinkRefused:
-            if isinstance(memory, PeerMemory):
-                memory.close()
-            raise
-        return ConnectionBuilder(PeerIdentity(theirs.incarnation, theirs.cookie, here), memory, forced)
+        identity = PeerIdentity(theirs.incarnation, theirs.cookie, here)
+        return ConnectionBuilder(identity, memory, agree(self.transport, theirs.transport))
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +325,6 @@ class Dial(AbstractContextManager["Dial"]):
         _shut_down(self._frames.socket)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket only."""
         self._frames.socket.close()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -428,41 +422,31 @@ class _Handshake:
     choice: TransportChoice = field(init=False)  # these two once the initiator has chosen
     transcript: Transcript = field(init=False)
 
-    def take_memory(self) -> PeerMemory | LinkError | None:
-        memory, self.memory = self.memory, None
-        return memory
-
     def close(self) -> None:
-        if isinstance(memory := self.take_memory(), PeerMemory):
-            memory.close()
+        if isinstance(self.memory, PeerMemory):
+            self.memory.close()
 
 
+@dataclass(eq=False)
 class Listener:
     """One listening address, on the control thread. A bad stranger costs its own socket only.
 
-    With ``admission`` it serves for one communicator only; without one it lets no communicator in.
+    With ``_admission`` it serves for one communicator only; without one it lets no communicator in.
     """
 
-    def __init__(
-        self,
-        control: ControlLoop,
-        sock: socket.socket,
-        endpoint: Endpoint,
-        rendezvous: SameHostListener,
-        host: Host,
-        admission: AdmissionPolicy | None = None,
-    ) -> None:
-        self._control = control
-        self._sock = sock
-        self._endpoint = endpoint
-        self._rendezvous = rendezvous
-        self._host = host
-        self._admission = admission
-        #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
-        self._greetings: dict[socket.socket, str] = {}  # and the address of each
-        self._silent: dict[socket.socket, None] = {}
-        self._resume: asyncio.TimerHandle | None = None
-        self.address: tuple[str, int] = sock.getsockname()[:2]
+    _control: ControlLoop
+    _sock: socket.socket
+    _endpoint: Endpoint
+    _rendezvous: SameHostListener
+    _host: Host
+    _admission: AdmissionPolicy | None = None
+    #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
+    _greetings: dict[socket.socket, str] = field(default_factory=dict)  # and the address of each
+    _silent: dict[socket.socket, None] = field(default_factory=dict)
+    _resume: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.address: tuple[str, int] = self._sock.getsockname()[:2]
         self._listen()
 
     def close(self) -> None:
@@ -629,7 +613,8 @@ class Listener:
         """Open the connection if both ends chose alike, and install the link."""
         lanes, group = self._endpoint.lanes, handshake.group
         hello, theirs, frames = handshake.hello, handshake.choice, handshake.frames
-        with closing(self._endpoint.builder(hello, handshake.take_memory(), handshake.here)) as builder:
+        with closing(self._endpoint.builder(hello, handshake.memory, handshake.here)) as builder:
+            handshake.memory = None
             mine = builder.choice
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 #: Secrets kept; the oldest goes first. A peer whose secret is gone is a peer that was never met.
 _MAX_SECRETS: Final = 4096
-SHARE_BYTES: Final = 32
 
 
 class Transcript(NamedTuple):
@@ -53,7 +52,7 @@ class PeerSecrets:
 
 
 def new_share() -> bytes:
-    return secrets.token_bytes(SHARE_BYTES)
+    return secrets.token_bytes(32)
 
 
 def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:

@@ -142,7 +142,6 @@ class LinkOrigin:
 
     @property
     def spare(self) -> bool:
-        """True when it is there for communicators only."""
         return self.by_communicator and not self.claimed
 
 
@@ -378,7 +377,6 @@ class Link:
             return True
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """Wait until no operation runs, after :meth:`begin_unlink`; return False when the deadline passed first."""
         return deadline.wait_for(self._idle, lambda: not self.busy)
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:

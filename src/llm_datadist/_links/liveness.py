@@ -25,7 +25,6 @@ _SUSPECT_SECONDS: Final = 3.0
 _BEATS_PER_TIMEOUT: Final = 4
 #: How long a peer may take to answer a ping when another process claims its id.
 _ANSWER_MS: Final = 1000
-_ANSWER_POLL_SECONDS: Final = 0.01
 
 
 @dataclass(eq=False)
@@ -120,6 +119,6 @@ class LinkConflicts:
                     text = f"{old.peer} is linked, and this dial cannot prove that it comes from the same process"
                     raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
-            await asyncio.sleep(_ANSWER_POLL_SECONDS)
+            await asyncio.sleep(0.01)
         if self._table.conflict(peer, proven=proven) is old:
             self._lose(old, f"silent while {peer} took its place")

@@ -327,7 +327,6 @@ class LinkManager:
         self._bring_up(link, channel, new.leftover, old)
 
     def refuse_if_full(self, hello: Hello, source: str) -> None:
-        """Refuse a further link from the address ``source`` if there are as many as there may be."""
         self._table.refuse_if_full(hello.cluster_id, source)
 
     async def admit(self, hello: Hello, *, proven: bool) -> None:

@@ -169,7 +169,6 @@ class RetryQueue(Generic[A]):
         attempt.close()
 
     def wait(self, owner: object, deadline: Deadline) -> None:
-        """Wait until no attempt of an owner is in progress, or for the deadline."""
         deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
 
     def stop(self) -> None:

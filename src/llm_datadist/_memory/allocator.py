@@ -10,12 +10,8 @@ from llm_datadist._checks import require_intact
 class PageAllocator:
     """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges freed ranges with free neighbours.
 
-    Used by one thread at a time: the pool that owns it holds a lock around every call.
-
-    Attributes:
-        capacity: Bytes managed, rounded down to whole pages.
-        page_bytes: Bytes of one page.
-        used_bytes: Bytes handed out, whole pages.
+    Used by one thread at a time: the pool that owns it holds a lock around every call. Capacity and bytes in use are
+    those of whole pages.
     """
 
     __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
@@ -37,12 +33,10 @@ class PageAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not handed out, over all holes."""
         return self.capacity - self.used_bytes
 
     @property
     def largest_hole(self) -> int:
-        """Bytes of the largest contiguous free range; 0 when full."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @property

@@ -82,7 +82,6 @@ class GuardTable:
         return len(self._live)
 
     def allocate(self) -> Guard:
-        """Return a guard with a generation that its slot has never shown before."""
         return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int) -> list[Guard]:

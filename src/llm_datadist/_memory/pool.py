@@ -49,24 +49,19 @@ class PoolStatistics:
 class Allocation:
     """Equal tensors in a pool, allocated together and freed together. Any thread.
 
-    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`.
-
-    Attributes:
-        offsets: Byte offset of each tensor in the pool's segment.
-        addresses: Address of each tensor in this process; valid until freed or the pool is closed.
-        nbytes: Bytes asked for per tensor.
-        detained: Bytes in quarantine, in whole pages; 0 before :meth:`detain` and after :meth:`free`.
+    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`; the addresses of
+    the tensors are valid until then, or until the pool is closed.
     """
 
     __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
 
     def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
         self.pool = pool
-        self.offsets = offsets
+        self.offsets = offsets  # of each tensor, in the pool's segment
         self.addresses = tuple([base + offset for offset in offsets])
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # asked for, per tensor
         self.freed = False
-        self.detained = 0
+        self.detained = 0  # bytes in quarantine, in whole pages, between detain() and free()
 
     def detain(self) -> None:
         """Count it as quarantined until :meth:`free`: it cannot be used again yet."""

@@ -112,5 +112,4 @@ class Quarantine:
 
 
 def writers_named(hazards: Iterable[Hazard]) -> str:
-    """Return the names of the writers, each once, for a message."""
     return ", ".join(sorted({each.page.who for each in hazards})) or "nobody any more"

@@ -55,11 +55,6 @@ class WriterPage:
     """One page of the owner of the memory, in which one peer announces its writes. Made by :class:`WriteIntents`.
 
     Its fields are guarded by the lock of its :class:`WriteIntents`.
-
-    Attributes:
-        who: The peer, for messages.
-        cluster_id: The peer's, once it is known.
-        retired: True once no new writer is expected.
     """
 
     __slots__ = ("_memory", "_owner", "_pidfd", "_writers", "address", "cluster_id", "retired", "segment", "who")
@@ -70,8 +65,8 @@ class WriterPage:
         self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
         self.address: int = self._memory.ctypes.data
         self.who = who
-        self.cluster_id: int | None = None
-        self.retired = False
+        self.cluster_id: int | None = None  # the peer's, once it is known
+        self.retired = False  # True once no new writer is expected
         self._writers = writers
         self._owner = os.getpid()
         self._pidfd = -1
@@ -116,9 +111,6 @@ class WriterPage:
         if self.segment is not None:
             self.segment.close()
         self._memory = None
-
-    def __repr__(self) -> str:
-        return f"<WriterPage of {self.who}: {'retired' if self.retired else 'in use'}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +173,6 @@ class WriteIntents:
             )
 
     def tidy(self) -> None:
-        """Release the retired pages that have no writer left."""
         if self._retiring or any(page.retired for page in self._pages):
             with self._lock:
                 self._tidy()

@@ -162,7 +162,6 @@ ARGUMENTS: Final[Rules] = {
 
 
 def check_key_count(keys: Bindings, geometry: Geometry) -> None:
-    """Check that there is at most one key per batch row."""
     rows = geometry.rows
     check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
 
@@ -276,7 +275,6 @@ def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
 
 
 def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
-    """Check that every index is one of the local cache's blocks."""
     if blocks.largest >= geometry.rows:
         at = int(blocks.array.argmax())
         raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
@@ -328,7 +326,6 @@ def check_pairs(
 
 
 def equal_lengths(src_blocks: Sized, dst_blocks: Sized, names: tuple[str, str] = ("src_blocks", "dst_blocks")) -> None:
-    """Check that the two lists of pairs are equally long."""
     if len(src_blocks) != len(dst_blocks):
         raise ParamError(
             f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"

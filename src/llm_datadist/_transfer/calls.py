@@ -166,7 +166,6 @@ class RowCopy(NamedTuple):
 
 
 def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Pending:
-    """Check the arguments of copy_cache; return the copy."""
     with arguments.naming_request(req_id):
         dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
@@ -187,7 +186,6 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
 
 
 def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
-    """Check the arguments of copy_blocks; return the copy."""
     local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
 
@@ -213,21 +211,12 @@ def swap_blocks(
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """One pull or push, its own arguments checked. Used by one thread.
-
-    Attributes:
-        what: The caller's name of the call: in errors, logs and statistics.
-        argument: The caller's name of the local cache.
-        cache_id: The local cache.
-        name: The remote one.
-
-    As text it is what errors call the local cache.
-    """
+    """One pull or push, its own arguments checked. Used by one thread. As text: what errors call the local cache."""
 
     engine: Engine
-    what: str
-    argument: str
-    cache_id: int
+    what: str  # the caller's name of the call: in errors, logs and statistics
+    argument: str  # the caller's name of the local cache
+    cache_id: int  # of the local cache
     name: RemoteName
     layers: LayerSelection
 

@@ -287,7 +287,6 @@ class ChecksumServer:
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
 
     def drop_peer(self, link: Link) -> None:
-        """Forget the questions of a link that has ended."""
         with self._lock:
             self._queues.pop(link, None)
 

@@ -149,7 +149,6 @@ class Engine:
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
-        """Start linking the members of a rank table; return the communicator's id."""
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options
@@ -159,9 +158,8 @@ class Engine:
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
         """Take another role, and listen at ``listen`` or not at all (interface §3.6).
 
-        Raises:
-            StateError: There is a link, or one is being made (``LLM_EXIST_LINK``).
-            LinkError: The new address cannot be bound; the old listener goes on.
+        Raises StateError while there is a link, or one is being made (``LLM_EXIST_LINK``); LinkError when the new
+        address cannot be bound: the old listener goes on.
         """
         self.links.settle_unlinks()
         self.links.refuse_if_linked()

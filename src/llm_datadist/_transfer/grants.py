@@ -71,7 +71,6 @@ class Grants:
         return grant.guard in self._live
 
     def revoke(self, grant: Grant) -> None:
-        """End a grant; no-op when it has ended."""
         with self._lock:
             live = self._live.pop(grant.guard, None)
         if live is not None:

@@ -78,7 +78,6 @@ class TransferOp(msgspec.Struct, eq=False):
         name: The remote cache. A push without remote cache access reaches only caches located before.
         local: The cache of this end; the caller holds it.
         make_plan: Returns what to copy, once both caches are known; may raise ParamError.
-        push: True if the bytes go to the remote cache.
         consumes: True if a complete push consumes the key of the remote row (interface R5).
         grant: A pull succeeds only while this grant holds too.
         destination_pin: Where the earlier parts of a push in parts went.

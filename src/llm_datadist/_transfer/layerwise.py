@@ -72,13 +72,8 @@ class TransferJob:
     Threads: :meth:`run` has a thread of :class:`Tasks`, all else is for any. The lock guards the results and whether a
     transfer runs; nothing is called under it.
 
-    Args:
-        deliveries: The destinations, one for each config.
-        release: Gives the source's memory back; called once, at the end of the job.
-        timeout_code: The status of a time-out in this interface.
-
-    Attributes:
-        sent: Layers sent so far, over all destinations.
+    There is one delivery for each config. ``release`` gives the source's memory back; called once, at the end of the
+    job. ``timeout_code`` is the status of a time-out in this interface.
     """
 
     def __init__(
@@ -91,7 +86,7 @@ class TransferJob:
     ) -> None:
         self.name = name
         self.timeout_code = timeout_code
-        self.sent = 0
+        self.sent = 0  # layers so far, over all destinations
         self._deliveries = list(deliveries)
         self._layers = sorted({layer for each in deliveries for layer in each.layers})
         self._synchronizer: LayerSynchronizer | None = synchronizer
@@ -211,7 +206,6 @@ class TransferJob:
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Wait for the end; return False when the time is over first."""
         if os.getpid() != self._pid:
             raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
         if threading.current_thread() is self._thread:
@@ -369,20 +363,14 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one delivery sends, and by what. Threads: the job's own.
+    """What one delivery sends, and by what. Threads: the job's own."""
 
-    Attributes:
-        entry: The local cache; the job holds it.
-        cut: What of each tensor goes where.
-        timeout_ms: Of one layer to one destination.
-    """
-
-    entry: Entry
-    cut: LayerPlan
+    entry: Entry  # the local cache; the job holds it
+    cut: LayerPlan  # what of each tensor goes where
     initiator: Initiator
     locator: Locator
     meters: Meters
-    timeout_ms: int
+    timeout_ms: int  # of one layer to one destination
     destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:

@@ -55,7 +55,6 @@ class Operand:
 
     @classmethod
     def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
-        """Describe the caller's own memory, by one address per tensor."""
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
@@ -278,7 +277,6 @@ class SwapEngine:
         return SwapStatistics(self.workers, sum(segment.nbytes for segment in self._staging))
 
     def close(self) -> None:
-        """End the workers and give the staging memory back. Idempotent."""
         with self._lock:
             if self._copy_pool is not None:
                 self._copy_pool.close()

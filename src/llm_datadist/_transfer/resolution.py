@@ -65,9 +65,7 @@ class Resolution(msgspec.Struct, eq=False):
 def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:
     """Check an answer and map its tensors.
 
-    Raises:
-        ProtocolError: The answer contradicts itself.
-        LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``), or the link has ended.
+    Raises ProtocolError when it contradicts itself, ``LLM_FEATURE_NOT_ENABLED`` when nothing reaches that memory.
     """
     try:
         geometry = decode_geometry(bytes(answer.geometry))

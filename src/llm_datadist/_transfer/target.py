@@ -49,7 +49,6 @@ class Target:
         self._policy = AccessPolicy(store)
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
-        """Answer where a cache is, or why the peer may not use it."""
         try:
             answer: Message = self._resolved(link, message)
         except LLMException as error:

@@ -69,7 +69,6 @@ class Window:
     memory: object = None
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
-        """Return the addresses of tensors of ``extent`` bytes at these offsets of the window."""
         limit = self.nbytes - extent  # compared with an offset, so that no sum of untrusted numbers can wrap
         far = max(offsets.tolist())  # an array's own maximum takes ten times as long for one tensor
         if extent < 0 or limit < 0 or far > limit:
@@ -128,12 +127,7 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
 
 
 def move_mapped(transfer: Transfer) -> None:
-    """Move bytes between two ends that both have addresses in this process.
-
-    Raises:
-        DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
-        ParamError: The plan leaves a tensor; nothing moved.
-    """
+    """Move bytes between two ends that both have addresses in this process. Raises as :meth:`Connection.read`."""
     plan, deadline = transfer.plan, transfer.deadline
     destination: Tensors = transfer.local
     source: Tensors = transfer.remote
@@ -154,9 +148,6 @@ class Connection(AbstractContextManager["Connection"]):
     Threads: any number may map, read and write at once; any thread may close or abort. What the connection owns
     (mappings, descriptors) is released by the last call that uses it, so that a lost link never unmaps memory under a
     copy. In a forked child every call raises and ``close`` drops only the child's references.
-
-    Attributes:
-        capabilities: What the transport can do.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -401,11 +392,8 @@ class Connection(AbstractContextManager["Connection"]):
 class DataPath:
     """The connections of one link: one, or another one beside it for the peer's private memory.
 
-    Owns both. Tensors carry the connection that mapped them, which then moves them.
-
-    Args:
-        shared: Reaches what the peer exports, and its guards.
-        private: Reaches the peer's private memory; None where ``shared`` does, or nothing.
+    Owns both. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
+    exports, and its guards; ``private`` its private memory: None where ``shared`` does, or nothing.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:

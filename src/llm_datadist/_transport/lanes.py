@@ -62,17 +62,11 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class LaneRequest:
-    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet.
+    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet."""
 
-    Attributes:
-        handle: What the peer was given to name the memory.
-        extent: Bytes of each tensor, as the peer believes.
-        plan: The bytes, with the same offsets as destination and source; to be checked against the true memory.
-    """
-
-    handle: bytes
-    extent: int
-    plan: Plan
+    handle: bytes  # what the peer was given to name the memory
+    extent: int  # bytes of each tensor, as the peer believes
+    plan: Plan  # with the same offsets as destination and source; to be checked against the true memory
 
 
 def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
@@ -242,7 +236,6 @@ class LaneGroup:
             return lane
 
     def put(self, lane: int, nbytes: int) -> None:
-        """Take bytes off the load of a lane, whether they moved or not."""
         with self._changed:
             if lane in self._loads:
                 self._loads[lane] -= nbytes

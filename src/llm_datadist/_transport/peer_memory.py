@@ -42,7 +42,6 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
         self._pidfd = _open_pidfd(sock, self.pid)
 
     def take_pidfd(self) -> int:
-        """Return the pidfd, the caller's from now on."""
         pidfd, self._pidfd = self._pidfd, -1
         return pidfd
 
@@ -72,7 +71,6 @@ def _overflow_uid() -> int:
 
 
 def _shares_users(pid: int) -> bool:
-    """Return True if a process is in our user namespace."""
     try:
         return (_PROC / str(pid) / "ns/user").readlink() == (_PROC / "self/ns/user").readlink()
     except OSError:

@@ -10,6 +10,7 @@ import array
 import os
 import socket
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
@@ -78,14 +79,12 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
     return value
 
 
+@dataclass(slots=True)
 class Packet(AbstractContextManager["Packet"]):
     """One received packet; owns the descriptors that nothing has taken yet. Used by one thread."""
 
-    __slots__ = ("data", "fds")
-
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self.data = data
-        self.fds = fds
+    data: bytes
+    fds: list[int]
 
     @classmethod
     def receive(cls, sock: socket.socket) -> Self:
@@ -157,7 +156,6 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         send_packet(sock, self.hello, self.fds)
 
     def take_page(self) -> WriterPage:
-        """Return the page for the peer's writers, the caller's from now on."""
         page, self._page = self._page, None
         assert page is not None, "taken once"
         return page

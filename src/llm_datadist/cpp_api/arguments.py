@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_INT32_END: Final = 2**31
-
-
 def role(name: str, value: LlmRole) -> types.LLMRole:
     """Return the role that the engine knows."""
     check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: this is no role")
@@ -166,7 +163,7 @@ def _layer_range(name: str, pair: object) -> range | None:
     # A client may call once per layer and tensor: a correct pair is recognised without further calls.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
-        if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
+        if type(first) is int and type(last) is int and 0 <= first <= last < 2**31:
             return range(first, last + 1)
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -486,7 +487,7 @@ class LlmDataDist:
         return call.status
 
 
-class _Call:
+class _Call(AbstractContextManager["_Call"]):
     """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
 
     __slots__ = ("_owner", "_what", "status", "statuses")
@@ -524,9 +525,6 @@ class _Call:
         ]
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
-
-    def __enter__(self) -> _Call:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
