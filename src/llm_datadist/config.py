@@ -575,9 +575,7 @@ def _packed_cluster_info(text: str) -> str | None:
 
 _text_setting = partial(_Setting[str], check=_text, default="", emit=lambda text: text or None)
 _any_text_setting = partial(_Setting[str], check=_text, default="")
-_flag_setting = partial(
-    _Setting[bool], check=partial(check_type, types=bool), default=False, emit=lambda flag: "1" if flag else "0"
-)
+_flag_setting = partial(_Setting[bool], check=_flag, default=False, emit=lambda flag: "1" if flag else "0")
 _uint32_setting = partial(_Setting[int | None], check=check_uint32, default=None, none_resets=False)
 
 

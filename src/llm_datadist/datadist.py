@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -290,26 +291,21 @@ class LLMDataDist:
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        forced = force or engine.options.transfer_backend is not None
+        forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
 
         def unlink_each(deadline: CancellableDeadline) -> Statuses:
-            def unlink(cluster: LLMClusterInfo) -> None:
-                if not forced:
-                    _remote_address(cluster)
-                engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
-
-            return _each(clusters, unlink, "unlink", report, deadline)
-
-        def unlink_each_v1(deadline: CancellableDeadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             def unlink(cluster: LLMClusterInfo) -> None:
-                cluster_id = check_uint64("id", cluster.remote_cluster_id)
-                v1.unlink_cluster(engine.links, cluster_id, deadline, force=forced)
+                if v2 and not forced:
+                    _remote_address(cluster)
+                give_up = engine.links.unlink if v2 else partial(v1.unlink_cluster, engine.links)
+                give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-            return v1.unlink_result(_each(clusters, unlink, "unlink", report, deadline)[1])
+            overall, codes = _each(clusters, unlink, "unlink", report, deadline)
+            return (overall, codes) if v2 else v1.unlink_result(codes)
 
-        return unlink_each if engine.options.cache_manager else unlink_each_v1
+        return unlink_each
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.

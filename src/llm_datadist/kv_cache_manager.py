@@ -51,14 +51,8 @@ def _block_list(name: str, value: object) -> BlockList:
 #: v1's differences: a handle is a KvCache, on the device, and block numbers come in lists only.
 _ARGUMENTS: Final[Rules] = {
     **ARGUMENTS,
-    "cache": _device_cache,
-    "src_cache": _device_cache,
-    "kv_cache": _device_cache,
-    "decoder_kv_cache": _device_cache,
-    "dst": _device_cache,
-    "src": _device_cache,
-    "prompt_blocks": _block_list,
-    "decoder_blocks": _block_list,
+    **dict.fromkeys(("cache", "src_cache", "kv_cache", "decoder_kv_cache", "dst", "src"), _device_cache),
+    **dict.fromkeys(("prompt_blocks", "decoder_blocks"), _block_list),
 }
 
 

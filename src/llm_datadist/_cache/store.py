@@ -271,10 +271,7 @@ class CacheStore:
         """Wait for the users of a registered cache to end, then drop it.
 
         Ignores any other id. Lookups fail meanwhile. A cache that is not dropped in time is as before, under a newer
-        guard.
-
-        Raises:
-            DeadlineExceeded: The memory is still used (phase ``drain``); the text says by what.
+        guard; DeadlineExceeded (phase ``drain``) says what uses the memory.
         """
         registry = self.registry
         entry = registry.registered(cache_id)

@@ -38,14 +38,9 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._log import logger
 from llm_datadist._transport import inproc
-from llm_datadist._transport.address import DialledSocket, new_socket
+from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly
 from llm_datadist._transport.choose import Choice, agree
-from llm_datadist._transport.connect import (
-    LANES_PER_LINK,
-    ConnectionBuilder,
-    PeerIdentity,
-    exchange_memory_with,
-)
+from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, PeerIdentity, exchange_memory_with
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
@@ -383,12 +378,7 @@ class _AsyncFrames:
 
     async def preamble(self) -> bytes:
         """Read the preamble only: what follows on a lane is not ours."""
-        data = b""
-        while len(data) < PREAMBLE_BYTES:
-            more = await self._loop.sock_recv(self.socket, PREAMBLE_BYTES - len(data))
-            if not more:
-                raise ProtocolError("the connection ended before its preamble")
-            data += more
+        data = await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
         if data not in (CONTROL_PREAMBLE, LANE_PREAMBLE):
             raise ProtocolError(f"the preamble {data!r} is not one of ours")
         return data

@@ -62,12 +62,6 @@ class Quarantine:
 
         If it is not free at the deadline, OutOfMemory names the writers that still have it.
         """
-        if not self._held:
-            try:
-                return pool.allocate_many(count, nbytes)
-            except OutOfMemory as error:
-                if not error.quarantined:
-                    raise  # nothing to wait for
         shortage: OutOfMemory
         taken: list[Allocation] = []
 

@@ -127,10 +127,7 @@ class SharedSegment(Segment):
     def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
         """Map a peer's segment; take ``fd`` and close it, also if this raises.
 
-        Raises:
-            ProtocolError: The descriptor is not a memfd of exactly that size, sealed against resizing, or refuses
-                this kind of mapping.
-            OutOfMemory: No address space is left.
+        ProtocolError: it is no memfd of exactly that size, sealed against resizing, or refuses this kind of mapping.
         """
         try:
             _check_attachable(fd, nbytes)

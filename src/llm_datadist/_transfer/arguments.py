@@ -129,8 +129,6 @@ def _block_number(name: str, value: object) -> None:
     check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
 
-_CACHE: Final = instance_of(Cache)
-
 #: What each argument must be in v2. Keys are not here: which kinds are allowed depends on the call.
 ARGUMENTS: Final[Rules] = {
     # caches and their memory
@@ -139,15 +137,9 @@ ARGUMENTS: Final[Rules] = {
     "blocks_cache_key": _blocks_key,
     "addrs": partial(check_uint64_list, tuple_ok=False),  # interface §6.6
     "cache_id": check_int64,
-    "cache": _CACHE,
-    "src_cache": _CACHE,
-    "dst_cache": _CACHE,
-    "src": _CACHE,
-    "dst": _CACHE,
+    **dict.fromkeys(("cache", "src_cache", "dst_cache", "src", "dst"), instance_of(Cache)),
     # rows and bytes
-    "batch_index": check_uint32,
-    "src_batch_index": check_uint32,
-    "dst_batch_index": check_uint32,
+    **dict.fromkeys(("batch_index", "src_batch_index", "dst_batch_index"), check_uint32),
     "offset": check_uint64,
     "src_cache_offset": _byte_offset,
     "dst_cache_offset": _byte_offset,

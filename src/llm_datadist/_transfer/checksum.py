@@ -77,11 +77,8 @@ class Comparison:
     def verify(self, plan: Plan) -> None:
         """Return if both ends hold the same bytes wherever ``plan`` has put them.
 
-        Of an ordered plan only bytes that no later run has written over are compared (interface R26).
-
-        Raises:
-            ChecksumMismatch: They differ; the text names the first place.
-            TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it did not answer.
+        Of an ordered plan only bytes that no later run has written over are compared (interface R26). ChecksumMismatch
+        names the first place; TransferFailed: the peer's cache has changed meanwhile, or it did not answer.
         """
         plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0

@@ -247,7 +247,8 @@ class SwapEngine:
         self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        # One more than the workers, to empty the staging buffers.
+        self._threads = ThreadPoolExecutor(_WORKERS + 1, thread_name_prefix="llm-datadist-swap")
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
@@ -281,21 +282,13 @@ class SwapEngine:
             if self._copy_pool is not None:
                 self._copy_pool.close()
                 self._copy_pool = None
-            if self._threads is not None:
-                self._threads.shutdown()
-                self._threads = None
+            self._threads.shutdown()
             self._give_staging_back()
 
     def _give_staging_back(self) -> None:
         for segment in self._staging:
             segment.close()
         self._staging.clear()
-
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            # One more than the workers, to empty the staging buffers.
-            self._threads = ThreadPoolExecutor(self.workers + 1, thread_name_prefix="llm-datadist-swap")
-        return self._threads
 
     def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
         copies = list(_spans(plan, dst, src))
@@ -313,7 +306,7 @@ class SwapEngine:
                     return
                 self._device.copy_from_device(*copy)
 
-        wait_all([self._executor().submit(work, worker) for worker in range(self.workers)], stopped.set)
+        wait_all([self._threads.submit(work, worker) for worker in range(self.workers)], stopped.set)
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -330,7 +323,7 @@ class SwapEngine:
                 self._device.copy_on_device(target, buffer, nbytes)
             return
         buffers = [segment.address for segment in self._staging]
-        _Pipeline(self._device, buffers).run(copies, self._executor(), self.workers)
+        _Pipeline(self._device, buffers).run(copies, self._threads, self.workers)
 
     def _take_staging(self, nbytes: int) -> None:
         """Allocate the staging buffers, unless they have ``nbytes`` each already."""

@@ -40,9 +40,7 @@ class Workers:
         writes anywhere afterwards; the link stays usable, as after a timeout. A call that has not begun never does; one
         that waits for an answer ends within 50 ms; one that copies ends after its current chunk; one whose bytes go
         over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
-
-        Raises:
-            StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
+        Raises StateError when finalize came first (``LLM_ENGINE_FINALIZED``), or in a forked child.
         """
         import asyncio  # loaded already: there is an event loop
 

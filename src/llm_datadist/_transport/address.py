@@ -7,9 +7,10 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from llm_datadist.errors import LinkRefused
+from llm_datadist.errors import LinkRefused, ProtocolError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
@@ -25,6 +26,17 @@ def new_socket(address: tuple[str, int]) -> socket.socket:
 def is_loopback(host: str) -> bool:
     """Return True if only processes of this host can reach a listener there."""
     return host.startswith("127.") or host == "::1"
+
+
+async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, what: str) -> bytes:
+    """Read so many bytes, and not one more: what follows has another reader. Raises ProtocolError."""
+    data = b""
+    while len(data) < count:
+        more = await loop.sock_recv(sock, count - len(data))
+        if not more:
+            raise ProtocolError(f"the connection ended before its {what}")
+        data += more
+    return data
 
 
 class DialledSocket:

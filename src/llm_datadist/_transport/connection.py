@@ -234,7 +234,6 @@ class Connection(AbstractContextManager["Connection"]):
             regions: Shape (T,): region id of each tensor.
             offsets: Shape (T,): byte offset in its region, or absolute address for :data:`PRIVATE`.
             extent: Bytes of each tensor.
-            writable: True when the tensors will be written.
             located: True when the peer was asked for them by address: its private memory may be written then, though
                 it has no remote cache access.
 
@@ -287,12 +286,8 @@ class Connection(AbstractContextManager["Connection"]):
         """Announce a transfer in memory under guard ``slot`` to its owner. The caller ends the announcement.
 
         The owner does not use that memory again before the end. The caller compares the generations after this call:
-        they decide whether the transfer may begin. Returns None where the owner needs no announcement.
-
-        Raises:
-            LinkError: The connection, or the peer's end of it, is closed.
-            DeadlineExceeded: Too many are going on already (phase ``copy``).
-            ProtocolError: No such guard slot.
+        they decide whether the transfer may begin. Returns None where the owner needs no announcement. Raises LinkError
+        when either end is closed, DeadlineExceeded when too many go on already, ProtocolError for no such guard slot.
         """
         self._check_usable("announce")
         intent_writer = self._intent_writer(write=write)

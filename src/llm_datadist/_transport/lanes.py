@@ -20,7 +20,7 @@ import numpy as np
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
-from llm_datadist._transport.address import DialledSocket
+from llm_datadist._transport.address import DialledSocket, read_exactly
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -132,14 +132,7 @@ async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socke
 
     The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
     """
-    token = b""
-    while len(token) < TOKEN_BYTES:
-        # Not a byte more: what follows belongs to the lane engine.
-        more = await loop.sock_recv(sock, TOKEN_BYTES - len(token))
-        if not more:
-            raise ProtocolError("the connection ended before its lane greeting")
-        token += more
-    return token
+    return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
 
 
 async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
