@@ -51,21 +51,14 @@ _OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where a cache's tensors are, for this process and for a peer.
-
-    Attributes:
-        regions: uint32 region id per tensor, little-endian: what a Resolved carries.
-        offsets: uint64 offset per tensor (or address, for private memory), little-endian.
-        allocation: The pool memory behind it; None for registered memory.
-        segments: What keeps the memory mapped, one per tensor or one for all: for views.
-        tag: Number of this memory, never used again, under which the data lanes are told to stop using it.
-    """
+    """Where a cache's tensors are, for this process and for a peer."""
 
     tensors: Tensors
-    regions: bytes
-    offsets: bytes
-    allocation: Allocation | None
-    segments: tuple[Segment, ...]
+    regions: bytes  # uint32 region id per tensor, little-endian: what a Resolved carries
+    offsets: bytes  # uint64 offset per tensor (or address, for private memory), little-endian
+    allocation: Allocation | None  # the pool memory behind it; None for registered memory
+    segments: tuple[Segment, ...]  # what keeps the memory mapped, one per tensor or one for all: for views
+    #: Never used again; under it the data lanes are told to stop using this memory.
     tag: int = field(default_factory=itertools.count(1).__next__)
 
     @property

@@ -72,28 +72,17 @@ class DestinationPin(msgspec.Struct, eq=False):
 
 
 class TransferOp(msgspec.Struct, eq=False):
-    """One pull or push. Used by one thread.
+    """One pull or push. Used by one thread. As text it is what errors call its resolve."""
 
-    Attributes:
-        name: The remote cache. A push without remote cache access reaches only caches located before.
-        local: The cache of this end; the caller holds it.
-        make_plan: Returns what to copy, once both caches are known; may raise ParamError.
-        consumes: True if a complete push consumes the key of the remote row (interface R5).
-        grant: A pull succeeds only while this grant holds too.
-        destination_pin: Where the earlier parts of a push in parts went.
-
-    As text it is what errors call its resolve.
-    """
-
-    name: RemoteName
-    local: Entry
-    make_plan: MakePlan
+    name: RemoteName  # the remote cache; a push without remote cache access reaches only caches located before
+    local: Entry  # the cache of this end; the caller holds it
+    make_plan: MakePlan  # returns what to copy, once both caches are known; may raise ParamError
     deadline: Deadline
     what: str
     push: bool = False
-    consumes: bool = False
-    grant: Grant | None = None
-    destination_pin: DestinationPin | None = None
+    consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
+    grant: Grant | None = None  # a pull succeeds only while this grant holds too
+    destination_pin: DestinationPin | None = None  # where the earlier parts of a push in parts went
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"

@@ -45,12 +45,7 @@ class RemoteName(msgspec.Struct, frozen=True):
 
 
 class Resolution(msgspec.Struct, eq=False):
-    """The target's answer, mapped; valid while its guards show the generations that it came with.
-
-    Attributes:
-        pin: What keeps the cache at the target, or 0 for an answer that may be kept.
-        pair: The remote cache compared with the local one that was used with it last.
-    """
+    """The target's answer, mapped; valid while its guards show the generations that it came with."""
 
     cache_id: int
     geometry: Geometry
@@ -58,8 +53,8 @@ class Resolution(msgspec.Struct, eq=False):
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
     guard_set: GuardSet
-    pin: int
-    pair: CachePair | None = None
+    pin: int  # what keeps the cache at the target, or 0 for an answer that may be kept
+    pair: CachePair | None = None  # the remote cache compared with the local one that was used with it last
 
 
 def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:

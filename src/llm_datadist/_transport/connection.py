@@ -101,17 +101,12 @@ class RemoteTensors(Tensors):
 
 
 class Transfer(msgspec.Struct, frozen=True, eq=False):
-    """The bytes of one call, as a transport is asked to move them.
+    """The bytes of one call, as a transport is asked to move them."""
 
-    Attributes:
-        plan: What to move: from ``local`` to ``remote`` when ``write``, else the other way.
-        pool: Threads that may help, or None.
-    """
-
-    plan: Plan
+    plan: Plan  # what to move: from ``local`` to ``remote`` when ``write``, else the other way
     local: Tensors
     remote: RemoteTensors
-    pool: CopyPool | None
+    pool: CopyPool | None  # threads that may help
     deadline: Deadline
     write: bool
 

@@ -143,17 +143,11 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
 
 @dataclass(frozen=True, slots=True)
 class LaneGrant:
-    """The target's answer to a request: this memory, as long as these guards hold.
+    """The target's answer to a request: this memory, as long as these guards hold."""
 
-    Attributes:
-        tensors: All tensors of what the handle names, valid until :meth:`Lanes.quiesce` has returned for ``tag``.
-        guards: (address, generation) pairs, checked before the first byte and after the last.
-        tag: What ``quiesce`` will call this memory.
-    """
-
-    tensors: Tensors
-    guards: Sequence[tuple[int, int]] = ()
-    tag: int = 0
+    tensors: Tensors  # all of what the handle names, valid until Lanes.quiesce() has returned for the tag
+    guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
+    tag: int = 0  # what quiesce() will call this memory
 
 
 class LaneHandler(Protocol):
