@@ -376,7 +376,11 @@ class Connection(AbstractContextManager["Connection"]):
         self._release()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {'closed' if self.closed else 'open'}: {self._users.inside} in use>"
+        state = "closed" if self.closed else "open"
+        return (
+            f"<{type(self).__name__} {state}: {self._users.inside} in use, "
+            f"{self.bytes_read} bytes read, {self.bytes_written} written>"
+        )
 
 
 class DataPath:
