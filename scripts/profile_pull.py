@@ -99,7 +99,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "  the move": move,
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
         "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
-        "    link, as an operation": _within(lambda: engine.links.get(1).operation()),
+        "    link, as an operation": _within(lambda: engine.links.get(1)),
         "    guards, before and after": lambda: [_current(link_, op, remote) for _ in range(2)],
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
         "    read": lambda: connection.shared.read(plan, ours, remote.tensors, pool, deadline),

@@ -23,8 +23,6 @@ V = TypeVar("V")
 INVALID_ID: Final = 2**64 - 1
 """The largest uint64: "no id" wherever the interface has an id (request, prefix)."""
 
-_MAX_DIGITS: Final = 20
-
 _INNER: Final = "inner type only support"
 
 
@@ -172,7 +170,7 @@ def is_ipv6(text: str) -> bool:
 
 def is_digits(text: str) -> bool:
     """Return True for one to twenty ASCII digits: every number that fits an integer of the interface."""
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return text.isascii() and text.isdigit() and len(text) <= 20
 
 
 def check_rule(condition: object, text: str) -> None:

@@ -64,7 +64,6 @@ class Deadline:
         return (time.monotonic_ns() - self._started_ns) / _NS_PER_MS
 
     def expired(self) -> bool:
-        """Return True when no time is left."""
         return time.monotonic_ns() >= self.expires_ns
 
     def was_cancelled(self) -> bool:
@@ -117,9 +116,6 @@ class Deadline:
         if self.expired():
             raise self.error(what, phase, peer)
 
-    def __repr__(self) -> str:
-        return f"<Deadline {self.budget_ms} ms, {self.remaining() * 1e3:.0f} ms left>"
-
 
 class CancellableDeadline(Deadline):
     """A deadline that another thread may bring forward to now, because the caller was cancelled."""
@@ -136,7 +132,6 @@ class CancellableDeadline(Deadline):
         self.expires_ns = 0
 
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
-        """Build the error, which says so if the call was cancelled."""
         error = super().error(what, phase, peer)
         if self.was_cancelled():
             error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)

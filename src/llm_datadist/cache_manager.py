@@ -238,7 +238,7 @@ class CacheManager(EngineUser):
         engine = self._engine
         check(ARGUMENTS, cache_id=cache_id)
         with engine.meters.span("unregister_cache", "id=%d", cache_id):
-            engine.store.unregister(cache_id, self._deadline())
+            engine.store.unregister(cache_id, engine.deadline())
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """Check the arguments and do nothing: host memory needs no repair (reserved by the interface).
@@ -584,12 +584,7 @@ class CacheManager(EngineUser):
         check_rule(
             src_cache.cache_desc.placement is Placement.DEVICE, "src_cache: placement HOST, only DEVICE can be sent"
         )
-        given = LayerwiseArguments(
-            layer_synchronizer,
-            transfer_configs,
-            src_block_indices,
-            dst_block_indices,
-            dst_block_memory_size,
-            by_key=engine.options.remote_accessible,
-        )
+        blocks = src_block_indices, dst_block_indices, dst_block_memory_size
+        by_key = engine.options.remote_accessible
+        given = LayerwiseArguments(layer_synchronizer, transfer_configs, *blocks, by_key=by_key)
         return calls.start_transfer(engine, src_cache.cache_id, given)

@@ -7,7 +7,7 @@ The library itself uses ``_checks.py``, which is stricter; what differs is here,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from llm_datadist._checks import (
     check_int,
@@ -44,8 +44,6 @@ __all__ = [
 ]
 
 Types = type | list[type] | tuple[type, ...]
-
-_UNSET: Final = -1
 
 
 def raise_if_false(
@@ -175,7 +173,7 @@ def check_positive_or_set_default(name: str, value: object) -> int:
     Source: interface §1.3.
     """
     if value is None:
-        return _UNSET
+        return -1
     number = check_int(name, value)
     if number < 0:
         raise ParamError(f"{name}: {number} is negative")

@@ -573,10 +573,6 @@ def _packed_cluster_info(text: str) -> str | None:
     return json.dumps(info)
 
 
-def _joined(devices: int | Sequence[int] | None) -> str:
-    return str(devices) if isinstance(devices, int) else ";".join(map(str, devices or ()))
-
-
 _text_setting = partial(_Setting[str], check=_text, default="", emit=lambda text: text or None)
 _any_text_setting = partial(_Setting[str], check=_text, default="")
 _flag_setting = partial(_Setting[bool], check=_flag, default=False, emit=lambda flag: "1" if flag else "0")
@@ -596,7 +592,7 @@ class LLMConfig:
         DEVICE_ID,
         check=_device_ids,
         default=None,
-        emit=_joined,
+        emit=lambda ids: str(ids) if isinstance(ids, int) else ";".join(map(str, ids or ())),
         doc="Device served: an int, or a list or tuple of ints, of which ``init`` accepts exactly one. Required.",
     )
     sync_kv_timeout: _Setting[int | str | None] = _Setting(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -22,7 +23,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist._deadline import CancellableDeadline, Deadline, wait_all
+from llm_datadist._deadline import CancellableDeadline, wait_all
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer.threads import Threads
@@ -290,26 +291,21 @@ class LLMDataDist:
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        forced = force or engine.options.transfer_backend is not None
+        forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
 
         def unlink_each(deadline: CancellableDeadline) -> Statuses:
-            def unlink(cluster: LLMClusterInfo) -> None:
-                if not forced:
-                    _remote_address(cluster)
-                engine.links.unlink(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
-
-            return _each(clusters, unlink, "unlink", report, deadline)
-
-        def unlink_each_v1(deadline: CancellableDeadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             def unlink(cluster: LLMClusterInfo) -> None:
-                cluster_id = check_uint64("id", cluster.remote_cluster_id)
-                v1.unlink_cluster(engine.links, cluster_id, deadline, force=forced)
+                if v2 and not forced:
+                    _remote_address(cluster)
+                give_up = engine.links.unlink if v2 else partial(v1.unlink_cluster, engine.links)
+                give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-            return v1.unlink_result(_each(clusters, unlink, "unlink", report, deadline)[1])
+            overall, codes = _each(clusters, unlink, "unlink", report, deadline)
+            return (overall, codes) if v2 else v1.unlink_result(codes)
 
-        return unlink_each if engine.options.cache_manager else unlink_each_v1
+        return unlink_each
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
@@ -332,7 +328,7 @@ class LLMDataDist:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
         from llm_datadist._transfer import v1
 
-        v1.check_link_status(engine.links, cluster_id, Deadline(engine.options.sync_kv_timeout_ms))
+        v1.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.
@@ -394,7 +390,7 @@ class LLMDataDist:
         """
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
-        engine.links.communicators.close(number, Deadline(engine.options.sync_kv_timeout_ms))
+        engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.

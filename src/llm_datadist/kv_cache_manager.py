@@ -51,14 +51,8 @@ def _block_list(name: str, value: object) -> BlockList:
 #: v1's differences: a handle is a KvCache, on the device, and block numbers come in lists only.
 _ARGUMENTS: Final[Rules] = {
     **ARGUMENTS,
-    "cache": _device_cache,
-    "src_cache": _device_cache,
-    "kv_cache": _device_cache,
-    "decoder_kv_cache": _device_cache,
-    "dst": _device_cache,
-    "src": _device_cache,
-    "prompt_blocks": _block_list,
-    "decoder_blocks": _block_list,
+    **dict.fromkeys(("cache", "src_cache", "kv_cache", "decoder_kv_cache", "dst", "src"), _device_cache),
+    **dict.fromkeys(("prompt_blocks", "decoder_blocks"), _block_list),
 }
 
 
@@ -217,7 +211,7 @@ class KvCacheManager(EngineUser):
         engine = self._engine
         given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
         with v1_codes():
-            calls.copy_cache(engine, _ARGUMENTS, given, req_id)(self._deadline())
+            calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
@@ -231,7 +225,7 @@ class KvCacheManager(EngineUser):
         """
         engine = self._engine
         with v1_codes():
-            calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(self._deadline())
+            calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Move blocks between device and host memory; ``{src_block: dst_block}``, in the order given.
@@ -250,7 +244,7 @@ class KvCacheManager(EngineUser):
         check_type("dst", dst, KvCache)
         (pairs,) = check(_ARGUMENTS, src_to_dst=src_to_dst)
         with v1_codes():
-            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"), self._deadline())
+            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"), engine.deadline())
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return one tensor of the cache for each device (one here), over the cache's own memory.
@@ -321,7 +315,7 @@ class KvCacheManager(EngineUser):
         name = arguments.remote_name(cache_key, None)
         call = TransferCall(engine, "pull_cache", "kv_cache", cache.cache_id, name, layers)
         with v1_codes():
-            calls.pull_row(call, row, nbytes, self._deadline(), src_offset=src_offset, dst_offset=dst_offset)
+            calls.pull_row(call, row, nbytes, engine.deadline(), src_offset=src_offset, dst_offset=dst_offset)
 
     def pull_blocks(
         self,
@@ -361,7 +355,7 @@ class KvCacheManager(EngineUser):
         name = arguments.remote_name(prompt_cache_key, None)
         call = TransferCall(engine, "pull_blocks", "decoder_kv_cache", cache.cache_id, name, layers)
         with v1_codes():
-            calls.pull_blocks(call, sources, targets, None, self._deadline(), name="decoder_blocks")
+            calls.pull_blocks(call, sources, targets, None, engine.deadline(), name="decoder_blocks")
 
     def transfer_cache_async(
         self,

@@ -18,7 +18,8 @@ from llm_datadist.testing.scene import beginning_of, tensors_over
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from llm_datadist._transport import Connection, PeerMemory
+    from llm_datadist._transport.connection import Connection
+    from llm_datadist._transport.peer_memory import PeerMemory
     from llm_datadist.testing import Peer
 
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)

@@ -9,7 +9,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, Tensors, plan_row
-from llm_datadist._transport import ShmConnection
+from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import PeerLost
 from llm_datadist.testing import PeerProcess, TransportConformance
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from llm_datadist._transport import Connection
+    from llm_datadist._transport.connection import Connection
     from llm_datadist.testing import Peer
 
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)

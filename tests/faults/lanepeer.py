@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport import RemoteTensors
+    from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist._transport.lanes import LaneGroup, LaneRequest
 
 __all__ = ["LanePeerProcess", "MemoryHandler", "RegionConnection"]

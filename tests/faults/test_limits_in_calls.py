@@ -82,7 +82,8 @@ def pulls_well(pair: Pair, number: int) -> None:
 def lose_lanes(world: World, peer: int) -> None:
     """Drop every data lane of a link."""
     assert world.dd._engine is not None
-    world.dd._engine.links.get(peer).connection.drop_lanes()
+    for each in world.dd._engine.links.get(peer).connection.connections:
+        each.drop_lanes()
 
 
 @pytest.mark.parametrize("linked", TRANSPORTS, indirect=True)

@@ -17,8 +17,8 @@ from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._transport import exchange_memory
 from llm_datadist._transport.lanes import LANE_PREAMBLE
+from llm_datadist._transport.samehost import exchange_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,8 +19,10 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import PeerMemory, ShmConnection, cma
+from llm_datadist._transport import cma
 from llm_datadist._transport.cma import CmaConnection, probe
+from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import PeerLost, StateError
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from llm_datadist._transport import Connection
+    from llm_datadist._transport.connection import Connection
 
 PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 

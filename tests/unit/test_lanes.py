@@ -20,7 +20,7 @@ from llm_datadist._deadline import CancellableDeadline, Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, plan_row
-from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
     MAX_RUNS,
@@ -152,7 +152,7 @@ class Handler:
         self.lost.append((link, left))
 
 
-def move(connection: TcpConnection, data: twin.Bytes, *, write: bool = False) -> int:
+def move(connection: Connection, data: twin.Bytes, *, write: bool = False) -> int:
     """Read one run into ``data``, or write it."""
     remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
     verb = connection.write if write else connection.read

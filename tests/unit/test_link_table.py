@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkMachine, LinkOrigin, LinkState, Peer
 from llm_datadist._links.table import LinkTable
-from llm_datadist._transport import Choice
+from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
 

@@ -11,9 +11,9 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import PeerMemory, peer_memory
+from llm_datadist._transport import peer_memory
 from llm_datadist._transport.cma import CmaConnection
-from llm_datadist._transport.peer_memory import peer_credentials
+from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
 from llm_datadist.errors import LinkRefused, PeerLost
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.scene import tensors_over

@@ -96,12 +96,9 @@ def test_close_ends_allocation_and_tolerates_live_ones() -> None:
     pool = create(64 * MIB)
     parts = [pool.allocate_many(1, nbytes) for nbytes in (8 * MIB, 11 * MIB + MIB // 2, 4 * MIB, MIB // 2)]
     parts[1].free()
-    shown = "<MemoryPool device 64.0 MiB: 3 live, 12.5 MiB used, largest hole 40.0 MiB"
-    assert repr(pool) == f"{shown}>"
     pool.close()
     pool.close()
     assert (pool.closed, pool.segment.closed) == (True, True)
-    assert repr(pool) == f"{shown}, closed>"
     with pytest.raises(StateError, match="pool device is closed"):
         pool.allocate_many(1, 1)
     parts[0].free()

@@ -15,7 +15,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
-from llm_datadist._transport import Choice
+from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until

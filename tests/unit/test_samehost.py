@@ -21,9 +21,12 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import PeerMemory, SameHostListener, choose, exchange_memory, peer_memory, samehost
+from llm_datadist._transport import peer_memory, samehost
+from llm_datadist._transport.choose import choose
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.rendezvous import send_packet as send
+from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled

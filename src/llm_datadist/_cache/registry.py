@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import INVALID_ID, require_intact
 from llm_datadist._native import UseGate
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, StateError
@@ -27,12 +27,9 @@ from llm_datadist.types import BlocksCacheKey, CacheKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llm_datadist._cache.geometry import Geometry
 
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""
-
-_HISTORY_LENGTH: Final = 16
 
 
 class Namespace:
@@ -68,8 +65,6 @@ def _show_key(key: Key) -> str:
 
 
 class State(Enum):
-    """Where an entry is in its life."""
-
     LIVE = "live"
     DEFERRED = "deferred"
     DRAINING = "draining"
@@ -79,8 +74,6 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What can happen to an entry."""
-
     BIND = "bind"
     UNBIND = "unbind"
     PIN = "pin"
@@ -118,7 +111,7 @@ class Lifecycle:
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = State.LIVE
-        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=_HISTORY_LENGTH)
+        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=16)
 
     def require(self, event: Event) -> frozenset[State]:
         """Return the states that ``event`` may lead to; raise StateError if it is illegal."""
@@ -141,7 +134,6 @@ class Lifecycle:
         return target
 
     def story(self) -> str:
-        """Return the last events of this entry, oldest first, on one line."""
         events = [f"{event.value} (keys {keys}, pins {pins}) -> {to.value}" for event, keys, pins, to in self._history]
         return "; ".join(events) or "added"
 
@@ -503,18 +495,10 @@ class Registry:
         return caches, keys, pins
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the tables contradict each other."""
         with self._lock:
             self._check_bindings()
             self._check_entries()
             self._check_pins()
-
-    def __repr__(self) -> str:
-        with self._lock:
-            return (
-                f"<Registry {len(self._entries)} caches, {len(self._keys)} keys, {len(self._pins)} pins, "
-                f"{len(self._draining)} draining>"
-            )
 
     def _require_free(self, keys: Iterable[Key]) -> None:
         for key in keys:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.registry import NOTHING, Effects, Registry, key_of
+from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry, key_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
+from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
-from llm_datadist._memory.segment import ExternalSegment
-from llm_datadist._memory.write_intents import WriteIntents
+from llm_datadist._memory.segment import ExternalSegment, Segment
+from llm_datadist._memory.write_intents import Hazard, WriteIntents
 from llm_datadist._native import Tensors, steps
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._cache.geometry import Geometry
-    from llm_datadist._cache.registry import Entry, Key
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.pool import Allocation
-    from llm_datadist._memory.segment import Segment
-    from llm_datadist._memory.write_intents import Hazard
     from llm_datadist.config import Options
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
@@ -55,21 +51,14 @@ _OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where a cache's tensors are, for this process and for a peer.
-
-    Attributes:
-        regions: uint32 region id per tensor, little-endian: what a Resolved carries.
-        offsets: uint64 offset per tensor (or address, for private memory), little-endian.
-        allocation: The pool memory behind it; None for registered memory.
-        segments: What keeps the memory mapped, one per tensor or one for all: for views.
-        tag: Number of this memory, never used again, under which the data lanes are told to stop using it.
-    """
+    """Where a cache's tensors are, for this process and for a peer."""
 
     tensors: Tensors
-    regions: bytes
-    offsets: bytes
-    allocation: Allocation | None
-    segments: tuple[Segment, ...]
+    regions: bytes  # uint32 region id per tensor, little-endian: what a Resolved carries
+    offsets: bytes  # uint64 offset per tensor (or address, for private memory), little-endian
+    allocation: Allocation | None  # the pool memory behind it; None for registered memory
+    segments: tuple[Segment, ...]  # what keeps the memory mapped, one per tensor or one for all: for views
+    #: Never used again; under it the data lanes are told to stop using this memory.
     tag: int = field(default_factory=itertools.count(1).__next__)
 
     @property
@@ -173,14 +162,7 @@ class Pools:
 class CacheStore:
     """All caches of one LLMDataDist.
 
-    Args:
-        options: Pools and mode.
-        device: What DEVICE placement means here.
-        host: What HOST placement means here.
-        incarnation: As in :class:`Exports`.
-
-    Attributes:
-        quiesce: Ends all use of a storage by our own data lanes, by its tag; set by the owner of the lanes.
+    ``quiesce`` ends all use of a storage by our own data lanes, by its tag; the owner of the lanes sets it.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
@@ -282,10 +264,7 @@ class CacheStore:
         """Wait for the users of a registered cache to end, then drop it.
 
         Ignores any other id. Lookups fail meanwhile. A cache that is not dropped in time is as before, under a newer
-        guard.
-
-        Raises:
-            DeadlineExceeded: The memory is still used (phase ``drain``); the text says by what.
+        guard; DeadlineExceeded (phase ``drain``) says what uses the memory.
         """
         registry = self.registry
         entry = registry.registered(cache_id)
@@ -335,7 +314,6 @@ class CacheStore:
         return self._quarantine.nbytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if registry, pools or guards contradict themselves."""
         self.registry.check_integrity()
         self._guards.check_integrity()
         self.writers.check_integrity()

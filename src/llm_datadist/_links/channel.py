@@ -19,7 +19,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, decode, frame
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist.errors import NotLinked, ProtocolError, StateError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.messages import Message
 
 #: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20
@@ -41,7 +40,6 @@ _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def tune(sock: socket.socket) -> None:
-    """Set no Nagle delay, keepalive after 1 s, and 10 s for an acknowledgement."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -62,7 +60,6 @@ class Waiter:
 
     @property
     def waiting(self) -> bool:
-        """True until it is woken."""
         return self._gate.locked()
 
     def wait(self, deadline: Deadline) -> None:
@@ -91,7 +88,6 @@ class FrameParser:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add bytes."""
         self._buffer += data
 
     def take(self) -> bytes | None:
@@ -110,7 +106,6 @@ class FrameParser:
         return payload
 
     def rest(self) -> bytes:
-        """Return the bytes that have not been taken."""
         return bytes(self._buffer)
 
 
@@ -210,7 +205,6 @@ class Channel:
             self._control.loop.add_writer(self._socket, self._flush)
 
     def _flush(self) -> None:
-        """Send from the backlog; read again once it is short."""
         with self._lock:
             sent = self._write(self._backlog)
             del self._backlog[:sent]
@@ -294,9 +288,11 @@ class Channel:
         waiter.wait(deadline)
 
     def forgo(self, waiter: Waiter) -> None:
-        """Release the reader role if ``waiter`` holds it."""
         if self._reader is waiter:
-            self._stop_reading()
+            self._reader = None
+            handed, self._for_control = self._for_control, False
+            if not handed or not self._post(self._dispatch_and_release):
+                self._release_role()
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
         """Caller holds the reader role. Deliver answers until its own or another message comes."""
@@ -313,12 +309,6 @@ class Channel:
                 if not go_on:
                     self._for_control = True
                     return
-
-    def _stop_reading(self) -> None:
-        self._reader = None
-        handed, self._for_control = self._for_control, False
-        if not handed or not self._post(self._dispatch_and_release):
-            self._release_role()
 
     def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:

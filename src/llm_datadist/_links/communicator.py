@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from llm_datadist._links.messages import CommunicatorId
 from llm_datadist.metrics import CommunicatorStatistics
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.handshake import Listener
-
-_TOKEN_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Communicator:
         self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
         self.waiting = set(self.others)  # members that are not linked yet
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = secrets.token_bytes(16)
         self.own_id = CommunicatorId(plan.name, sorted(plan.ranks.items()), plan.table, token)
         self.ports: dict[int, list[int]] = {}  # member that this end dials -> where it may listen; set once
         self.sock: socket.socket | None = None  # until the listener has it; None where this end only dials
@@ -58,7 +56,6 @@ class Communicator:
 
     @property
     def preparing(self) -> bool:
-        """True until it is decided."""
         return self.status is RegisterMemStatus.PREPARING
 
     def holds(self, cluster_id: int) -> bool:
@@ -110,11 +107,9 @@ class Communicator:
         return True
 
     def fail(self, reason: str) -> None:
-        """Make it FAILED for good."""
         self.status, self.reason = RegisterMemStatus.FAILED, reason
 
     def statistics(self) -> CommunicatorStatistics:
-        """Return a value for the public statistics."""
         return CommunicatorStatistics(
             comm_id=self.comm_id,
             name=self.plan.name,
@@ -127,6 +122,3 @@ class Communicator:
     def __str__(self) -> str:
         name = "".join(c if c.isprintable() else "?" for c in self.plan.name)
         return f"communicator {self.comm_id} {name!r}"
-
-    def __repr__(self) -> str:
-        return f"<Communicator {self.comm_id} {self.plan.name!r}: {self.status.name}, waits for {sorted(self.waiting)}>"

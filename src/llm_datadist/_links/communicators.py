@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator, CommunicatorPlan
-from llm_datadist._links.handshake import AdmissionPolicy, listening_socket
+from llm_datadist._links.handshake import AdmissionPolicy, Listener, listening_socket
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
 from llm_datadist._links.retry import MemberDial, RetryQueue
 from llm_datadist._log import logger
@@ -26,7 +26,6 @@ from llm_datadist.types.enums import RegisterMemStatus
 if TYPE_CHECKING:
     import socket
 
-    from llm_datadist._links.handshake import Listener
     from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Hello
@@ -138,12 +137,10 @@ class Communicators:
         return communicator
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator. Raises NotLinked for an unknown id."""
         with self._lock:
             return self._get(comm_id).status
 
     def explain(self, comm_id: int) -> CommunicatorStatistics:
-        """Return everything that is known about a communicator. Raises NotLinked for an unknown id."""
         with self._lock:
             return self._get(comm_id).statistics()
 
@@ -172,12 +169,10 @@ class Communicators:
         logger.info("%s unlinked", communicator)
 
     def statistics(self) -> tuple[CommunicatorStatistics, ...]:
-        """Return one value per communicator."""
         with self._lock:
             return tuple(each.statistics() for each in self._all.values())
 
     def preparing(self) -> list[str]:
-        """Return the communicators that are not decided yet."""
         with self._lock:
             return [str(each) for each in self._all.values() if each.preparing]
 
@@ -192,11 +187,10 @@ class Communicators:
             return f"; {newest} is {newest.status.name}{reason}"
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a communicator contradicts itself."""
         with self._lock:
             for each in self._all.values():
                 if (not each.waiting) != (each.status is RegisterMemStatus.OK):
-                    raise AssertionError(f"{each!r}")
+                    raise AssertionError(f"{each}: {each.status.name}, waits for {sorted(each.waiting)}")
 
     def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
         """Count a linked member; ``theirs`` is from its greeting, where it dialled.
@@ -281,7 +275,6 @@ class Communicators:
             communicator.sock = None
 
     def _shut(self, communicator: Communicator) -> None:
-        """Close the listener and stop the timer."""
         timer, communicator.timer = communicator.timer, None
         listener, communicator.listener = communicator.listener, None
         if timer is not None:
@@ -358,7 +351,9 @@ class Communicators:
             if member.cancelled or communicator.deadline.expired():
                 break
             try:
-                self._links.dial_member(member, _attempt_deadline(communicator))
+                share = communicator.plan.seconds * 1000 // communicator.plan.attempts
+                longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
+                self._links.dial_member(member, Deadline(min(longest, communicator.deadline.remaining_ms())))
             except DeadlineExceeded as error:
                 self.note(communicator, str(error))
                 member.next_port()
@@ -404,12 +399,6 @@ class Communicators:
                 communicator.listener.abandon()
             elif communicator.sock is not None:
                 communicator.sock.close()
-
-
-def _attempt_deadline(communicator: Communicator) -> Deadline:
-    share = communicator.plan.seconds * 1000 // communicator.plan.attempts
-    longest = max(_SHORTEST_ATTEMPT_MS, min(share, _LONGEST_ATTEMPT_MS))
-    return Deadline(min(longest, communicator.deadline.remaining_ms()))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import select
 import socket
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -38,15 +37,12 @@ from llm_datadist._links.messages import (
     remote_refusal,
 )
 from llm_datadist._log import logger
-from llm_datadist._transport import PeerMemory, agree, inproc
-from llm_datadist._transport.address import new_socket
-from llm_datadist._transport.connect import (
-    LANES_PER_LINK,
-    ConnectionBuilder,
-    PeerIdentity,
-    exchange_memory_with,
-)
+from llm_datadist._transport import inproc
+from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly
+from llm_datadist._transport.choose import Choice, agree
+from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, PeerIdentity, exchange_memory_with
 from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport import Choice
     from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
@@ -72,7 +67,6 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,6 @@ class Endpoint:
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
     def greeting(self) -> dict[str, Any]:
-        """Return the fields of :class:`Greeting`."""
         return {
             "version": PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
@@ -104,17 +97,12 @@ class Endpoint:
     def builder(
         self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None
     ) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting. Raises LinkRefused.
+        """Return what opens the connection to the end that sent a greeting; takes the memory over. Raises LinkRefused.
 
-        ``here`` is what that end exports, if it has proven that it lives in this process. Takes the memory over.
+        ``here`` is what that end exports, if it has proven that it lives in this process.
         """
-        try:
-            forced = agree(self.transport, theirs.transport)
-        except LinkRefused:
-            if isinstance(memory, PeerMemory):
-                memory.close()
-            raise
-        return ConnectionBuilder(PeerIdentity(theirs.incarnation, theirs.cookie, here), memory, forced)
+        identity = PeerIdentity(theirs.incarnation, theirs.cookie, here)
+        return ConnectionBuilder(identity, memory, agree(self.transport, theirs.transport))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +119,6 @@ class NewLink:
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
 
     def close(self) -> None:
-        """Give up what it holds, of which nothing has become a link."""
         self.connection.close()
         self.sock.close()
 
@@ -177,55 +164,30 @@ def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
     return Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
 
 
-class _BlockingFrames:
+class _BlockingFrames(DialledSocket):
     """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
 
     def __init__(self, address: tuple[str, int], deadline: Deadline, what: str) -> None:
+        super().__init__(address, deadline, what)
         self.parser = FrameParser()
-        self._deadline = deadline
-        self._what = what
-        try:
-            self.socket = new_socket(address)
-            self.socket.setblocking(False)
-        except OSError as error:
-            raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
-
-    def connect(self, address: tuple[str, int]) -> None:
-        self._call("connect", select.POLLOUT, lambda: self.socket.connect(address))
-        self._call("connect", select.POLLOUT, lambda: tune(self.socket))
-
-    def send(self, data: bytes) -> None:
-        while data:
-            data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message, which must be of ``kind``. Raises LinkRefused."""
         try:
             while (message := _take(self.parser)) is None:
-                data = self._call("handshake", select.POLLIN, lambda: self.socket.recv(_RECEIVE_BYTES))
+                data = self.read(_RECEIVE_BYTES)
                 if not data:
-                    text = f"{self._what}: the peer closed the connection in the handshake"
-                    raise LinkRefused(text, phase="handshake")
+                    raise LinkRefused(
+                        f"{self.what}: the peer closed the connection in the handshake", phase="handshake"
+                    )
                 self.parser.feed(data)
             if isinstance(message, Refused):
-                raise remote_refusal(message, self._what)
+                raise remote_refusal(message, self.what)
             return _expect(kind, message)
         except ProtocolError as error:
-            raise LinkRefused(f"{self._what}: it does not speak this protocol: {error}") from error
-
-    def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:
-        """Do one socket call, repeated when the socket is ready for ``event``, within what is left of the deadline."""
-        while True:
-            self._deadline.check(self._what, phase)
-            try:
-                return operation()
-            except BlockingIOError:
-                self._deadline.ready(self.socket, event)
-            except OSError as error:
-                raise LinkRefused(f"{self._what}: {phase} failed: {error.strerror or error}", phase=phase) from error
+            raise LinkRefused(f"{self.what}: it does not speak this protocol: {error}") from error
 
 
-class Dial:
+class Dial(AbstractContextManager["Dial"]):
     """One handshake, seen from the initiator. One thread; :meth:`hang_up` from any.
 
     A context manager: what it holds is given back at the end of the block, unless it was taken. :meth:`greet` sets
@@ -273,7 +235,7 @@ class Dial:
             token=self._token,
             communicator=self._communicator,
         )
-        self._frames.connect(self._address)
+        self._frames.connect(tune)
         self._undo.callback(inproc.withdraw, self._token)
         inproc.offer(self._token, self._endpoint.exports)
         self._frames.send(CONTROL_PREAMBLE + frame(hello))
@@ -309,7 +271,6 @@ class Dial:
         _check_access(self._endpoint, welcome)
 
     def _open(self, welcome: Welcome) -> None:
-        """Exchange memory, choose the transports, dial lanes where needed, open the connection."""
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
         forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(
@@ -359,11 +320,7 @@ class Dial:
         _shut_down(self._frames.socket)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copy of the socket only."""
         self._frames.socket.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._undo.close()
@@ -421,12 +378,7 @@ class _AsyncFrames:
 
     async def preamble(self) -> bytes:
         """Read the preamble only: what follows on a lane is not ours."""
-        data = b""
-        while len(data) < PREAMBLE_BYTES:
-            more = await self._loop.sock_recv(self.socket, PREAMBLE_BYTES - len(data))
-            if not more:
-                raise ProtocolError("the connection ended before its preamble")
-            data += more
+        data = await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
         if data not in (CONTROL_PREAMBLE, LANE_PREAMBLE):
             raise ProtocolError(f"the preamble {data!r} is not one of ours")
         return data
@@ -443,69 +395,48 @@ class _AsyncFrames:
         return _expect(kind, message)
 
 
+@dataclass(slots=True)
 class _Handshake:
     """What one handshake has come to at the target. Owns the initiator's memory until that is taken.
 
     Threads: control.
-
-    ``here`` is what the initiator exports if it is in this process, ``source`` its address. ``choice``, ``transcript``
-    and ``proven`` are there once the initiator has chosen.
     """
 
-    choice: TransportChoice
-    transcript: Transcript
-
-    def __init__(self, frames: _AsyncFrames, hello: Hello, group: LaneGroup, here: Exports | None, source: str) -> None:
-        self.source = source
-        self.frames = frames
-        self.hello = hello
-        self.group = group
-        self.here = here
-        self.memory: PeerMemory | LinkError | None = None
-        self.proven = False
-
-    def agree(self, known: PeerSecrets, share: bytes) -> None:
-        """Keep the secret that the initiator has asked for, if it has; ``share`` is this end's half."""
-        if share:
-            known.agree(self.hello.incarnation, self.choice.share, share, self.transcript)
-
-    def take_memory(self) -> PeerMemory | LinkError | None:
-        """Return what came of the rendezvous, the caller's from now on."""
-        memory, self.memory = self.memory, None
-        return memory
+    frames: _AsyncFrames
+    hello: Hello
+    group: LaneGroup
+    here: Exports | None  # what the initiator exports, if it is in this process
+    source: str  # its address
+    memory: PeerMemory | LinkError | None = None
+    proven: bool = False
+    choice: TransportChoice = field(init=False)  # these two once the initiator has chosen
+    transcript: Transcript = field(init=False)
 
     def close(self) -> None:
-        """Give the memory back that nothing has taken."""
-        if isinstance(memory := self.take_memory(), PeerMemory):
-            memory.close()
+        if isinstance(self.memory, PeerMemory):
+            self.memory.close()
 
 
+@dataclass(eq=False)
 class Listener:
     """One listening address, on the control thread. A bad stranger costs its own socket only.
 
-    With ``admission`` it serves for one communicator only; without one it lets no communicator in.
+    With ``_admission`` it serves for one communicator only; without one it lets no communicator in.
     """
 
-    def __init__(
-        self,
-        control: ControlLoop,
-        sock: socket.socket,
-        endpoint: Endpoint,
-        rendezvous: SameHostListener,
-        host: Host,
-        admission: AdmissionPolicy | None = None,
-    ) -> None:
-        self._control = control
-        self._sock = sock
-        self._endpoint = endpoint
-        self._rendezvous = rendezvous
-        self._host = host
-        self._admission = admission
-        #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
-        self._greetings: dict[socket.socket, str] = {}  # and the address of each
-        self._silent: dict[socket.socket, None] = {}
-        self._resume: asyncio.TimerHandle | None = None
-        self.address: tuple[str, int] = sock.getsockname()[:2]
+    _control: ControlLoop
+    _sock: socket.socket
+    _endpoint: Endpoint
+    _rendezvous: SameHostListener
+    _host: Host
+    _admission: AdmissionPolicy | None = None
+    #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
+    _greetings: dict[socket.socket, str] = field(default_factory=dict)  # and the address of each
+    _silent: dict[socket.socket, None] = field(default_factory=dict)
+    _resume: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.address: tuple[str, int] = self._sock.getsockname()[:2]
         self._listen()
 
     def close(self) -> None:
@@ -672,7 +603,8 @@ class Listener:
         """Open the connection if both ends chose alike, and install the link."""
         lanes, group = self._endpoint.lanes, handshake.group
         hello, theirs, frames = handshake.hello, handshake.choice, handshake.frames
-        with closing(self._endpoint.builder(hello, handshake.take_memory(), handshake.here)) as builder:
+        with closing(self._endpoint.builder(hello, handshake.memory, handshake.here)) as builder:
+            handshake.memory = None
             mine = builder.choice
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
@@ -691,7 +623,8 @@ class Listener:
             )
             sock, leftover = frames.socket, frames.parser.rest()
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
-            agree = partial(handshake.agree, self._endpoint.peer_secrets, share)
+            shares = peer.incarnation, theirs.share, share, handshake.transcript
+            agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             self._host.install(NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree))
         except BaseException:
             connection.close()

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 #: Secrets kept; the oldest goes first. A peer whose secret is gone is a peer that was never met.
 _MAX_SECRETS: Final = 4096
-SHARE_BYTES: Final = 32
 
 
 class Transcript(NamedTuple):
@@ -46,7 +45,6 @@ class PeerSecrets:
         return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
 
     def agree(self, peer: bytes, initiator_share: bytes, target_share: bytes, transcript: Transcript) -> None:
-        """Keep a new secret of both shares."""
         self._secrets.pop(peer, None)
         self._secrets[peer] = hashlib.sha256(b"".join((initiator_share, target_share, *transcript))).digest()
         while len(self._secrets) > _MAX_SECRETS:
@@ -54,8 +52,7 @@ class PeerSecrets:
 
 
 def new_share() -> bytes:
-    """Return one end's half of a new secret."""
-    return secrets.token_bytes(SHARE_BYTES)
+    return secrets.token_bytes(32)
 
 
 def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:

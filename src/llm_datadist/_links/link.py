@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Message, Ping, remote_failure
+from llm_datadist._links.messages import Failed, Greeting, Hello, Message, Ping, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
@@ -25,9 +26,7 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._links.messages import Greeting, Hello
-    from llm_datadist._transport import Choice
+    from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
 
 
@@ -42,7 +41,6 @@ class Peer:
 
     @classmethod
     def of(cls, greeting: Greeting) -> Peer:
-        """Return the peer that sent a greeting."""
         return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
 
     def __str__(self) -> str:
@@ -52,8 +50,6 @@ class Peer:
 
 
 class LinkState(Enum):
-    """The states of a link."""
-
     CLOSED = "closed"
     HANDSHAKE = "handshake"
     READY = "ready"
@@ -63,8 +59,6 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    """What changes the state of a link."""
-
     HELLO = "hello"  # the two ends have introduced themselves
     READY = "ready"  # both ends have mapped each other
     SILENT = "silent"  # no heartbeat for a while
@@ -109,7 +103,6 @@ class LinkMachine:
         self._story: deque[str] = deque(maxlen=16)
 
     def can(self, event: LinkEvent) -> bool:
-        """Return True when ``event`` is legal now."""
         return (self.state, event) in TRANSITIONS
 
     def fire(self, event: LinkEvent) -> LinkState:
@@ -122,7 +115,6 @@ class LinkMachine:
         return target
 
     def story(self) -> str:
-        """Return the last events, oldest first, on one line."""
         return "; ".join(self._story) or "made"
 
 
@@ -150,19 +142,16 @@ class LinkOrigin:
 
     @property
     def spare(self) -> bool:
-        """True when it is there for communicators only."""
         return self.by_communicator and not self.claimed
 
 
+@dataclass(slots=True, eq=False)
 class PeerCacheView:
     """What the transfers of one link have learnt; this package only keeps it."""
 
-    __slots__ = ("kept", "located", "mapped")
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, Any] = {}  # answers of the peer that stay valid while their guards do
-        self.mapped: dict[Any, Any] = {}  # where tensors of the peer are, by the names that the peer gave them
-        self.located: set[int] = set()  # caches of this end that the peer knows by address, and may write
+    kept: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
+    mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
+    located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
 
 
 class RequestTable:
@@ -200,8 +189,9 @@ class RequestTable:
 class Link:
     """A link whose handshake is over. Owns the channel and the data connection.
 
-    Threads: any; the lock guards the state and the unlink; nothing blocks under it.
+    A ``with`` block over it is an operation: raises NotLinked, or keeps the link from being unlinked.
 
+    Threads: any; the lock guards the state and the unlink; nothing blocks under it.
     """
 
     def __init__(self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin) -> None:
@@ -215,7 +205,8 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
         self.last_question = 0  # number of the ping() that decides about silent lanes
-        connection.introduce(str(peer), peer.cluster_id)
+        for each in connection.connections:
+            each.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -229,33 +220,24 @@ class Link:
 
     @property
     def state(self) -> LinkState:
-        """The state now."""
         return self._machine.state
 
     @property
     def usable(self) -> bool:
-        """True when operations may start."""
         return self._machine.state in USABLE
 
     @property
     def busy(self) -> bool:
-        """True while a transfer runs on it."""
         return self._operations.inside > 0
 
     @property
     def ended(self) -> bool:
-        """True once the link is over."""
         return self._machine.state is LinkState.CLOSED
 
     def ready(self, channel: Channel) -> None:
-        """Make the link usable, over this channel."""
         with self._lock:
             self.channel = channel
             self._fire(LinkEvent.READY)
-
-    def operation(self) -> Self:
-        """Keep the link from being unlinked in a ``with`` block. Raises NotLinked."""
-        return self
 
     def __enter__(self) -> Self:
         if not self._operations.try_enter():
@@ -345,6 +327,12 @@ class Link:
             self.send(Ping(number))
         return number
 
+    def responds(self, deadline: Deadline, most_ms: int = 1000, *, number: int | None = None) -> bool:
+        """Return True when the peer answers a ping (``number``, or a new one) within ``most_ms``."""
+        ping = self.ping() if number is None else number
+        answer = Deadline(min(most_ms, deadline.remaining_ms()))
+        return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
+
     def lost_error(self, what: object, phase: str) -> LLMException:
         """Build the error for an operation that the end of this link ended."""
         if self.ended and not self._lost:
@@ -361,12 +349,10 @@ class Link:
         )
 
     def count_verified(self, nbytes: int) -> None:
-        """Add to the bytes whose checksums were equal at both ends."""
         with self._lock:
             self._verified_bytes += nbytes
 
     def heard(self) -> None:
-        """Note that a message came from the peer."""
         self.last_heard = time.monotonic()
         if self._machine.state is LinkState.SUSPECT:
             with self._lock:
@@ -391,7 +377,6 @@ class Link:
             return True
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """Wait until no operation runs, after :meth:`begin_unlink`; return False when the deadline passed first."""
         return deadline.wait_for(self._idle, lambda: not self.busy)
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
@@ -447,13 +432,13 @@ class Link:
                 self._fire(LinkEvent.IDLE)
             self.requests.close()
         # Operations still copying fail, and keep the mappings until they are out: the connection counts its users.
-        self.connection.abort()
+        for each in self.connection.connections:
+            each.abort()
         if self.channel is not None:
             self.channel.close(reason)
         return True
 
     def statistics(self) -> LinkStatistics:
-        """Return a value for the public statistics."""
         return LinkStatistics(
             remote_cluster_id=self.peer.cluster_id,
             state=self._machine.state.value,
@@ -462,19 +447,15 @@ class Link:
             reason=self.choice.reason,
             peer_pid=self.peer.pid,
             peer_host=self.peer.host,
-            read_bytes=self.connection.bytes_read,
-            written_bytes=self.connection.bytes_written,
+            read_bytes=sum(each.bytes_read for each in self.connection.connections),
+            written_bytes=sum(each.bytes_written for each in self.connection.connections),
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the link contradicts itself."""
         with self._lock:
             if self._operations.inside < 0 or self._operations.is_open is not self.usable:
                 raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")
             if self._machine.state is LinkState.CLOSED and self.requests.waiters:
                 raise AssertionError(f"{self._machine.name}: closed with {len(self.requests.waiters)} waiting callers")
-
-    def __repr__(self) -> str:
-        return f"<Link to {self.peer}: {self.state.value}, {self.choice.name}, {self._operations.inside} running>"

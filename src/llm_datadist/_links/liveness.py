@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Beat
 from llm_datadist._log import logger
 from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
@@ -14,6 +14,7 @@ from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMSta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.table import LinkTable
@@ -22,44 +23,29 @@ _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
 #: With a small ``llm.PeerTimeout`` this end sends and checks more often, whatever the peer's own setting is.
 _BEATS_PER_TIMEOUT: Final = 4
-#: How long a peer may take to answer a ping: after its data connection broke, and when another process claims its id.
-_RESPONSE_MS: Final = 1000
+#: How long a peer may take to answer a ping when another process claims its id.
 _ANSWER_MS: Final = 1000
-_ANSWER_POLL_SECONDS: Final = 0.01
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    """One timer for all links: sends heartbeats, and ends links whose peers are silent.
+    """One timer for all links: sends heartbeats, and ends links whose peers are silent. Threads: the control thread."""
 
-    Threads: the control thread. ``lose`` ends a link after ``peer_timeout`` seconds of silence; ``on_tick`` is called
-    at every beat with the monotonic time.
-    """
-
-    def __init__(
-        self,
-        control: ControlLoop,
-        links: Callable[[], list[Link]],
-        lose: Callable[[Link, str], None],
-        on_tick: Callable[[float], None],
-        peer_timeout: float,
-    ) -> None:
-        self._control = control
-        self._links = links
-        self._lose = lose
-        self._on_tick = on_tick
-        self._peer_timeout = peer_timeout
-        self._period = min(_BEAT_SECONDS, peer_timeout / _BEATS_PER_TIMEOUT)
-        self._count = 0
-        self._last_tick = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+    _control: ControlLoop
+    _links: Callable[[], list[Link]]
+    _lose: Callable[[Link, str], None]  # called after so many seconds of silence:
+    _peer_timeout: float
+    _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
+    _count: int = 0
+    _last_tick: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the timer."""
+        self._period = min(_BEAT_SECONDS, self._peer_timeout / _BEATS_PER_TIMEOUT)
         self._last_tick = time.monotonic()
         self._timer = self._control.loop.call_later(self._period, self._tick)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -80,7 +66,7 @@ class Heartbeat:
         self._on_tick(now)
 
     def _beat(self, link: Link, silence: float) -> None:
-        if link.connection.peer_ended():
+        if any(each.peer_ended() for each in link.connection.connections):
             self._lose(link, "its process has ended")
         elif silence > self._peer_timeout:
             self._lose(link, f"silent for {silence:.1f} s")
@@ -92,26 +78,16 @@ class Heartbeat:
                 link.ping()  # its own heartbeat may be slower
 
 
-def peer_responds(link: Link, deadline: Deadline) -> bool:
-    """Return True when the peer answers a ping in time. Waits in a caller's thread."""
-    number = link.ping()
-    answer = Deadline(min(_RESPONSE_MS, deadline.remaining_ms()))
-    return answer.poll(lambda: link.last_pong >= number or link.ended) and not link.ended
-
-
 class LinkConflicts:
-    """Links that stand in the way of new ones: their peers must answer a ping, which touches ``table``."""
+    """Links that stand in the way of new ones: their peers must answer a ping."""
 
     def __init__(self, table: LinkTable, lose: Callable[[Link, str], None]) -> None:
         self._table = table
         self._lose = lose
 
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer answers a ping over this link in time."""
-        ping = link.ping()
-        answer = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
-        self._table.wait(lambda: link.last_pong >= ping or not link.usable, answer)
-        return link.usable and link.last_pong >= ping
+        """Return True when the peer answers a ping in time, and the link may be used."""
+        return link.responds(deadline) and link.usable
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
         """End the link to another process of ``peer``'s cluster, unless that answers."""
@@ -143,6 +119,6 @@ class LinkConflicts:
                     text = f"{old.peer} is linked, and this dial cannot prove that it comes from the same process"
                     raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
-            await asyncio.sleep(_ANSWER_POLL_SECONDS)
+            await asyncio.sleep(0.01)
         if self._table.conflict(peer, proven=proven) is old:
             self._lose(old, f"silent while {peer} took its place")

@@ -103,11 +103,9 @@ class ControlLoop:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def inside(self) -> bool:
-        """Return True on the control thread itself."""
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.handshake import Dial, Listener
+from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Listener, NewLink
 from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
+    CommunicatorId,
     Failed,
+    Hello,
     Linked,
     Located,
     Message,
@@ -31,7 +33,7 @@ from llm_datadist._links.messages import (
     UnlinkRequest,
     Verified,
 )
-from llm_datadist._links.retry import Reconnector
+from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
 from llm_datadist._native import steps
@@ -52,11 +54,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
-    from llm_datadist._links.handshake import AdmissionPolicy, Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.messages import CommunicatorId, Hello
-    from llm_datadist._links.retry import Attempt, MemberDial, Reconnect
-    from llm_datadist.metrics import LinkStatistics, RedialStatistics
+    from llm_datadist.metrics import RedialStatistics
 
 #: A peer whose unlink request was acknowledged closes within that time.
 _UNLINK_MS: Final = 1000
@@ -107,7 +106,7 @@ class LinkManager:
         lose = partial(self.end, lost=True)
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, lose, hooks.on_tick, peer_timeout)
+        self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, hooks.on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
@@ -206,19 +205,12 @@ class LinkManager:
         return self._table.get(cluster_id)
 
     def all(self) -> list[Link]:
-        """Return every link."""
         return self._table.all()
 
-    def statistics(self) -> tuple[LinkStatistics, ...]:
-        """Return one value per link."""
-        return tuple(link.statistics() for link in self.all())
-
     def reconnects(self) -> tuple[RedialStatistics, ...]:
-        """Return one value per lost link that is being dialled again."""
         return self._reconnector.statistics()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the links contradict themselves or the table."""
         self._table.check_integrity()
         self.communicators.check_integrity()
         for link in self.all():
@@ -338,7 +330,6 @@ class LinkManager:
         self._bring_up(link, channel, new.leftover, old)
 
     def refuse_if_full(self, hello: Hello, source: str) -> None:
-        """Refuse a further link from the address ``source`` if there are as many as there may be."""
         self._table.refuse_if_full(hello.cluster_id, source)
 
     async def admit(self, hello: Hello, *, proven: bool) -> None:
@@ -390,7 +381,8 @@ class LinkManager:
         """Start a link that is in the table; end the one that it replaces. Raises LinkRefused."""
         try:
             with _refusing(link.peer):
-                link.connection.begin(link)
+                for each in link.connection.connections:
+                    each.begin(link)
         except LinkRefused as error:
             self.end(link, str(error), lost=False)
             raise

@@ -355,17 +355,14 @@ _KINDS: Final[dict[LLMStatusCode, type[LLMException]]] = {
 
 
 def failed(number: int, error: LLMException) -> Failed:
-    """Return the answer that reports an error to the peer whose request had that number."""
     return Failed(number, int(error.status_code), str(error)[:MAX_REASON])
 
 
 def refused(error: LLMException) -> Refused:
-    """Return the message that reports to the initiator why there is no link."""
     return Refused(int(error.status_code), str(error)[:MAX_REASON])
 
 
 def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
-    """Return the error that a peer reported about a request."""
     status = _status(message, LLMStatusCode.LLM_FAILED)
     return RemoteFailure(" ".join(message.text.splitlines()), status_code=status, peer=peer, phase=phase)
 

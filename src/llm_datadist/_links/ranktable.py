@@ -25,9 +25,6 @@ PORTS_VARIABLE: Final = "LLM_DATADIST_LINK_PORTS"
 _DEFAULT_PORTS: Final = (27000, 31999)
 #: Ports that are tried: the first ones may be taken by other processes.
 _CANDIDATES: Final = 8
-_DIGEST_BYTES: Final = 16
-_MAX_PORT: Final = 65535
-_MAX_RANK: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class RankTable:
                 check_rule(rank not in addresses, f"{at}.rank_id: rank {rank} is there twice")
                 addresses[rank] = _address(where, server, at, device)
         canonical = json.dumps(table, sort_keys=True, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        return cls(addresses, hashlib.sha256(canonical).digest()[:_DIGEST_BYTES])
+        return cls(addresses, hashlib.sha256(canonical).digest()[:16])
 
     def address(self, rank: int, cluster_id: int) -> str:
         """Return where the cluster with that rank is. Raises ParamError when the table does not say."""
@@ -93,7 +90,7 @@ def _port_range(text: str) -> tuple[int, int]:
     if not text.strip():
         return _DEFAULT_PORTS
     low, dash, high = (part.strip() for part in text.partition("-"))
-    good = dash and is_digits(low) and is_digits(high) and 0 < int(low) <= int(high) <= _MAX_PORT
+    good = dash and is_digits(low) and is_digits(high) and 0 < int(low) <= int(high) <= 65535
     check_rule(good, f"{PORTS_VARIABLE}={text!r}: a range of ports such as 27000-31999 is needed")
     return int(low), int(high)
 
@@ -108,7 +105,7 @@ def _entries(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _rank(where: str, value: object) -> int:
     number = int(value) if isinstance(value, str) and is_digits(value) else value
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MAX_RANK:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**32:
         raise ParamError(f'{where}.rank_id: {_kind(value)}, a rank such as "0" is needed')
     return number
 
@@ -124,7 +121,6 @@ def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]
 
 
 def is_ip(value: object) -> bool:
-    """Return True for the text of an IPv4 address."""
     try:
         return isinstance(value, str) and bool(socket.inet_pton(socket.AF_INET, value))
     except (OSError, ValueError):

@@ -65,7 +65,6 @@ class Attempt(ABC):
             raise LinkRefused("unlinked meanwhile", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     def hang_up(self) -> None:
-        """Cancel, and end the handshake in progress."""
         self.cancelled = True
         if (dial := self._dial) is not None:
             dial.hang_up()
@@ -170,7 +169,6 @@ class RetryQueue(Generic[A]):
         attempt.close()
 
     def wait(self, owner: object, deadline: Deadline) -> None:
-        """Wait until no attempt of an owner is in progress, or for the deadline."""
         deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
 
     def stop(self) -> None:
@@ -245,8 +243,8 @@ class Reconnect(Attempt):
         self.address = address
         self.reason = ""  # why the last attempt failed
         self.delay = delay  # before jitter
-        pidfd = link.connection.peer_pidfd()
-        self._pidfd = -1 if pidfd is None else pidfd
+        pidfds = (each.peer_pidfd() for each in link.connection.connections)
+        self._pidfd = next((pidfd for pidfd in pidfds if pidfd is not None), -1)
         self._in_this_process = link.choice.name == "inproc"
 
     def peer_ended(self) -> bool:
@@ -312,7 +310,6 @@ class Reconnector(RetryQueue[Reconnect]):
         self.wait(cluster_id, deadline)
 
     def statistics(self) -> tuple[RedialStatistics, ...]:
-        """Return one value per cluster that is being dialled again."""
         return tuple(
             RedialStatistics(
                 remote_cluster_id=each.peer.cluster_id,
@@ -370,11 +367,9 @@ class MemberDial(Attempt):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address to dial now."""
         return self.communicator.plan.addresses[self.cluster_id], self.ports[0]
 
     def next_port(self) -> None:
-        """Try the present port last."""
         self.ports = [*self.ports[1:], self.ports[0]]
 
     def postpone(self, crowd: int) -> None:

@@ -39,11 +39,9 @@ class LinkTable:
         self._closed = False
 
     def get(self, cluster_id: int) -> Link | None:
-        """Return the link to a cluster, usable or not."""
         return self._links.get(cluster_id)
 
     def all(self) -> list[Link]:
-        """Return every link."""
         with self._changed:
             return self.snapshot()
 
@@ -57,7 +55,6 @@ class LinkTable:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
     def now(self) -> int:
-        """Return the number of the newest link so far."""
         return self._sequence
 
     def close(self) -> list[Link]:
@@ -97,7 +94,6 @@ class LinkTable:
         return committed
 
     def withdraw(self, peer: Peer) -> None:
-        """End a committed dial, successful or not."""
         with self._changed:
             self._dialling.discard(peer.incarnation)
             self._changed.notify_all()
@@ -174,7 +170,6 @@ class LinkTable:
                 del self._unlinked[next(iter(self._unlinked))]
 
     def remove(self, link: Link) -> None:
-        """Take a link out that has ended, or is about to."""
         with self._changed:
             if self._links.get(link.peer.cluster_id) is link:
                 del self._links[link.peer.cluster_id]
@@ -187,7 +182,6 @@ class LinkTable:
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until the condition holds, evaluated at every change; return False when time is over."""
         return deadline.wait_for(self._changed, condition)
 
     def _next(self) -> int:
@@ -199,7 +193,6 @@ class LinkTable:
             raise LinkRefused("this end is being finalised")
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the table contradicts itself."""
         with self._changed:
             for cluster_id, link in self._links.items():
                 if link.peer.cluster_id != cluster_id:

@@ -7,20 +7,11 @@ from bisect import bisect_left, insort
 from llm_datadist._checks import require_intact
 
 
-def format_mib(nbytes: int) -> str:
-    """Return a size in bytes as text in MiB with one decimal, ``12.5 MiB``."""
-    return f"{nbytes / (1 << 20):.1f} MiB"
-
-
 class PageAllocator:
     """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges freed ranges with free neighbours.
 
-    Used by one thread at a time: the pool that owns it holds a lock around every call.
-
-    Attributes:
-        capacity: Bytes managed, rounded down to whole pages.
-        page_bytes: Bytes of one page.
-        used_bytes: Bytes handed out, whole pages.
+    Used by one thread at a time: the pool that owns it holds a lock around every call. Capacity and bytes in use are
+    those of whole pages.
     """
 
     __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
@@ -42,17 +33,14 @@ class PageAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not handed out, over all holes."""
         return self.capacity - self.used_bytes
 
     @property
     def largest_hole(self) -> int:
-        """Bytes of the largest contiguous free range; 0 when full."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
     def live(self) -> int:
-        """Number of ranges handed out."""
         return len(self._live)
 
     def rounded(self, nbytes: int) -> int:
@@ -127,9 +115,3 @@ class PageAllocator:
         del self._by_size[bisect_left(self._by_size, (size, offset))]
         del self._hole_at[offset]
         del self._hole_before[offset + size]
-
-    def __repr__(self) -> str:
-        return (
-            f"<PageAllocator {format_mib(self.capacity)} in pages of {self.page_bytes} bytes: {self.live} live, "
-            f"{format_mib(self.used_bytes)} used, largest hole {format_mib(self.largest_hole)}>"
-        )

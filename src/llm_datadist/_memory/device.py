@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from llm_datadist._memory.segment import SharedSegment
-
-if TYPE_CHECKING:
-    from llm_datadist._memory.segment import Segment
+from llm_datadist._memory.segment import Segment, SharedSegment
 
 
 class Device(Protocol):
@@ -21,12 +18,10 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """Name in messages and statistics."""
-        ...
 
     @property
     def needs_staging(self) -> bool:
         """True if host memory reaches single blocks only through staging buffers on the device (interface R10)."""
-        ...
 
     def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
         """Return a new segment of ``nbytes`` bytes, owned by the caller.
@@ -34,19 +29,15 @@ class Device(Protocol):
         Raises:
             OutOfMemory: The device cannot provide it.
         """
-        ...
 
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
         """Copy ``nbytes`` bytes from host address ``src`` to device address ``dst``."""
-        ...
 
     def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
         """Copy ``nbytes`` bytes from device address ``src`` to host address ``dst``."""
-        ...
 
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
         """Copy ``nbytes`` bytes from device address ``src`` to device address ``dst``; they may overlap."""
-        ...
 
 
 class HostDevice:
@@ -64,6 +55,3 @@ class HostDevice:
         ctypes.memmove(dst, src, nbytes)
 
     copy_to_device = copy_from_device = copy_on_device
-
-    def __repr__(self) -> str:
-        return "<HostDevice>"

@@ -27,14 +27,7 @@ ADDRESS_SPACE: Final = (1 << 63) - 1
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describe one exported segment to a peer. Decoding checks the limits.
-
-    Attributes:
-        region: Id of the region in its owner, from 1.
-        nbytes: Size in bytes.
-        name: Pool name, for messages only.
-        writable: True if the peer may map it for writing (RCA).
-    """
+    """Describe one exported segment to a peer. Decoding checks the limits; ``name`` is for messages only."""
 
     region: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
@@ -49,7 +42,6 @@ class Exports:
     Attributes:
         incarnation: Random id of this process incarnation: a peer that restarts under the same address has another.
         regions: Exported segments by region id, from 1.
-        guards: The guard slots; never writable for a peer.
         writable: True if peers may map regions for writing (remote cache access).
         writers: Where peers announce writes. Without remote cache access too: addresses may be granted to them.
     """
@@ -61,7 +53,6 @@ class Exports:
     writers: WriteIntents = field(default_factory=WriteIntents)
 
     def descriptors(self) -> list[RegionDescriptor]:
-        """Return one descriptor per exported region, in the order of the mapping."""
         return [
             RegionDescriptor(region, segment.nbytes, segment.name[:64], self.writable)
             for region, segment in self.regions.items()

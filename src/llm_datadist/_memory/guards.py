@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from llm_datadist._memory.segment import Segment
 
 SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
 COOKIE_BYTES: Final = 16
@@ -76,16 +75,13 @@ class GuardTable:
 
     @property
     def capacity(self) -> int:
-        """How many guards the table has room for."""
         return self.segment.nbytes // SLOT_BYTES - 1
 
     @property
     def live(self) -> int:
-        """Number of guards allocated and not released."""
         return len(self._live)
 
     def allocate(self) -> Guard:
-        """Return a guard with a generation that its slot has never shown before."""
         return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int) -> list[Guard]:
@@ -174,7 +170,3 @@ class GuardTable:
         self._check_open()
         if slot not in self._live:
             raise ValueError(f"guard slot {slot} is not allocated: unknown or released twice")
-
-    def __repr__(self) -> str:
-        state = "" if self._memory is not None else ", closed"
-        return f"<GuardTable {self.capacity} guards: {self.live} live{state}>"

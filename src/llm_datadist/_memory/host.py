@@ -52,7 +52,6 @@ def _host_bytes(proc: Path) -> int:
 
 
 def _figures(proc: Path) -> dict[str, int]:
-    """Return the figures of meminfo in bytes."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
 

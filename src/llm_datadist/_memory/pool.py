@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
-from llm_datadist._memory.allocator import PageAllocator, format_mib
+from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.host import available_memory, host_memory_limit
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.segment import Segment
 
 _MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
 _DIRECT_PAGE_SHIFT: Final = 12
@@ -50,24 +49,19 @@ class PoolStatistics:
 class Allocation:
     """Equal tensors in a pool, allocated together and freed together. Any thread.
 
-    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`.
-
-    Attributes:
-        offsets: Byte offset of each tensor in the pool's segment.
-        addresses: Address of each tensor in this process; valid until freed or the pool is closed.
-        nbytes: Bytes asked for per tensor.
-        detained: Bytes in quarantine, in whole pages; 0 before :meth:`detain` and after :meth:`free`.
+    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`; the addresses of
+    the tensors are valid until then, or until the pool is closed.
     """
 
     __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
 
     def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
         self.pool = pool
-        self.offsets = offsets
+        self.offsets = offsets  # of each tensor, in the pool's segment
         self.addresses = tuple([base + offset for offset in offsets])
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # asked for, per tensor
         self.freed = False
-        self.detained = 0
+        self.detained = 0  # bytes in quarantine, in whole pages, between detain() and free()
 
     def detain(self) -> None:
         """Count it as quarantined until :meth:`free`: it cannot be used again yet."""
@@ -110,7 +104,6 @@ class MemoryPool:
         return Allocation(self, offsets, self._base, nbytes)
 
     def statistics(self) -> PoolStatistics:
-        """Return the figures of the pool at this moment."""
         with self._lock:
             allocator = self._allocator
             return PoolStatistics(
@@ -126,7 +119,6 @@ class MemoryPool:
             )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the allocator contradicts itself, or its totals do not fit the pool's."""
         with self._lock:
             self._allocator.check_integrity()
             used = self._allocator.used_bytes
@@ -181,14 +173,6 @@ class MemoryPool:
             quarantined=self._quarantined,
         )
 
-    def __repr__(self) -> str:
-        now = self.statistics()
-        state = ", closed" if self.closed else ""
-        return (
-            f"<MemoryPool {self.name} {format_mib(now.capacity_bytes)}: {now.live_allocations} live, "
-            f"{format_mib(now.used_bytes)} used, largest hole {format_mib(now.largest_hole_bytes)}{state}>"
-        )
-
 
 def create_pool(
     name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
@@ -196,19 +180,13 @@ def create_pool(
     """Create a pool on ``device``, or raise OutOfMemory if this process may not use that much (interface R11)."""
     _check_page(name, nbytes, page_shift)
     most, source = host_memory_limit()
-    if nbytes > most:
-        raise OutOfMemory(
-            f"pool {name}: memory_size is {nbytes} bytes, larger than the {most} bytes of {source}",
-            pool=name,
-            requested=nbytes,
-            free=most,
-            largest_hole=most,
-        )
     free, bound = available_memory()
-    if nbytes > free:
+    if nbytes > min(most, free):
+        why = f"of which {free} can be had now ({bound}); pages that cannot be had would end this process when used"
+        if nbytes > most:
+            free, why = most, f"larger than the {most} bytes of {source}"
         raise OutOfMemory(
-            f"pool {name}: memory_size is {nbytes} bytes, of which {free} can be had now ({bound}); pages that cannot "
-            "be had would end this process when they are used",
+            f"pool {name}: memory_size is {nbytes} bytes, {why}",
             pool=name,
             requested=nbytes,
             free=free,
@@ -303,7 +281,6 @@ class DirectMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a segment contradicts itself, or more is mapped than counted."""
         with self._lock:
             pools, taken = list(self._pools), self._taken
         for pool in pools:
@@ -321,9 +298,6 @@ class DirectMemory:
             pool.close()
         if pools:
             logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(pools))
-
-    def __repr__(self) -> str:
-        return f"<DirectMemory {self.name}: {len(self._pools)} segments, {self._taken} bytes>"
 
 
 class _OneUsePool(MemoryPool):

@@ -62,12 +62,6 @@ class Quarantine:
 
         If it is not free at the deadline, OutOfMemory names the writers that still have it.
         """
-        if not self._held:
-            try:
-                return pool.allocate_many(count, nbytes)
-            except OutOfMemory as error:
-                if not error.quarantined:
-                    raise  # nothing to wait for
         shortage: OutOfMemory
         taken: list[Allocation] = []
 
@@ -92,7 +86,6 @@ class Quarantine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in quarantine, in whole pages."""
         return sum(each.allocation.detained for each in self._snapshot())
 
     def release_all(self) -> None:
@@ -111,11 +104,6 @@ class Quarantine:
         with self._lock:
             return list(self._held)
 
-    def __repr__(self) -> str:
-        held = self._snapshot()
-        return f"<Quarantine {len(held)} allocations, {self.nbytes} bytes>"
-
 
 def writers_named(hazards: Iterable[Hazard]) -> str:
-    """Return the names of the writers, each once, for a message."""
     return ", ".join(sorted({each.page.who for each in hazards})) or "nobody any more"

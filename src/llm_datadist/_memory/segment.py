@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 #: linux/memfd.h, since 6.3: kernels with vm.memfd_noexec=2 make no others, and those with 1 complain.
 _MFD_NOEXEC_SEAL: Final = 0x0008
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
-_ADDRESS_END: Final = 1 << 64
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # errno values of a lack of memory, address space or descriptors.
 _EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
@@ -48,12 +47,10 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return self._open_memory().address
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close`."""
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
@@ -130,10 +127,7 @@ class SharedSegment(Segment):
     def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
         """Map a peer's segment; take ``fd`` and close it, also if this raises.
 
-        Raises:
-            ProtocolError: The descriptor is not a memfd of exactly that size, sealed against resizing, or refuses
-                this kind of mapping.
-            OutOfMemory: No address space is left.
+        ProtocolError: it is no memfd of exactly that size, sealed against resizing, or refuses this kind of mapping.
         """
         try:
             _check_attachable(fd, nbytes)
@@ -178,7 +172,7 @@ class ExternalSegment(Segment):
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
-        if address <= 0 or nbytes <= 0 or address + nbytes > _ADDRESS_END:
+        if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
             raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
         super().__init__("external", AddressRange(address, nbytes, writable=True))
 

@@ -55,11 +55,6 @@ class WriterPage:
     """One page of the owner of the memory, in which one peer announces its writes. Made by :class:`WriteIntents`.
 
     Its fields are guarded by the lock of its :class:`WriteIntents`.
-
-    Attributes:
-        who: The peer, for messages.
-        cluster_id: The peer's, once it is known.
-        retired: True once no new writer is expected.
     """
 
     __slots__ = ("_memory", "_owner", "_pidfd", "_writers", "address", "cluster_id", "retired", "segment", "who")
@@ -70,8 +65,8 @@ class WriterPage:
         self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
         self.address: int = self._memory.ctypes.data
         self.who = who
-        self.cluster_id: int | None = None
-        self.retired = False
+        self.cluster_id: int | None = None  # the peer's, once it is known
+        self.retired = False  # True once no new writer is expected
         self._writers = writers
         self._owner = os.getpid()
         self._pidfd = -1
@@ -82,7 +77,6 @@ class WriterPage:
         self._pidfd = pidfd
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Set the peer's name, for messages."""
         self.who, self.cluster_id = who, cluster_id
 
     def intent_writer(self) -> IntentWriter:
@@ -117,9 +111,6 @@ class WriterPage:
         if self.segment is not None:
             self.segment.close()
         self._memory = None
-
-    def __repr__(self) -> str:
-        return f"<WriterPage of {self.who}: {'retired' if self.retired else 'in use'}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +173,6 @@ class WriteIntents:
             )
 
     def tidy(self) -> None:
-        """Release the retired pages that have no writer left."""
         if self._retiring or any(page.retired for page in self._pages):
             with self._lock:
                 self._tidy()
@@ -214,7 +204,6 @@ class WriteIntents:
                     page.segment.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the list of pages and the scanned addresses differ."""
         with self._lock:
             same = [page.address for page in self._pages] == self._addresses.tolist()
             require_intact(same, "pages of writers: the scanned addresses are not those of the pages")

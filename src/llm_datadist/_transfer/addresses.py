@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist._cache.registry import State
+from llm_datadist._cache.registry import Entry, State
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
@@ -72,7 +71,7 @@ class Locator:
         """
         link = self._links.get(cluster_id)
         found, allocated = [], False
-        with link.operation():
+        with link:
             for start in range(0, len(addresses), MAX_LOCATE):
                 part = addresses[start : start + MAX_LOCATE]
                 answer = _ask(link, part, nbytes, deadline, what)
@@ -109,7 +108,6 @@ class LocateServer:
         self._warned = store.remote_accessible  # then peers may write anyway
 
     def on_locate(self, link: Link, message: Locate) -> None:
-        """Answer one question."""
         try:
             if not self._allowed:
                 raise LLMException(

@@ -7,7 +7,7 @@ and raises before anything has happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist import _native
-from llm_datadist._cache.geometry import LayerSelection
+from llm_datadist._cache.geometry import Geometry, LayerSelection
 from llm_datadist._cache.registry import key_of
 from llm_datadist._checks import (
     INVALID_ID,
@@ -29,19 +29,15 @@ from llm_datadist._checks import (
     check_uint64_list,
     type_error,
 )
-from llm_datadist._native import parse_blocks
+from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sized
-
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.geometry import Geometry
-    from llm_datadist._native import BlockList
 
 #: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
 Rule = Callable[[str, object], Any]
@@ -133,8 +129,6 @@ def _block_number(name: str, value: object) -> None:
     check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
 
-_CACHE: Final = instance_of(Cache)
-
 #: What each argument must be in v2. Keys are not here: which kinds are allowed depends on the call.
 ARGUMENTS: Final[Rules] = {
     # caches and their memory
@@ -143,15 +137,9 @@ ARGUMENTS: Final[Rules] = {
     "blocks_cache_key": _blocks_key,
     "addrs": partial(check_uint64_list, tuple_ok=False),  # interface §6.6
     "cache_id": check_int64,
-    "cache": _CACHE,
-    "src_cache": _CACHE,
-    "dst_cache": _CACHE,
-    "src": _CACHE,
-    "dst": _CACHE,
+    **dict.fromkeys(("cache", "src_cache", "dst_cache", "src", "dst"), instance_of(Cache)),
     # rows and bytes
-    "batch_index": check_uint32,
-    "src_batch_index": check_uint32,
-    "dst_batch_index": check_uint32,
+    **dict.fromkeys(("batch_index", "src_batch_index", "dst_batch_index"), check_uint32),
     "offset": check_uint64,
     "src_cache_offset": _byte_offset,
     "dst_cache_offset": _byte_offset,
@@ -166,7 +154,6 @@ ARGUMENTS: Final[Rules] = {
 
 
 def check_key_count(keys: Bindings, geometry: Geometry) -> None:
-    """Check that there is at most one key per batch row."""
     rows = geometry.rows
     check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
 
@@ -280,7 +267,6 @@ def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
 
 
 def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
-    """Check that every index is one of the local cache's blocks."""
     if blocks.largest >= geometry.rows:
         at = int(blocks.array.argmax())
         raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
@@ -332,7 +318,6 @@ def check_pairs(
 
 
 def equal_lengths(src_blocks: Sized, dst_blocks: Sized, names: tuple[str, str] = ("src_blocks", "dst_blocks")) -> None:
-    """Check that the two lists of pairs are equally long."""
     if len(src_blocks) != len(dst_blocks):
         raise ParamError(
             f"{names[0]} has {len(src_blocks)} entries and {names[1]} {len(dst_blocks)}: equal lengths are needed"

@@ -83,9 +83,6 @@ class EngineUser:
         """Undo an allocation whose caller never gets the handle."""
         self._of.store.discard(cache.cache_id)
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._of.options.sync_kv_timeout_ms)
-
 
 P = ParamSpec("P")
 User = TypeVar("User", bound=EngineUser)
@@ -129,11 +126,10 @@ def _set_result(call: Callable[..., object], result: str) -> None:
 
 
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
-    """Allocate a cache with these keys; return its handle."""
     shape = Geometry.of(cache_desc, kind)
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-        entry = engine.store.allocate(shape, keys, Deadline(engine.options.sync_kv_timeout_ms))
+        entry = engine.store.allocate(shape, keys, engine.deadline())
     return new_handle(engine, entry, cache_desc)
 
 
@@ -149,7 +145,6 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
 
 
 def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
-    """Return the handle of a cache that was just made."""
     storage = entry.storage
     return Cache(
         entry.cache_id,
@@ -162,8 +157,6 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
 
 
 class RowCopy(NamedTuple):
-    """The arguments of copy_cache as given."""
-
     dst: object
     src: object
     dst_batch_index: object
@@ -173,7 +166,6 @@ class RowCopy(NamedTuple):
 
 
 def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Pending:
-    """Check the arguments of copy_cache; return the copy."""
     with arguments.naming_request(req_id):
         dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
@@ -194,7 +186,6 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
 
 
 def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
-    """Check the arguments of copy_blocks; return the copy."""
     local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
 
@@ -220,21 +211,12 @@ def swap_blocks(
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """One pull or push, its own arguments checked. Used by one thread.
-
-    Attributes:
-        what: The caller's name of the call: in errors, logs and statistics.
-        argument: The caller's name of the local cache.
-        cache_id: The local cache.
-        name: The remote one.
-
-    As text it is what errors call the local cache.
-    """
+    """One pull or push, its own arguments checked. Used by one thread. As text: what errors call the local cache."""
 
     engine: Engine
-    what: str
-    argument: str
-    cache_id: int
+    what: str  # the caller's name of the call: in errors, logs and statistics
+    argument: str  # the caller's name of the local cache
+    cache_id: int  # of the local cache
     name: RemoteName
     layers: LayerSelection
 
@@ -295,7 +277,6 @@ def pull_blocks(
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
-    """Push the local ``row`` into the remote one."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure, Verified, Verify, failed
+from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
-from llm_datadist._native import Plan
+from llm_datadist._native import CopyPool, Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.threads import Threads
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._native import CopyPool
     from llm_datadist._transfer.resolution import Resolution
 
 MAX_QUESTION_BYTES: Final = 64 << 20
@@ -79,11 +77,8 @@ class Comparison:
     def verify(self, plan: Plan) -> None:
         """Return if both ends hold the same bytes wherever ``plan`` has put them.
 
-        Of an ordered plan only bytes that no later run has written over are compared (interface R26).
-
-        Raises:
-            ChecksumMismatch: They differ; the text names the first place.
-            TransferFailed: The peer's cache was freed, rebound or unregistered meanwhile, or it did not answer.
+        Of an ordered plan only bytes that no later run has written over are compared (interface R26). ChecksumMismatch
+        names the first place; TransferFailed: the peer's cache has changed meanwhile, or it did not answer.
         """
         plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
@@ -296,7 +291,6 @@ class ChecksumServer:
             link.tell(Failed(message.id, int(code), str(error)))
 
     def drop_peer(self, link: Link) -> None:
-        """Forget the questions of a link that has ended."""
         with self._lock:
             self._queues.pop(link, None)
 

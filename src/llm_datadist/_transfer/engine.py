@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
+from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.handshake import Endpoint, bind
@@ -22,7 +23,7 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
-from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import Grants
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._links.link import Link
-    from llm_datadist._memory.device import Device
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
 
@@ -119,6 +119,10 @@ class Engine:
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address)
 
+    def deadline(self) -> Deadline:
+        """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
+        return Deadline(self.options.sync_kv_timeout_ms)
+
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine
             self._control.post(self._control.loop.call_at, when, function)
@@ -145,7 +149,6 @@ class Engine:
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
-        """Start linking the members of a rank table; return the communicator's id."""
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options
@@ -155,9 +158,8 @@ class Engine:
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
         """Take another role, and listen at ``listen`` or not at all (interface §3.6).
 
-        Raises:
-            StateError: There is a link, or one is being made (``LLM_EXIST_LINK``).
-            LinkError: The new address cannot be bound; the old listener goes on.
+        Raises StateError while there is a link, or one is being made (``LLM_EXIST_LINK``); LinkError when the new
+        address cannot be bound: the old listener goes on.
         """
         self.links.settle_unlinks()
         self.links.refuse_if_linked()
@@ -231,7 +233,6 @@ class Engine:
         self.store.sweep()
 
     def statistics(self) -> Statistics:
-        """Return everything that is counted."""
         caches, keys, pins = self.store.registry.statistics()
         quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
         return Statistics(
@@ -243,14 +244,13 @@ class Engine:
             quarantined_bytes=quarantined,
             lost_writers=self.store.writers.lost,
             swap=self._swap.statistics(),
-            links=self.links.statistics(),
+            links=tuple(link.statistics() for link in self.links.all()),
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when any part contradicts itself."""
         self.store.check_integrity()
         self.links.check_integrity()
 

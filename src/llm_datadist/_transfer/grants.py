@@ -68,18 +68,15 @@ class Grants:
         return granted
 
     def active(self, grant: Grant) -> bool:
-        """Return True until the grant ends."""
         return grant.guard in self._live
 
     def revoke(self, grant: Grant) -> None:
-        """End a grant; no-op when it has ended."""
         with self._lock:
             live = self._live.pop(grant.guard, None)
         if live is not None:
             self._store.exports.guards.release(grant.guard[0])
 
     def close(self) -> None:
-        """End every grant. Idempotent."""
         with self._lock:
             self._closed = True
             live, self._live, self._expiries = list(self._live.values()), {}, []

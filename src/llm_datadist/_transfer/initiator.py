@@ -6,19 +6,17 @@ are untouched; a failed transfer consumes no key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair
-from llm_datadist._deadline import Deadline
-from llm_datadist._links.liveness import peer_responds
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
-from llm_datadist._native import Plan, steps
+from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
-from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
@@ -31,14 +29,11 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from llm_datadist._cache.registry import Entry
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
-    from llm_datadist._native import CopyPool
-    from llm_datadist._transport.connection import Connection
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.
@@ -86,29 +81,17 @@ class DestinationPin(msgspec.Struct, eq=False):
 
 
 class TransferOp(msgspec.Struct, eq=False):
-    """One pull or push. Used by one thread.
+    """One pull or push. Used by one thread. As text it is what errors call its resolve."""
 
-    Attributes:
-        name: The remote cache. A push without remote cache access reaches only caches located before.
-        local: The cache of this end; the caller holds it.
-        make_plan: Returns what to copy, once both caches are known; may raise ParamError.
-        push: True if the bytes go to the remote cache.
-        consumes: True if a complete push consumes the key of the remote row (interface R5).
-        grant: A pull succeeds only while this grant holds too.
-        destination_pin: Where the earlier parts of a push in parts went.
-
-    As text it is what errors call its resolve.
-    """
-
-    name: RemoteName
-    local: Entry
-    make_plan: MakePlan
+    name: RemoteName  # the remote cache; a push without remote cache access reaches only caches located before
+    local: Entry  # the cache of this end; the caller holds it
+    make_plan: MakePlan  # returns what to copy, once both caches are known; may raise ParamError
     deadline: Deadline
     what: str
     push: bool = False
-    consumes: bool = False
-    grant: Grant | None = None
-    destination_pin: DestinationPin | None = None
+    consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
+    grant: Grant | None = None  # a pull succeeds only while this grant holds too
+    destination_pin: DestinationPin | None = None  # where the earlier parts of a push in parts went
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
@@ -138,7 +121,7 @@ class Initiator:
         key = op.name, op.push
         if op.push and op.destination_pin is None:
             op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
-        with link.operation():
+        with link:
             for _ in range(_ATTEMPTS):
                 kept: Resolution | None = link.caches.kept.get(key)
                 remote = kept or self._resolve(link, op)
@@ -233,7 +216,7 @@ class Initiator:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
             return False
         except (LinkError, TransferAborted) as error:
-            if not peer_responds(link, op.deadline):
+            if not link.responds(op.deadline):
                 if not link.ended:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
@@ -259,9 +242,7 @@ class Initiator:
 
 def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None:
     """Drop the lanes that a transfer has found silent, if the peer answers over the control connection."""
-    question = link.last_question
-    within = Deadline(min(_ANSWER_MS, deadline.remaining_ms()))
-    lives = within.poll(lambda: link.last_pong >= question or link.ended) and not link.ended
+    lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if connection.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(LanesLost())
 

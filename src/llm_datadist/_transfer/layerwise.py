@@ -21,7 +21,7 @@ from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, TransferOp
+from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, TransferOp
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
     from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
-    from llm_datadist._transfer.initiator import Initiator, MakePlan
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
@@ -73,13 +72,8 @@ class TransferJob:
     Threads: :meth:`run` has a thread of :class:`Tasks`, all else is for any. The lock guards the results and whether a
     transfer runs; nothing is called under it.
 
-    Args:
-        deliveries: The destinations, one for each config.
-        release: Gives the source's memory back; called once, at the end of the job.
-        timeout_code: The status of a time-out in this interface.
-
-    Attributes:
-        sent: Layers sent so far, over all destinations.
+    There is one delivery for each config. ``release`` gives the source's memory back; called once, at the end of the
+    job. ``timeout_code`` is the status of a time-out in this interface.
     """
 
     def __init__(
@@ -92,7 +86,7 @@ class TransferJob:
     ) -> None:
         self.name = name
         self.timeout_code = timeout_code
-        self.sent = 0
+        self.sent = 0  # layers so far, over all destinations
         self._deliveries = list(deliveries)
         self._layers = sorted({layer for each in deliveries for layer in each.layers})
         self._synchronizer: LayerSynchronizer | None = synchronizer
@@ -209,11 +203,9 @@ class TransferJob:
 
     @property
     def done(self) -> bool:
-        """True once every destination has its result."""
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Wait for the end; return False when the time is over first."""
         if os.getpid() != self._pid:
             raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
         if threading.current_thread() is self._thread:
@@ -312,7 +304,6 @@ class Tasks:
         self._stopped = False
 
     def name(self) -> str:
-        """Name the next job."""
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
@@ -372,20 +363,14 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one delivery sends, and by what. Threads: the job's own.
+    """What one delivery sends, and by what. Threads: the job's own."""
 
-    Attributes:
-        entry: The local cache; the job holds it.
-        cut: What of each tensor goes where.
-        timeout_ms: Of one layer to one destination.
-    """
-
-    entry: Entry
-    cut: LayerPlan
+    entry: Entry  # the local cache; the job holds it
+    cut: LayerPlan  # what of each tensor goes where
     initiator: Initiator
     locator: Locator
     meters: Meters
-    timeout_ms: int
+    timeout_ms: int  # of one layer to one destination
     destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:
@@ -404,7 +389,6 @@ class KeyDelivery:
     dst_layers: range
 
     def send(self, layer: int) -> None:
-        """Send one layer."""
         cut = self.source.cut
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
@@ -434,7 +418,6 @@ class AddressDelivery:
     located: Locations | None = None
 
     def send(self, layer: int) -> None:
-        """Send one layer."""
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
         deadline = Deadline(self.source.timeout_ms)
         addresses = self.addresses[at : at + TENSORS_PER_LAYER]

@@ -18,13 +18,13 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._deadline import wait_all
-from llm_datadist._native import Plan, Tensors
+from llm_datadist._deadline import Deadline, wait_all
+from llm_datadist._native import CopyPool, Plan, Tensors
 from llm_datadist._native.signals import deliver_signals
 from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
-from llm_datadist.types import Placement
+from llm_datadist.types import Cache, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._cache.store import CacheStore
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
-    from llm_datadist._native import CopyPool
-    from llm_datadist.types import Cache
 
 #: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
 _WORKERS: Final = 4
@@ -44,8 +41,6 @@ _STAGING_BUFFERS: Final = 4
 
 
 class CacheRow(NamedTuple):
-    """One row of a cache of this process."""
-
     cache_id: int
     row: int
 
@@ -60,7 +55,6 @@ class Operand:
 
     @classmethod
     def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
-        """Describe the caller's own memory, by one address per tensor."""
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
@@ -253,7 +247,8 @@ class SwapEngine:
         self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
-        self._threads: Threads | None = None
+        # One more than the workers, to empty the staging buffers.
+        self._threads = Threads(self.workers + 1, "llm-datadist-swap")
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
@@ -281,30 +276,20 @@ class SwapEngine:
         return plan.nbytes
 
     def statistics(self) -> SwapStatistics:
-        """Return workers and staging bytes."""
         return SwapStatistics(self.workers, sum(segment.nbytes for segment in self._staging))
 
     def close(self) -> None:
-        """End the workers and give the staging memory back. Idempotent."""
         with self._lock:
             if self._copy_pool is not None:
                 self._copy_pool.close()
                 self._copy_pool = None
-            if self._threads is not None:
-                self._threads.shutdown()
-                self._threads = None
+            self._threads.shutdown()
             self._give_staging_back()
 
     def _give_staging_back(self) -> None:
         for segment in self._staging:
             segment.close()
         self._staging.clear()
-
-    def _executor(self) -> Threads:
-        if self._threads is None:
-            # One more than the workers, to empty the staging buffers.
-            self._threads = Threads(self.workers + 1, "llm-datadist-swap")
-        return self._threads
 
     def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
         copies = list(_spans(plan, dst, src))
@@ -322,7 +307,7 @@ class SwapEngine:
                     return
                 self._device.copy_from_device(*copy)
 
-        wait_all([self._executor().share(work, worker) for worker in range(self.workers)], stopped.set)
+        wait_all([self._threads.share(work, worker) for worker in range(self.workers)], stopped.set)
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -339,7 +324,7 @@ class SwapEngine:
                 self._device.copy_on_device(target, buffer, nbytes)
             return
         buffers = [segment.address for segment in self._staging]
-        _Pipeline(self._device, buffers).run(copies, self._executor(), self.workers)
+        _Pipeline(self._device, buffers).run(copies, self._threads, self.workers)
 
     def _take_staging(self, nbytes: int) -> None:
         """Allocate the staging buffers, unless they have ``nbytes`` each already."""

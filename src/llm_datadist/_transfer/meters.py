@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from typing import Self
 
 from llm_datadist._log import logger
@@ -32,7 +33,6 @@ class Meters:
         return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
 
     def totals(self) -> tuple[OperationStatistics, ...]:
-        """Return the totals of the operations that have ended, by name."""
         return tuple(
             OperationStatistics(name, each.count, each.errors, each.nbytes, each.seconds)
             for name, each in sorted(self._meters.copy().items())
@@ -48,17 +48,15 @@ def _user_level() -> int:
     return level
 
 
+@dataclass(slots=True)
 class _Logged:
     """A span that also logs how the operation begins and ends, at the line of the user's code that called it."""
 
-    __slots__ = ("_args", "_detail", "_name", "_timer", "nbytes")
-
-    def __init__(self, timer: Timer, name: str, detail: str, args: tuple[object, ...]) -> None:
-        self._timer = timer
-        self._name = name
-        self._detail = detail
-        self._args = args
-        self.nbytes = 0
+    _timer: Timer
+    _name: str
+    _detail: str
+    _args: tuple[object, ...]
+    nbytes: int = 0
 
     def __enter__(self) -> Self:
         logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=_user_level())

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._links.messages import Guarded, Release
+from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
@@ -22,7 +22,6 @@ from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, Protocol
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Key
     from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Resolved
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
@@ -46,12 +45,7 @@ class RemoteName(msgspec.Struct, frozen=True):
 
 
 class Resolution(msgspec.Struct, eq=False):
-    """The target's answer, mapped; valid while its guards show the generations that it came with.
-
-    Attributes:
-        pin: What keeps the cache at the target, or 0 for an answer that may be kept.
-        pair: The remote cache compared with the local one that was used with it last.
-    """
+    """The target's answer, mapped; valid while its guards show the generations that it came with."""
 
     cache_id: int
     geometry: Geometry
@@ -59,16 +53,14 @@ class Resolution(msgspec.Struct, eq=False):
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
     guard_set: GuardSet
-    pin: int
-    pair: CachePair | None = None
+    pin: int  # what keeps the cache at the target, or 0 for an answer that may be kept
+    pair: CachePair | None = None  # the remote cache compared with the local one that was used with it last
 
 
 def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:
     """Check an answer and map its tensors.
 
-    Raises:
-        ProtocolError: The answer contradicts itself.
-        LLMException: The transport cannot reach that memory (``LLM_FEATURE_NOT_ENABLED``), or the link has ended.
+    Raises ProtocolError when it contradicts itself, ``LLM_FEATURE_NOT_ENABLED`` when nothing reaches that memory.
     """
     try:
         geometry = decode_geometry(bytes(answer.geometry))

@@ -49,7 +49,6 @@ class Target:
         self._policy = AccessPolicy(store)
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
-        """Answer where a cache is, or why the peer may not use it."""
         try:
             answer: Message = self._resolved(link, message)
         except LLMException as error:
@@ -162,11 +161,9 @@ class LaneTarget:
         self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may read."""
         return self._grant(link, request)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer may write."""
         return self._grant(link, request, write=True)
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
@@ -211,7 +208,8 @@ class LaneReconnector:
     def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
         """Dial other lanes than those of now, which the peer finds silent. Threads: control."""
         if link.origin.dialled:
-            link.connection.drop_lanes()
+            for each in link.connection.connections:
+                each.drop_lanes()
             self.lost(link)
 
     def close(self) -> None:
@@ -220,7 +218,9 @@ class LaneReconnector:
 
     def _reconnect_lanes(self, link: Link) -> None:
         try:
-            link.connection.reconnect_lanes(Deadline(_RECONNECT_LANES_MS))
+            deadline = Deadline(_RECONNECT_LANES_MS)
+            for each in link.connection.connections:
+                each.reconnect_lanes(deadline)
         except LLMException as error:
             # The end of the link is on its way, or the next transfer tries again.
             logger.info("data lanes to %s were not brought back: %s", link.peer, error)

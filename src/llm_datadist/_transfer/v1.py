@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked
-from llm_datadist.types import LLMRole
+from llm_datadist.types import LLMClusterInfo, LLMRole
 from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist.types import LLMClusterInfo
 
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
 
@@ -145,8 +144,7 @@ def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -
     link = links.get(cluster_id)
     if link.busy:
         raise _link_busy(link, "check_link_status")
-    number = link.ping()
-    answered = deadline.poll(lambda: link.last_pong >= number or link.ended)
+    answered = link.responds(deadline, deadline.budget_ms)
     if link.ended:
         raise link.lost_error("check_link_status", "ping")
     if not answered:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -17,7 +17,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, StateError
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
-    from concurrent.futures import Future
 
 
 T = TypeVar("T")
@@ -43,10 +42,8 @@ class Workers:
         writes anywhere afterwards; the link stays usable, as after a timeout. A call that has not begun never does; one
         that waits for an answer ends within 50 ms; one that copies ends after its current chunk; one whose bytes go
         over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
-
-        Raises:
-            LLMException: No thread can be started; nothing has happened.
-            StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
+        Raises LLMException when no thread can be started, StateError when finalize came first
+        (``LLM_ENGINE_FINALIZED``), or in a forked child.
         """
         import asyncio  # loaded already: there is an event loop
 
@@ -96,7 +93,6 @@ class _Call(Generic[T]):
 
     @hold_signals
     def begin(self, threads: Threads) -> Future[T]:
-        """Hand the call to a thread."""
         try:
             self._future = threads.submit(self.run)
         except LLMException:

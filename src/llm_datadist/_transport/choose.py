@@ -45,11 +45,8 @@ def choose(
 ) -> Choice:
     """Return the best transports that both ends can use, or the forced one for everything.
 
-    Args:
-        same_process: The peer's incarnation lives in this process.
-        same_host: Outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
-        forced: Value of ``llm.Transport``; None for the best one.
-        private: Why cma cannot reach the peer's private memory, None when it can.
+    ``same_host`` is the outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
+    ``private``: why cma cannot reach the peer's private memory, None when it can.
     """
     if forced is not None and forced not in TRANSPORTS:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import ProcessMemory, execute_process, peek_process
-from llm_datadist._transport.connection import Capabilities, Window
-from llm_datadist._transport.peer_memory import SameHostConnection
+from llm_datadist._transport.connection import Capabilities, Transfer, Window
+from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
-
-if TYPE_CHECKING:
-    from llm_datadist._transport.connection import Transfer
-    from llm_datadist._transport.peer_memory import PeerMemory
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -32,14 +29,6 @@ class CmaConnection(SameHostConnection):
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)
         super().__init__(peer)
-
-    def _shows_cookie(self) -> bool:
-        """Return False if the peer's pid has another address space by now, as after exec: its pidfd does not tell."""
-        peer = self._peer
-        try:
-            return peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
-        except OSError:
-            return False
 
     def _window(self, region: int) -> Window | None:
         if region != PRIVATE:
@@ -65,8 +54,11 @@ class CmaConnection(SameHostConnection):
         peer = self._peer
         if not peer.alive():
             raise PeerLost(f"{what}: the peer process {peer.pid} has ended", phase="copy")
-        if not self._shows_cookie():
-            raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
+        # Another address space, as after exec: the pidfd does not tell.
+        with suppress(OSError):
+            if peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie:
+                return
+        raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
 
 
 def _failure(what: str, error: OSError) -> LLMException:

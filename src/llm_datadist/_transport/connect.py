@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._transport import inproc
 from llm_datadist._transport.choose import Choice, choose
 from llm_datadist._transport.cma import CmaConnection, probe
-from llm_datadist._transport.connection import DataPath
+from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 LANES_PER_LINK: Final = 4
@@ -37,8 +36,7 @@ def exchange_memory_with(
 ) -> PeerMemory | LinkError | None:
     """Try the rendezvous, unless the peer lives in this process (``here``) or tcp is forced. Runs on the initiator.
 
-    Returns:
-        The peer's memory, which the caller owns, or why there is none. None when it was not tried.
+    Return the peer's memory, which the caller owns, or why there is none; None when it was not tried.
     """
     if forced == "tcp" or (here and forced in (None, "inproc")):
         return None
@@ -56,10 +54,7 @@ def exchange_memory_with(
 class PeerIdentity:
     """What the peer says about itself over the control connection. The rendezvous must find the same.
 
-    Attributes:
-        incarnation: Random id of its process incarnation.
-        cookie: What the header of its guard table shows.
-        here: What it exports, if it has proven that it lives in this process.
+    ``here`` is what it exports, if it has proven that it lives in this process.
     """
 
     incarnation: bytes
@@ -83,10 +78,7 @@ class ConnectionBuilder:
 
     Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`. Used by one thread.
 
-    Args:
-        peer: Who must be at the other end.
-        memory: Outcome of the rendezvous, taken over.
-        forced: Name of the one transport that must be used for everything, or None for the best of each kind.
+    ``memory`` is the outcome of the rendezvous, taken over. ``forced`` is the one transport to be used for everything.
     """
 
     def __init__(self, peer: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
@@ -113,7 +105,6 @@ class ConnectionBuilder:
 
     @property
     def wants_lanes(self) -> bool:
-        """True when a transport of the choice is tcp."""
         return "tcp" in (self.choice.name, self.choice.private)
 
     def open(
@@ -126,12 +117,9 @@ class ConnectionBuilder:
     ) -> DataPath:
         """Return the data path, which owns the lanes of ``group`` if it uses them.
 
-        Args:
-            lanes: The lanes of this process.
-            group: The link's lanes, not begun yet; to be shut by the caller when no transport uses them. Where this
-                end does not dial, those that the peer has dialled by now.
-            writable: True when peers may write each other (RCA).
-            reconnect: Dials so many new lanes within a deadline, at the end that can dial; None at the other.
+        ``group`` has not begun yet, and is shut by the caller when no transport uses it; where this end does not dial,
+        it has what the peer has dialled by now. ``writable``: peers may write each other (RCA). ``reconnect`` dials so
+        many new lanes within a deadline, at the end that can dial.
         """
         if self.wants_lanes and reconnect is None and not len(group):
             # Only the peer could dial lanes, and it needs none itself.
@@ -160,7 +148,6 @@ class ConnectionBuilder:
         return DataPath(shared, private)
 
     def close(self) -> None:
-        """Give back what no connection owns. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Self
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 import msgspec
 import numpy as np
@@ -68,7 +69,6 @@ class Window:
     memory: object = None
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
-        """Return the addresses of tensors of ``extent`` bytes at these offsets of the window."""
         limit = self.nbytes - extent  # compared with an offset, so that no sum of untrusted numbers can wrap
         far = max(offsets.tolist())  # an array's own maximum takes ten times as long for one tensor
         if extent < 0 or limit < 0 or far > limit:
@@ -101,41 +101,28 @@ class RemoteTensors(Tensors):
 
 
 class Transfer(msgspec.Struct, frozen=True, eq=False):
-    """The bytes of one call, as a transport is asked to move them.
+    """The bytes of one call, as a transport is asked to move them."""
 
-    Attributes:
-        plan: What to move: from ``local`` to ``remote`` when ``write``, else the other way.
-        pool: Threads that may help, or None.
-    """
-
-    plan: Plan
+    plan: Plan  # what to move: from ``local`` to ``remote`` when ``write``, else the other way
     local: Tensors
     remote: RemoteTensors
-    pool: CopyPool | None
+    pool: CopyPool | None  # threads that may help
     deadline: Deadline
     write: bool
 
     @property
     def what(self) -> str:
-        """The name of the call, for messages."""
         return "write" if self.write else "read"
 
     def progress(self, done: int) -> str:
-        """Say how many bytes were done when it failed."""
         return f"{self.what} ({done} of {self.plan.nbytes} bytes done)"
 
     def timeout(self, done: int) -> DeadlineExceeded:
-        """Build the error of a deadline that passed after ``done`` bytes."""
         return self.deadline.error(self.progress(done), "copy")
 
 
 def move_mapped(transfer: Transfer) -> None:
-    """Move bytes between two ends that both have addresses in this process.
-
-    Raises:
-        DeadlineExceeded: The deadline passed between two chunks (phase ``copy``).
-        ParamError: The plan leaves a tensor; nothing moved.
-    """
+    """Move bytes between two ends that both have addresses in this process. Raises as :meth:`Connection.read`."""
     plan, deadline = transfer.plan, transfer.deadline
     destination: Tensors = transfer.local
     source: Tensors = transfer.remote
@@ -150,15 +137,12 @@ class MemoryChanged(TransferFailed):
     """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
-class Connection(ABC):
+class Connection(AbstractContextManager["Connection"]):
     """One way to the memory of one peer, both directions.
 
     Threads: any number may map, read and write at once; any thread may close or abort. What the connection owns
     (mappings, descriptors) is released by the last call that uses it, so that a lost link never unmaps memory under a
     copy. In a forked child every call raises and ``close`` drops only the child's references.
-
-    Attributes:
-        capabilities: What the transport can do.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -189,13 +173,13 @@ class Connection(ABC):
         """Return where transfers are announced; None where the owner of the memory runs them."""
         return None
 
-    def introduce(self, who: str, cluster_id: int) -> None:  # noqa: B027 (most transports have nothing to name)
+    def introduce(self, who: str, cluster_id: int) -> None:
         """Learn who the peer is, for messages about what it does in our memory."""
 
-    def begin(self, link: object) -> None:  # noqa: B027 (most transports have nothing to begin)
+    def begin(self, link: object) -> None:
         """Serve what the peer asks from now on, in the name of ``link``; ``LinkRefused`` while finalising."""
 
-    def reconnect_lanes(self, deadline: Deadline) -> None:  # noqa: B027 (most transports have no lanes)
+    def reconnect_lanes(self, deadline: Deadline) -> None:
         """Dial lost lanes again, where this end dials them; raise when it cannot."""
 
     @property
@@ -207,7 +191,7 @@ class Connection(ABC):
         """Drop lanes that moved nothing although the peer lives; return how many."""
         return 0
 
-    def drop_lanes(self) -> None:  # noqa: B027 (most transports have no lanes)
+    def drop_lanes(self) -> None:
         """Drop every lane, because the peer asks for new ones."""
 
     def peer_ended(self) -> bool:
@@ -220,17 +204,14 @@ class Connection(ABC):
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close` or :meth:`abort`."""
         return not self._users.is_open
 
     @property
     def bytes_read(self) -> int:
-        """Bytes moved from the peer so far."""
         return self._read.nbytes
 
     @property
     def bytes_written(self) -> int:
-        """Bytes moved to the peer so far."""
         return self._written.nbytes
 
     def map(
@@ -248,7 +229,6 @@ class Connection(ABC):
             regions: Shape (T,): region id of each tensor.
             offsets: Shape (T,): byte offset in its region, or absolute address for :data:`PRIVATE`.
             extent: Bytes of each tensor.
-            writable: True when the tensors will be written.
             located: True when the peer was asked for them by address: its private memory may be written then, though
                 it has no remote cache access.
 
@@ -301,15 +281,8 @@ class Connection(ABC):
         """Announce a transfer in memory under guard ``slot`` to its owner. The caller ends the announcement.
 
         The owner does not use that memory again before the end. The caller compares the generations after this call:
-        they decide whether the transfer may begin.
-
-        Returns:
-            The announcement; None where the owner needs none.
-
-        Raises:
-            LinkError: The connection, or the peer's end of it, is closed.
-            DeadlineExceeded: Too many are going on already (phase ``copy``).
-            ProtocolError: No such guard slot.
+        they decide whether the transfer may begin. Returns None where the owner needs no announcement. Raises LinkError
+        when either end is closed, DeadlineExceeded when too many go on already, ProtocolError for no such guard slot.
         """
         self._check_usable("announce")
         intent_writer = self._intent_writer(write=write)
@@ -317,9 +290,6 @@ class Connection(ABC):
 
     def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:
         """Move ``plan`` from the peer's ``remote`` tensors (source) to ``local`` ones (destination).
-
-        Returns:
-            Bytes moved: all of the plan.
 
         Raises:
             ParamError: ``remote`` is not of this connection, or the plan leaves a tensor; nothing moved.
@@ -392,9 +362,6 @@ class Connection(ABC):
             raise StateError(f"{what}: this {name} connection belongs to process {self._pid}, not us")
         raise LinkError(f"{what}: the {name} connection is closed; link again", phase="copy")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -419,12 +386,8 @@ class Connection(ABC):
 class DataPath:
     """The connections of one link: one, or another one beside it for the peer's private memory.
 
-    Owns both. Tensors carry the connection that mapped them, which then moves them. Threads, and what
-    the methods do: as for a connection.
-
-    Args:
-        shared: Reaches what the peer exports, and its guards.
-        private: Reaches the peer's private memory; None where ``shared`` does, or nothing.
+    Owns both. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
+    exports, and its guards; ``private`` its private memory: None where ``shared`` does, or nothing.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
@@ -440,49 +403,12 @@ class DataPath:
                 announces_reads=any(each.capabilities.announces_reads for each in self.connections),
             )
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(each.bytes_read for each in self.connections)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(each.bytes_written for each in self.connections)
-
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection that maps tensors in these regions: all of them exported, or none."""
         if self.private is not None and {PRIVATE}.issuperset(regions.tolist()):
             return self.private
         return self.shared
 
-    def introduce(self, who: str, cluster_id: int) -> None:
-        for each in self.connections:
-            each.introduce(who, cluster_id)
-
-    def begin(self, link: object) -> None:
-        for each in self.connections:
-            each.begin(link)
-
-    def reconnect_lanes(self, deadline: Deadline) -> None:
-        for each in self.connections:
-            each.reconnect_lanes(deadline)
-
-    def drop_lanes(self) -> None:
-        for each in self.connections:
-            each.drop_lanes()
-
-    def peer_ended(self) -> bool:
-        return any(each.peer_ended() for each in self.connections)
-
-    def peer_pidfd(self) -> int | None:
-        return next((fd for each in self.connections if (fd := each.peer_pidfd()) is not None), None)
-
     def close(self) -> None:
         for each in self.connections:
             each.close()
-
-    def abort(self) -> None:
-        for each in self.connections:
-            each.abort()
-
-    def __repr__(self) -> str:
-        return f"<DataPath {', '.join(map(repr, self.connections))}>"

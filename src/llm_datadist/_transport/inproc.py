@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._transport.connection import Capabilities, Connection, Window, move_mapped
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, Exports
+from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window, move_mapped
 from llm_datadist.errors import LinkError, ParamError, PeerLost
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import IntentWriter
-    from llm_datadist._transport.connection import Transfer
 
 # Any thread; each use is one atomic dict operation. Cleared in a forked child: the parent's peers are not in it.
 _peers: dict[bytes, Exports] = {}
@@ -65,7 +63,6 @@ def answer(token: bytes) -> Exports | None:
 
 
 def withdraw(token: bytes) -> None:
-    """End an offer."""
     _offers.pop(token, None)
     _answers.pop(token, None)
 

@@ -6,9 +6,7 @@ one link. Requests of peers are answered on the control thread. A lane that brea
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import socket
 import struct
 import threading
@@ -21,16 +19,9 @@ import numpy as np
 
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneLost, Plan, ReadAsked, WriteAsked
-from llm_datadist.errors import (
-    DeadlineExceeded,
-    LinkRefused,
-    LLMException,
-    LLMStatusCode,
-    ParamError,
-    PeerLost,
-    ProtocolError,
-)
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
+from llm_datadist._transport.address import DialledSocket, read_exactly
+from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
@@ -38,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._native import LaneEvent, Tensors
 
 MAX_LANES: Final = 8
 """Lanes that one peer may have on one link."""
@@ -72,17 +62,11 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class LaneRequest:
-    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet.
+    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet."""
 
-    Attributes:
-        handle: What the peer was given to name the memory.
-        extent: Bytes of each tensor, as the peer believes.
-        plan: The bytes, with the same offsets as destination and source; to be checked against the true memory.
-    """
-
-    handle: bytes
-    extent: int
-    plan: Plan
+    handle: bytes  # what the peer was given to name the memory
+    extent: int  # bytes of each tensor, as the peer believes
+    plan: Plan  # with the same offsets as destination and source; to be checked against the true memory
 
 
 def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
@@ -116,48 +100,19 @@ def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Dea
     Blocks in the caller's thread.
     """
     what = f"data lanes to {show_address(address)}"
+    lanes: list[DialledSocket] = []
     with ExitStack() as opened:
-        socks = [_connect(address, deadline, what, opened) for _ in range(count)]
-        try:
-            for sock in socks:
-                sock.sendall(LANE_PREAMBLE + token)  # a new connection has room for that
-            for sock in socks:
-                _await(sock, select.POLLIN, deadline, what)
-                if sock.recv(1) != _ACCEPTED:
-                    raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
-                sock.setblocking(True)
-        except DeadlineExceeded:  # an OSError too
-            raise
-        except OSError as error:
-            raise LinkRefused(f"{what}: the connection broke: {error}") from error
+        for _ in range(count):
+            lanes.append(lane := DialledSocket(address, deadline, what))
+            opened.callback(lane.socket.close)
+            lane.connect(_tune)
+            lane.send(LANE_PREAMBLE + token)
+        for lane in lanes:
+            if lane.read(1) != _ACCEPTED:
+                raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
+            lane.socket.setblocking(True)
         opened.pop_all()
-        return socks
-
-
-def _connect(address: tuple[str, int], deadline: Deadline, what: str, opened: ExitStack) -> socket.socket:
-    """Return a new connection, which does not block."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        sock = opened.enter_context(socket.socket(family, kind, protocol))
-        sock.setblocking(False)
-        _tune(sock)
-        failed = sock.connect_ex(where)
-        if failed == errno.EINPROGRESS:
-            _await(sock, select.POLLOUT, deadline, what)
-            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-    except DeadlineExceeded:
-        raise
-    except OSError as error:
-        raise LinkRefused(f"{what}: cannot connect: {error}") from error
-    return sock
-
-
-def _await(sock: socket.socket, event: int, deadline: Deadline, what: str) -> None:
-    """Return when the socket is ready or has failed."""
-    if not deadline.ready(sock, event):
-        raise deadline.error(what, "connect")
+    return [lane.socket for lane in lanes]
 
 
 def _tune(sock: socket.socket) -> None:
@@ -177,14 +132,7 @@ async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socke
 
     The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
     """
-    token = b""
-    while len(token) < TOKEN_BYTES:
-        # Not a byte more: what follows belongs to the lane engine.
-        more = await loop.sock_recv(sock, TOKEN_BYTES - len(token))
-        if not more:
-            raise ProtocolError("the connection ended before its lane greeting")
-        token += more
-    return token
+    return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
 
 
 async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
@@ -195,17 +143,11 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
 
 @dataclass(frozen=True, slots=True)
 class LaneGrant:
-    """The target's answer to a request: this memory, as long as these guards hold.
+    """The target's answer to a request: this memory, as long as these guards hold."""
 
-    Attributes:
-        tensors: All tensors of what the handle names, valid until :meth:`Lanes.quiesce` has returned for ``tag``.
-        guards: (address, generation) pairs, checked before the first byte and after the last.
-        tag: What ``quiesce`` will call this memory.
-    """
-
-    tensors: Tensors
-    guards: Sequence[tuple[int, int]] = ()
-    tag: int = 0
+    tensors: Tensors  # all of what the handle names, valid until Lanes.quiesce() has returned for the tag
+    guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
+    tag: int = 0  # what quiesce() will call this memory
 
 
 class LaneHandler(Protocol):
@@ -281,7 +223,6 @@ class LaneGroup:
             return lane
 
     def put(self, lane: int, nbytes: int) -> None:
-        """Take bytes off the load of a lane, whether they moved or not."""
         with self._changed:
             if lane in self._loads:
                 self._loads[lane] -= nbytes
@@ -295,12 +236,10 @@ class LaneGroup:
             return not self._closed
 
     def discard(self, lane: int) -> None:
-        """Take a lane out that has ended."""
         with self._changed:
             self._loads.pop(lane, None)
 
     def lanes(self) -> list[int]:
-        """Return the lanes that there are, the oldest first."""
         with self._changed:
             return list(self._loads)
 
@@ -429,7 +368,6 @@ class Lanes:
             group.discard(lane)
 
     def drop(self, group: LaneGroup, lanes: Iterable[int]) -> None:
-        """Close some lanes of a link."""
         for lane in lanes:
             group.discard(lane)
             self._groups.pop(lane, None)

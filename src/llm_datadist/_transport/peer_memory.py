@@ -7,20 +7,19 @@ import os
 import socket
 import struct
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentWriter
+from llm_datadist._memory.write_intents import IntentWriter, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import Connection, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.write_intents import WriterPage
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
 # Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.
@@ -31,7 +30,7 @@ _OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
 _USUAL_OVERFLOW_UID: Final = 65534
 
 
-class PeerProcess:
+class PeerProcess(AbstractContextManager["PeerProcess"]):
     """The process at the other end of a socket, of our user and alive. Owns its pidfd until that is taken.
 
     Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
@@ -43,12 +42,8 @@ class PeerProcess:
         self._pidfd = _open_pidfd(sock, self.pid)
 
     def take_pidfd(self) -> int:
-        """Return the pidfd, the caller's from now on."""
         pidfd, self._pidfd = self._pidfd, -1
         return pidfd
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pidfd >= 0:
@@ -76,7 +71,6 @@ def _overflow_uid() -> int:
 
 
 def _shares_users(pid: int) -> bool:
-    """Return True if a process is in our user namespace."""
     try:
         return (_PROC / str(pid) / "ns/user").readlink() == (_PROC / "self/ns/user").readlink()
     except OSError:
@@ -95,7 +89,7 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
         raise LinkRefused(f"same-host peer (pid {pid}) has ended, or is not in our pid namespace: {error}") from error
 
 
-class PeerMemory:
+class PeerMemory(AbstractContextManager["PeerMemory"]):
     """What a peer on this host exports, mapped here. The last holder's :meth:`close` releases it.
 
     Owns the mappings, the pidfd, and the page in which the peer announces what it writes here. Made with one holder;
@@ -104,9 +98,7 @@ class PeerMemory:
     Threads: holders may use and close it in different threads at once; each calls ``close`` once.
 
     Attributes:
-        guards: The peer's guard table, read-only.
         regions: The peer's exported segments by region id; writable where the peer lets us.
-        intent_writer: Where this process announces what it writes there.
         pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes read from the mapped guard table's header.
@@ -141,7 +133,6 @@ class PeerMemory:
 
     @property
     def closed(self) -> bool:
-        """True after the last holder's :meth:`close`."""
         return self.pidfd < 0
 
     def alive(self) -> bool:
@@ -150,14 +141,12 @@ class PeerMemory:
         return pidfd >= 0 and not readable(pidfd)
 
     def share(self) -> Self:
-        """Add one holder."""
         if self.closed:
             raise StateError(f"share: {self!r} is closed")
         self._others.append(None)
         return self
 
     def introduce(self, who: str, cluster_id: int) -> None:
-        """Say who the peer is, for messages about what it writes here."""
         self._page.introduce(who, cluster_id)
 
     def settle(self) -> None:
@@ -181,9 +170,6 @@ class PeerMemory:
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

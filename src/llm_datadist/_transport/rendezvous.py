@@ -9,16 +9,17 @@ from __future__ import annotations
 import array
 import os
 import socket
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, RegionDescriptor
+from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.exports import Exports
     from llm_datadist._memory.write_intents import WriterPage
 
 VERSION: Final = 4
@@ -78,14 +79,12 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
     return value
 
 
-class Packet:
+@dataclass(slots=True)
+class Packet(AbstractContextManager["Packet"]):
     """One received packet; owns the descriptors that nothing has taken yet. Used by one thread."""
 
-    __slots__ = ("data", "fds")
-
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self.data = data
-        self.fds = fds
+    data: bytes
+    fds: list[int]
 
     @classmethod
     def receive(cls, sock: socket.socket) -> Self:
@@ -104,16 +103,11 @@ class Packet:
         return packet
 
     def take(self) -> int:
-        """Return the next descriptor, the caller's from now on."""
         return self.fds.pop(0)
 
     def close(self) -> None:
-        """Close every descriptor that was not taken. Idempotent."""
         while self.fds:
             os.close(self.fds.pop())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -135,7 +129,7 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
     sock.sendmsg([_encoder.encode(value)], rights, socket.MSG_NOSIGNAL)
 
 
-class MemoryOffer:
+class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
 
     Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'. ``LinkRefused``
@@ -162,13 +156,9 @@ class MemoryOffer:
         send_packet(sock, self.hello, self.fds)
 
     def take_page(self) -> WriterPage:
-        """Return the page for the peer's writers, the caller's from now on."""
         page, self._page = self._page, None
         assert page is not None, "taken once"
         return page
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._page is not None:

@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
 
 MAX_PENDING: Final = 64
-_TOKEN_LENGTHS: Final = range(16, 65)
 _PREFIX: Final = "llm-datadist-"
 _SUFFIX: Final = ".sock"
 _BACKLOG: Final = 128
 # A full backlog of a unix socket refuses at once instead of waiting, so connecting is tried again at this pace.
 _CONNECT_PACE_S: Final = 0.002
 _ACCEPT_PAUSE_S: Final = 1.0
-_CLOSE_WAIT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +57,8 @@ class SameHostListener:
     thread. In a forked child only ``close`` may be called: it closes the child's descriptors, and touches neither the
     loop nor the socket file, which are the parent's.
 
-    Args:
-        exports: What every accepted peer is given.
-        socket_dir: Directory for a socket file, or None for an abstract socket.
-        idle_timeout: Seconds an accepted peer has for its packet.
-
-    Attributes:
-        name: What the peer passes to :func:`exchange_memory`: ``@...`` is abstract, else a path.
+    Every accepted peer is given the exports, and has ``idle_timeout`` seconds for its packet. ``name`` is what a peer
+    passes to :func:`exchange_memory`: ``@...`` is abstract, else the path of a file in ``socket_dir``.
     """
 
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
@@ -92,13 +85,12 @@ class SameHostListener:
         The token is used up by the first packet that carries it. A callback is not called when the listener is closed
         first.
         """
-        if len(token) not in _TOKEN_LENGTHS:
+        if not 16 <= len(token) <= 64:
             raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
         if self._expected.setdefault(token, callback) is not callback:
             raise ParamError("expect: this token is expected already; tokens are for one use")
 
     def forget(self, token: bytes) -> None:
-        """Refuse ``token`` from now on. Unknown and used ones are ignored."""
         self._expected.pop(token, None)
 
     def close(self) -> None:
@@ -118,7 +110,7 @@ class SameHostListener:
             except RuntimeError:  # the loop has been closed meanwhile
                 self._close_here()
             else:
-                closed.wait(_CLOSE_WAIT_S)
+                closed.wait(5.0)
 
     def _accept(self) -> None:
         try:
@@ -306,7 +298,6 @@ def _address(name: str) -> str:
 
 
 def _listen(socket_dir: str | None) -> tuple[socket.socket, str]:
-    """Return a listening socket and its name."""
     unique = _PREFIX + secrets.token_hex(8)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from llm_datadist._transport.connection import Capabilities, Window, move_mapped
-from llm_datadist._transport.peer_memory import SameHostConnection
+from llm_datadist._transport.connection import Capabilities, Transfer, Window, move_mapped
+from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist.errors import PeerLost
-
-if TYPE_CHECKING:
-    from llm_datadist._transport.connection import Transfer
-    from llm_datadist._transport.peer_memory import PeerMemory
 
 
 class ShmConnection(SameHostConnection):

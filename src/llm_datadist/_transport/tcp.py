@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import Ending, Outcome, check_plan
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._native import Ending, Outcome, Plan, check_plan
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Window
-from llm_datadist._transport.lanes import MAX_RUNS, encode_request
+from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
+from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, encode_request
 from llm_datadist.errors import (
     CacheMismatch,
     LinkError,
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.exports import RegionDescriptor
-    from llm_datadist._native import Plan
-    from llm_datadist._transport.connection import Transfer
-    from llm_datadist._transport.lanes import LaneGroup, Lanes
 
 # Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
 _ELSEWHERE: Final = 1 << 62
@@ -105,7 +101,6 @@ class TcpConnection(Connection):
 
     @property
     def suspects_lanes(self) -> bool:
-        """True after a transfer timed out on a lane that had moved nothing for it."""
         return bool(self._suspects)
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
@@ -224,7 +219,6 @@ class _LaneTransfer:
         return outcome
 
     def _give_up(self) -> None:
-        """End what is left of the transfer."""
         while self._started:
             part = self._started.pop()
             self._ended(part, self._engine.give_up(part.job))

@@ -14,15 +14,13 @@ import msgspec
 
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench import BenchError, sides
-from llm_datadist.bench.cases import size_text
+from llm_datadist.bench.cases import Case, size_text
 from llm_datadist.bench.processes import RunningSide
-from llm_datadist.bench.rows import Measured, make_rows
+from llm_datadist.bench.rows import Measured, Row, make_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llm_datadist.bench.cases import Case
-    from llm_datadist.bench.rows import Row
     from llm_datadist.bench.workload import Workload
 
 _P = ParamSpec("_P")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist.bench.workload import Memory
-
-if TYPE_CHECKING:
-    from llm_datadist.bench.workload import Bytes, Workload
+from llm_datadist.bench.workload import Bytes, Memory, Workload
 
 __all__ = ["private_tensors", "tensors_like"]
 

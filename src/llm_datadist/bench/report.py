@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from llm_datadist.bench.cases import size_text
+from llm_datadist.bench.cases import Case, size_text
 from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from llm_datadist.bench.cases import Case
     from llm_datadist.bench.rows import Row
     from llm_datadist.bench.suite import Floor
 

@@ -25,7 +25,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native import parse_indices
 from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
-from llm_datadist._transfer.arguments import byte_count, equal_lengths, instance_of
+from llm_datadist._transfer.arguments import Rules, byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.cpp_api.structs import (
@@ -46,10 +46,6 @@ from llm_datadist.types.cluster import trans_str_ip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from llm_datadist._transfer.arguments import Rules
-
-_INT32_END: Final = 2**31
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
@@ -167,7 +163,7 @@ def _layer_range(name: str, pair: object) -> range | None:
     # A client may call once per layer and tensor: a correct pair is recognised without further calls.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
-        if type(first) is int and type(last) is int and 0 <= first <= last < _INT32_END:
+        if type(first) is int and type(last) is int and 0 <= first <= last < 2**31:
             return range(first, last + 1)
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
-from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import CancellableDeadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
@@ -25,6 +26,7 @@ from llm_datadist.cpp_api.structs import (
     Cache,
     CacheDesc,
     CacheIndex,
+    ClusterInfo,
     KvCacheExtParam,
     LlmRole,
     Mapped,
@@ -32,7 +34,7 @@ from llm_datadist.cpp_api.structs import (
 )
 from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
-from llm_datadist.types import Placement
+from llm_datadist.types import LLMClusterInfo, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +42,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist.cpp_api.structs import ClusterInfo
     from llm_datadist.datadist import Pending, Report
-    from llm_datadist.types import LLMClusterInfo
 
 #: Errors that become a status; those of the operating system too.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
@@ -267,7 +267,7 @@ class LlmDataDist:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
-                engine.store.unregister(cache_id, _deadline(engine))
+                engine.store.unregister(cache_id, engine.deadline())
         return call.status
 
     def AllocateCache(self, cache_desc: CacheDesc) -> tuple[LLMStatusCode, Cache | None]:
@@ -287,7 +287,7 @@ class LlmDataDist:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
-                entry = engine.store.allocate(geometry, [], _deadline(engine))
+                entry = engine.store.allocate(geometry, [], engine.deadline())
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
             # C++ would let the addresses dangle after Finalize; Python should not crash.
@@ -330,7 +330,7 @@ class LlmDataDist:
                 ARGUMENTS, dst_cache=dst_cache, batch_index=batch_index, size=size, ext_param=ext_param
             )
             pull = TransferCall(engine, "PullKvCache", "dst_cache", cache_id, name, layers)
-            calls.pull_row(pull, row, nbytes, _deadline(engine))
+            calls.pull_row(pull, row, nbytes, engine.deadline())
         return call.status
 
     def PullKvBlocks(
@@ -356,7 +356,7 @@ class LlmDataDist:
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             pull = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers)
-            calls.pull_blocks(pull, sources, targets, None, _deadline(engine))
+            calls.pull_blocks(pull, sources, targets, None, engine.deadline())
         return call.status
 
     def PushKvCache(
@@ -382,7 +382,7 @@ class LlmDataDist:
             layers = arguments.layers("ext_param", ext_param)
             _require_device(engine, cache_id, "PushKvCache: src_cache", "pushed")
             push = TransferCall(engine, "PushKvCache", "src_cache", cache_id, name, layers)
-            calls.push_row(push, row, _deadline(engine))
+            calls.push_row(push, row, engine.deadline())
         return call.status
 
     def PushKvBlocks(
@@ -409,7 +409,7 @@ class LlmDataDist:
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
             push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
-            calls.push_blocks(push, sources, targets, _deadline(engine))
+            calls.push_blocks(push, sources, targets, engine.deadline())
         return call.status
 
     def CopyKvCache(
@@ -447,7 +447,7 @@ class LlmDataDist:
             detail = "%d[%d] -> %d[%d] offset=%d size=%d"
             with engine.meters.span("CopyKvCache", detail, src, src_row, dst, dst_row, start, nbytes) as span:
                 span.nbytes = engine.local.copy_cache(
-                    CacheRow(dst, dst_row), CacheRow(src, src_row), start, nbytes, _deadline(engine), "CopyKvCache"
+                    CacheRow(dst, dst_row), CacheRow(src, src_row), start, nbytes, engine.deadline(), "CopyKvCache"
                 )
         return call.status
 
@@ -483,11 +483,11 @@ class LlmDataDist:
             detail = "%s -> %s, %d blocks to %d lists"
             ids = (src_cache.cache_id, dst_cache.cache_id, sources.size, len(lists))
             with engine.meters.span("CopyKvBlocks", detail, *ids) as span:
-                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, _deadline(engine), "CopyKvBlocks")
+                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, engine.deadline(), "CopyKvBlocks")
         return call.status
 
 
-class _Call:
+class _Call(AbstractContextManager["_Call"]):
     """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
 
     __slots__ = ("_owner", "_what", "status", "statuses")
@@ -526,9 +526,6 @@ class _Call:
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
 
-    def __enter__(self) -> _Call:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
@@ -550,10 +547,6 @@ class _Call:
 
 def _not_initialized(what: str) -> NotInitialized:
     return NotInitialized(f"{what}: this LlmDataDist is not initialised; call Initialize first")
-
-
-def _deadline(engine: Engine) -> Deadline:
-    return Deadline(engine.options.sync_kv_timeout_ms)
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:

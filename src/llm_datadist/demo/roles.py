@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_datadist import (
     BlocksCacheKey,
+    Cache,
     CacheDesc,
     DataType,
     LLMClusterInfo,
@@ -21,14 +22,12 @@ from llm_datadist import (
 )
 from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.model import Llama, PagedKV
-from llm_datadist.demo.workload import Memory
+from llm_datadist.demo.workload import Memory, Setup, Workload
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from llm_datadist import Cache
-    from llm_datadist.demo.workload import Setup, Workload
 
 __all__ = ["DecoderSide", "Emit", "PromptSide", "run_reference"]
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from llm_datadist._transport import Connection
+    from llm_datadist._transport.connection import Connection
 
 __all__ = ["TransportConformance"]
 

@@ -24,12 +24,16 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import Connection, PeerMemory, SameHostListener, exchange_memory, inproc
+from llm_datadist._transport import inproc
+from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
+
+    from llm_datadist._transport.connection import Connection
 
 __all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
 

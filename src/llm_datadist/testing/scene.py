@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport import Connection, RemoteTensors, Transfer
+    from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
 
 __all__ = [
     "BLOCKS",

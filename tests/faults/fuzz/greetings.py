@@ -33,7 +33,7 @@ from tests.faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist._transport import PeerMemory
+    from llm_datadist._transport.peer_memory import PeerMemory
 
 __all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
 

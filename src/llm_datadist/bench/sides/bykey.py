@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from llm_datadist import CacheDesc, CacheKey, DataType
+from llm_datadist import Cache, CacheDesc, CacheKey, DataType, LLMDataDist
 from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import CLUSTER, Ours, end_of, pool_bytes_for
 from llm_datadist.bench.workload import Memory, Op, Workload, fill
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    from llm_datadist import Cache, LLMDataDist
 
 __all__ = ["ByKey"]
 

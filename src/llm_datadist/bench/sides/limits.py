@@ -20,7 +20,7 @@ from llm_datadist._native import _native
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.memory import private_tensors, tensors_like
 from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import Bytes, Op, Workload
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist.bench.workload import Bytes
 
 __all__ = [
     "Cma",
