@@ -34,7 +34,12 @@ class End:
         self.told: list[str] = []
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
-        return Link(peer, Mock(DataPath), Choice(name, name, "test"), LinkOrigin(dialled, sequence, peer_sequence))
+        return Link(
+            peer,
+            Mock(DataPath, connections=()),
+            Choice(name, name, "test"),
+            LinkOrigin(dialled, sequence, peer_sequence),
+        )
 
     def end(self, link: Link | None) -> None:
         if link is not None:

@@ -29,7 +29,7 @@ LONG_MS = 60_000
 
 def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
-    path = Mock(DataPath, peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
+    path = Mock(DataPath, connections=(), peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
     return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)
 

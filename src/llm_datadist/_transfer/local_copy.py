@@ -248,7 +248,7 @@ class SwapEngine:
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
         # One more than the workers, to empty the staging buffers.
-        self._threads = Threads(self.workers + 1, "llm-datadist-swap")
+        self._threads = Threads(_WORKERS + 1, "llm-datadist-swap")
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
