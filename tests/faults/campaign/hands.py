@@ -30,12 +30,14 @@ class Hand:
 
     Attributes:
         state: "up", "stopped", "dead", or "rising" while it has not answered yet.
+        busy: Its main thread makes calls, and hears nothing.
     """
 
     def __init__(self, number: int, port: int, folder: Path, directory: Directory) -> None:
         self.number = number
         self.port = port
         self.state = "dead"
+        self.busy = False
         self._folder = folder
         self._directory = directory
         self._child: ChildEnd | None = None
@@ -62,13 +64,26 @@ class Hand:
         if self.state == "rising" and self._child is not None and self._child.answered():
             self.collect()
             self.state = "up"
+        elif self.busy and self.state == "up" and self._child is not None and self._child.answered():
+            self.rest()
         return self.state == "up"
+
+    def roam(self, seconds: float) -> None:
+        """Let its main thread make calls of its own for a while. Returns at once; it is busy meanwhile."""
+        self.send(work.roam, seconds)
+        self.busy = True
+
+    def rest(self) -> None:
+        """Wait until its main thread is done with that."""
+        if self.busy:
+            self.busy = False
+            self.collect()
 
     def kill(self) -> None:
         """``kill -9``, stopped or not."""
         assert self._child is not None
         self._child.kill()
-        self.state = "dead"
+        self.state, self.busy = "dead", False
         self._directory.reborn(self.number)
 
     def stop(self) -> None:
@@ -114,7 +129,7 @@ class Hand:
         if self._child is not None:
             self.go_on()
             self._child.kill()
-            self.state = "dead"
+            self.state, self.busy = "dead", False
 
     def _exit(self) -> int | None:
         assert self._child is not None

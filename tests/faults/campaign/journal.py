@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
+from tests.faults.campaign.interrupted import Cancelled, Interrupted
 from tests.faults.gates import count_arrivals
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Journal:
         self._counting = count_arrivals()
         self._arrivals: Counter[str] = Counter()
         self._worst = 0.0
+        self._slowest = 0.0
         self._lost = 0.0
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
@@ -97,6 +99,11 @@ class Journal:
             del self._running[mine.thread]
         self._finished(mine, outcome)
         return outcome
+
+    def ended_after_interrupt(self, seconds: float) -> None:
+        """A call has ended so long after a handler raised in it; it may have been waiting for others to stop."""
+        with self._lock:
+            self._slowest = max(self._slowest, seconds)
 
     def verified(self, nbytes: int) -> None:
         """Bytes were compared and are right."""
@@ -138,6 +145,8 @@ class Journal:
             self._judge(mine.kind, outcome)
 
     def _judge(self, kind: str, error: Exception) -> None:
+        if isinstance(error, (Interrupted, Cancelled)):
+            return
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, LLMException):
             self.violation("untyped errors", f"{kind}: {text}")

@@ -15,6 +15,7 @@ from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, st
 from tests.faults.campaign.copies import copy_inside
 from tests.faults.campaign.directory import Found, Kind
 from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
 from tests.faults.campaign.memory import Destination, close_all
 from tests.faults.campaign.producer import blocks_key, pusher_of, request_of
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover"]
 
-_OWN_SLOT = 40
+_OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
 #: How many of the calls, out of those that could, go where something was a while ago.
 _OLD = 0.25
@@ -69,27 +70,36 @@ class Mover:
         #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
         self._inherited = scene.directory.generations()
         self._own: _Own | None = None
+        self._weights, self._work = zip(*self._jobs(), strict=True)
+        self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
         """The thread."""
-        rng, scene = self._rng, self._scene
+        scene, self._awaiting = self._scene, Awaiting(self._rng)
+        while not scene.stop.is_set():
+            self.step()
+            if self._rng.random() < 0.3:
+                scene.stop.wait(self._rng.choice((0.0, 0.001, 0.01)))
+        self._awaiting.close()
+
+    def step(self) -> None:
+        """Do one thing."""
+        if self._own is None:
+            self._own = self._made()
+        if self._own is None:
+            self._scene.stop.wait(0.05)
+            return
+        self._rng.choices(self._work, self._weights)[0](self._own)
+
+    def _jobs(self) -> list[tuple[int, Callable[[_Own], object]]]:
         jobs: list[tuple[int, Callable[[_Own], object]]] = [
             (8, self._pull_blocks),
             (4, self._pull_row),
             (3, self._copy_inside),
             (1, self._begin_anew),
         ]
-        jobs += [(6, self._push_blocks), (4, self._push_row)] if scene.epoch.rca else [(8, self._pull_keyed)]
-        weights, work = zip(*jobs, strict=True)
-        while not scene.stop.is_set():
-            if self._own is None:
-                self._own = self._made()
-            if self._own is None:
-                scene.stop.wait(0.05)
-                continue
-            rng.choices(work, weights)[0](self._own)
-            if rng.random() < 0.3:
-                scene.stop.wait(rng.choice((0.0, 0.001, 0.01)))
+        jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
+        return jobs
 
     def free(self) -> bool:
         """Give all memory back; False: something is still in use."""
@@ -117,7 +127,7 @@ class Mover:
         kinds = ("allocated", "inside", "private") if not host else ("allocated",)
         placement = Placement.HOST if host else Placement.DEVICE
         kind = self._rng.choice(kinds)
-        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + 4 * self._number, 8 * self._turn + index)
+        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
         settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
         return Destination(scene.journal, scene.cm, shape, stamp, **settings)
 
@@ -190,13 +200,11 @@ class Mover:
 
         return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), in_pieces)
 
-    def _pull(
-        self, what: str, call: Callable[[], Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]
-    ) -> Any:
+    def _pull(self, what: str, call: partial[Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]) -> Any:
         """Pull and judge every byte; return what came of it. ``wanted``: what a cache of that stamp brings."""
         scene, dst, tensors, rows = self._scene, into.dst, into.tensors, into.rows
         started = time.monotonic_ns()
-        outcome = scene.call(what, scene.budget, call)
+        outcome = self._call(what, call)
         self._judge_error(what, outcome)
         about = f"{what} of {found} into tensors {list(tensors)} rows {list(rows)}"
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
@@ -209,6 +217,11 @@ class Mover:
                 scene.journal.note("pulls around a kill, judged outside only")
             dst.settle(about, tensors, rows, None)
         return outcome
+
+    def _call(self, what: str, call: partial[Any]) -> Any:
+        """Call in this form or that."""
+        form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
+        return self._scene.call(form[0], self._scene.budget, form[1])
 
     def _generation(self, found: Found, word: int) -> int:
         """Return which generation was pulled, as far as it may be."""
@@ -261,6 +274,8 @@ class Mover:
             if known and not by_id and stable and self._consumed[identity] is link:
                 journal.violation("keys", f"{identity} was pulled whole twice over one link {link!r}")
             self._consumed[identity] = link if stable else None
+        elif isinstance(outcome, (Interrupted, Cancelled)):
+            self._consumed.setdefault(identity, None)  # it may have been about to return
         elif isinstance(outcome, CacheNotFound) and not known:
             ending = directory.moment(found, found.generation, "ending")
             there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
@@ -345,11 +360,11 @@ class Mover:
         me = self._taker(found.worker)
         return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
 
-    def _push(self, what: str, call: Callable[[], Any], found: Found, letters: Destination) -> bool:
+    def _push(self, what: str, call: partial[Any], found: Found, letters: Destination) -> bool:
         """Return True when it succeeded and can be looked at."""
         scene = self._scene
         started = time.monotonic_ns()
-        outcome = scene.call(what, scene.budget, call)
+        outcome = self._call(what, call)
         self._judge_error(what, outcome)
         letters.settle(f"{what}: its source", (), (), None)
         if outcome is not None or scene.directory.life(found.worker) != found.incarnation:

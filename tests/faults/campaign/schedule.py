@@ -30,6 +30,7 @@ _WEIGHTS: Final = {
     "gate": 14,
     "storm": 4,
     "exhaust": 2,
+    "liar": 6,
 }
 _MEAN_SECONDS: Final = 0.35
 
@@ -78,6 +79,8 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             }
         case "cut":
             return {"kind": rng.choice(("control", "lane", None)), "reset": rng.random() < 0.5}
+        case "liar":
+            return {"seed": rng.randrange(1 << 30), "seconds": rng.choice((0.2, 1.0, 3.0))}
         case "garbage":
             return {"kind": rng.choice(GARBAGE), "seed": rng.randrange(1 << 30)}
         case "stall":

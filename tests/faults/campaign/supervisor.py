@@ -6,6 +6,7 @@ import heapq
 import itertools
 import socket
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from tests.faults.campaign.directory import Directory
 from tests.faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
 from tests.faults.campaign.garbage import Rubbish
 from tests.faults.campaign.hands import Hand, Lost
+from tests.faults.campaign.liars import Liars, Victim
 from tests.faults.campaign.report import Report
 from tests.faults.campaign.schedule import schedule
 from tests.faults.relay import Relay
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Supervisor"]
 
 _STEP_SECONDS: Final = 0.02
+_ROAM_SECONDS: Final = 0.4
 _PROGRESS_SECONDS: Final = 30.0
 _LINK_SECONDS: Final = 20.0
 #: Below those that the kernel gives to connections, so that a dead worker's stays free.
@@ -54,9 +57,11 @@ class Supervisor:
         ports = _free_ports(SystemRandom())
         self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
         self._rubbish = Rubbish()
+        self._liars = Liars()
         self._relays: dict[tuple[int, int], Relay] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._asked: Counter[int] = Counter()  # what each worker has not heard yet
         self.report = Report(folder)
         self._told = time.monotonic()
 
@@ -83,6 +88,7 @@ class Supervisor:
             for hand in self._hands:
                 hand.close()
             self._rubbish.tidy(all_of_it=True)
+            self._liars.join()
             self._directory.close()
 
     def _epoch(self, epoch: Epoch, seconds: float) -> None:
@@ -115,13 +121,15 @@ class Supervisor:
     def _harm(self, epoch: Epoch, events: list[Event], end: float) -> None:
         start = time.monotonic()
         self._agenda.clear()
+        self._asked.clear()
         for event in events:
             self._at(start + event.at, lambda event=event: self._happen(epoch, event))  # type: ignore[misc]
         while time.monotonic() < end:
             while self._agenda and self._agenda[0][0] <= time.monotonic():
                 heapq.heappop(self._agenda)[2]()
             for hand in self._hands:
-                hand.risen()
+                if hand.risen() and not hand.busy and not self._asked[hand.number]:
+                    hand.roam(_ROAM_SECONDS)
                 if (code := hand.gone()) is not None:
                     raise Lost(f"worker {hand.number} ended by itself with {code}")
             self._rubbish.tidy()
@@ -145,21 +153,40 @@ class Supervisor:
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
                 self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+            case "liar" if hand.state in {"up", "stopped"}:
+                victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
+                self._liars.send(event.details["seed"], victim, event.details["seconds"])
             case "stall" if hand.state == "up":
-                hand.do(work.stop_for, event.details["name"], event.details["seconds"])
+                self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
             case "gate" if hand.state == "up":
-                hand.do(work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
+                self._tell(hand, work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
                 # The other end meanwhile uses its memory again.
                 if (peer := self._hands[event.details["peer"]]).state == "up":
-                    peer.do(work.storm)
+                    self._tell(peer, work.storm)
             case "storm" if hand.state == "up":
-                hand.do(work.storm)
+                self._tell(hand, work.storm)
             case "exhaust" if hand.state == "up":
-                hand.do(work.exhaust)
+                self._tell(hand, work.exhaust)
             case _:
                 done = False
         if done:
             self.report.happened(event)
+
+    def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
+        """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
+        life = self._directory.life(hand.number)
+        self._asked[hand.number] += 1
+
+        def attempt() -> None:
+            if hand.state == "dead" or self._directory.life(hand.number) != life:
+                self._asked[hand.number] -= 1
+            elif hand.state != "up" or hand.busy:
+                self._at(time.monotonic() + _STEP_SECONDS, attempt)
+            else:
+                self._asked[hand.number] -= 1
+                hand.do(function, *args)
+
+        attempt()
 
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
@@ -194,11 +221,16 @@ class Supervisor:
         self._rubbish.tidy(all_of_it=True)
         for hand in self._hands:
             hand.go_on()
+        self._liars.join()
+        self.report.counts["liars that were linked"] = self._liars.linked
+        for hand in self._hands:
             self._bring_back(hand, epoch)
         for hand in self._hands:
             if hand.state == "rising":
                 hand.collect()
                 hand.state = "up"
+        for hand in self._hands:
+            hand.rest()
         self._all(work.halt, lambda hand: ())
 
     def _heal(self, epoch: Epoch) -> None:

@@ -19,6 +19,7 @@ from llm_datadist.errors import LLMException
 from tests.faults.campaign.contents import Stamp, whole
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.interrupted import Bell, Roamer, RungScene
 from tests.faults.campaign.journal import SLACK_SECONDS, Journal, stack
 from tests.faults.campaign.linker import Linker
 from tests.faults.campaign.memory import Destination
@@ -47,6 +48,7 @@ __all__ = [
     "prepare",
     "prove",
     "publish_proof",
+    "roam",
     "stop_at",
     "stop_for",
     "storm",
@@ -70,6 +72,7 @@ class _Life:
     producer: Producer
     movers: list[Mover]
     linker: Linker
+    roamer: Roamer
     threads: list[threading.Thread]
     before: dict[str, Any]
     fresh: dict[str, Any]
@@ -92,6 +95,7 @@ def prepare(world: World, folder: str, worker: int) -> None:
     world.memory["folder"] = Path(folder)
     world.memory["directory"] = Directory(Path(folder) / "directory")
     world.memory["worker"] = worker
+    world.memory["bell"] = Bell()
 
 
 def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
@@ -107,12 +111,15 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     world.dd._engine.store.registry._next_id += life * _IDS
+    (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
     journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
-    movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS)]
+    movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
     linker = Linker(scene, Random(f"{scene.seed} linker"))
-    world.memory["life"] = _Life(scene, producer, movers, linker, [], before, {} if dialled else residue())
+    rung = RungScene.beside(scene, world.memory["bell"], Random(f"{scene.seed} bell"))
+    roamer = Roamer(Mover(rung, Random(f"{scene.seed} roamer"), MOVERS - 1), Linker(rung, rung.rng), rung.rng)
+    world.memory["life"] = _Life(scene, producer, movers, linker, roamer, [], before, {} if dialled else residue())
     return os.getpid()
 
 
@@ -123,6 +130,12 @@ def go(world: World, ports: dict[int, int]) -> None:
     life.scene.journal.__enter__()
     for number, run in enumerate([life.producer.run, life.linker.run, *(mover.run for mover in life.movers)]):
         life.start(str(number), run)
+
+
+def roam(world: World, seconds: float) -> None:
+    """Make calls in this thread, and interrupt them."""
+    life: _Life = world.memory["life"]
+    life.roamer.run(seconds, life.scene.stop.is_set)
 
 
 # --- faults of its own ------------------------------------------------------------------------------------------------
@@ -273,7 +286,9 @@ def finish(world: World, unlink: bool) -> None:
 def _freed(life: _Life) -> bool:
     """Give back what the threads had; a peer may still be at it for a while."""
     freed = holds_within(
-        lambda: all([life.producer.free(), *(mover.free() for mover in life.movers)]), _TIDY_SECONDS, 0
+        lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
+        _TIDY_SECONDS,
+        0,
     )
     if not freed:
         life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
