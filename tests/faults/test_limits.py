@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import resource
 import threading
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMDataDist, LLMException, LLMRole
+from tests.faults.limits import few_descriptors
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import wait_until
@@ -26,27 +26,6 @@ if TYPE_CHECKING:
 
 #: More than a link takes, over any transport.
 MOST = 16
-
-
-@contextmanager
-def few_descriptors(free: int) -> Iterator[None]:
-    """Leave the process so many descriptors that it may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + free, hard))
-        try:
-            while True:
-                held.append(os.dup(0))
-        except OSError:
-            pass
-        for each in [held.pop() for _ in range(min(free, len(held)))]:
-            os.close(each)
-        yield
-    finally:
-        for each in held:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def link_with(world: World, free: int, *args: Any) -> Any:

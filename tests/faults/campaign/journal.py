@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -48,12 +49,18 @@ class Journal:
         path: Where counts (``.json``) and violations (``.jsonl``) go.
         name: Who writes, for the violations.
         harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
+
+    Attributes:
+        leaving: The process finalizes while its threads make calls.
     """
 
     def __init__(self, path: Path, name: str, *, harmed: bool) -> None:
         self._path = path
         self._name = name
         self._harmed = harmed
+        self.leaving = False
+        # Open from the start: there may be no descriptors left when it is needed.
+        self._violations = path.with_suffix(".jsonl").open("a", buffering=1)
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -83,6 +90,7 @@ class Journal:
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
         self.flush()
+        self._violations.close()
 
     # What is written
 
@@ -120,8 +128,8 @@ class Journal:
         with self._lock:
             self.counts[f"violation: {what}"] += 1
         line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
-        with self._path.with_suffix(".jsonl").open("a") as file:
-            file.write(line + "\n")
+        with self._lock:
+            self._violations.write(line + "\n")
 
     def flush(self) -> None:
         """Write the counts."""
@@ -150,6 +158,8 @@ class Journal:
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, LLMException):
             self.violation("untyped errors", f"{kind}: {text}")
+        elif isinstance(error, StateError) and self.leaving:
+            return
         elif isinstance(error, StateError) or error.status_code is LLMStatusCode.LLM_SUCCESS:
             self.violation("internal errors", f"{kind}: {text}")
         elif "\n" in str(error):
@@ -173,7 +183,8 @@ class Journal:
                 self._look(call, now)
             if now - flushed > _FLUSH_SECONDS:
                 flushed = now
-                self.flush()
+                with suppress(OSError):  # no descriptors: later
+                    self.flush()
 
     def _look(self, call: _Running, now: float) -> None:
         late = now - call.started - call.budget - (self._lost - call.lost)

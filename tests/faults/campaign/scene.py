@@ -28,6 +28,7 @@ class Scene:
     """
 
     dd: LLMDataDist
+    cm: CacheManager
     epoch: Epoch
     worker: int
     life: int
@@ -35,10 +36,6 @@ class Scene:
     journal: Journal
     ports: dict[int, int]
     stop: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def cm(self) -> CacheManager:
-        return self.dd.cache_manager
 
     @property
     def budget(self) -> float:

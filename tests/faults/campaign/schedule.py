@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.faults.campaign.departures import CHILDREN
 from tests.faults.campaign.epochs import WORKERS
 from tests.faults.gates import STEPS
 from tests.faults.stalls import STALLS
@@ -31,6 +32,10 @@ _WEIGHTS: Final = {
     "storm": 4,
     "exhaust": 2,
     "liar": 6,
+    "fork": 5,
+    "limit": 4,
+    "exit": 2,
+    "roll": 1,
 }
 _MEAN_SECONDS: Final = 0.35
 
@@ -79,6 +84,13 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             }
         case "cut":
             return {"kind": rng.choice(("control", "lane", None)), "reset": rng.random() < 0.5}
+        case "fork":
+            return {"how": rng.choice(CHILDREN)}
+        case "limit":
+            what, most = rng.choice((("descriptors", 12), ("descriptors", 12), ("threads", 2)))
+            return {"what": what, "free": rng.randrange(most), "seconds": rng.choice((0.1, 0.5, 1.0))}
+        case "exit" | "roll":
+            return {"finalize": rng.random() < 0.3}
         case "liar":
             return {"seed": rng.randrange(1 << 30), "seconds": rng.choice((0.2, 1.0, 3.0))}
         case "garbage":

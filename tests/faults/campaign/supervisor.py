@@ -163,6 +163,14 @@ class Supervisor:
                 # The other end meanwhile uses its memory again.
                 if (peer := self._hands[event.details["peer"]]).state == "up":
                     self._tell(peer, work.storm)
+            case "fork" if hand.state == "up":
+                self._tell(hand, work.fork, event.details["how"])
+            case "limit" if hand.state == "up":
+                self._tell(hand, work.limit, *event.details.values())
+            case "exit" if hand.state == "up":
+                self._depart(hand, epoch, event.details["finalize"])
+            case "roll":
+                self._roll(list(self._hands), epoch, event.details["finalize"])
             case "storm" if hand.state == "up":
                 self._tell(hand, work.storm)
             case "exhaust" if hand.state == "up":
@@ -178,7 +186,7 @@ class Supervisor:
         self._asked[hand.number] += 1
 
         def attempt() -> None:
-            if hand.state == "dead" or self._directory.life(hand.number) != life:
+            if hand.state in {"dead", "leaving"} or self._directory.life(hand.number) != life:
                 self._asked[hand.number] -= 1
             elif hand.state != "up" or hand.busy:
                 self._at(time.monotonic() + _STEP_SECONDS, attempt)
@@ -187,6 +195,29 @@ class Supervisor:
                 hand.do(function, *args)
 
         attempt()
+
+    def _depart(self, hand: Hand, epoch: Epoch, finalize: bool) -> None:
+        """Have a worker leave in good order, and bring it back at once."""
+        if hand.state != "up":
+            return
+        if hand.busy:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._depart(hand, epoch, finalize))
+            return
+        hand.depart(finalize)
+
+        def look() -> None:
+            if hand.state == "leaving" and not hand.departed():
+                self._at(time.monotonic() + _STEP_SECONDS, look)
+            self._bring_back(hand, epoch)
+
+        look()
+
+    def _roll(self, left: list[Hand], epoch: Epoch, finalize: bool) -> None:
+        """Restart one after the other; the next one leaves when the last one is there again."""
+        if left[0].state == "up" and not left[0].busy:
+            self._depart(left.pop(0), epoch, finalize)
+        if left:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._roll(left, epoch, finalize))
 
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
@@ -221,6 +252,8 @@ class Supervisor:
         self._rubbish.tidy(all_of_it=True)
         for hand in self._hands:
             hand.go_on()
+            while hand.state == "leaving" and not hand.departed():
+                time.sleep(_STEP_SECONDS)
         self._liars.join()
         self.report.counts["liars that were linked"] = self._liars.linked
         for hand in self._hands:

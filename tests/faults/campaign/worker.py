@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException
 from tests.faults.campaign.contents import Stamp, whole
+from tests.faults.campaign.departures import Child, leave
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.interrupted import Bell, Roamer, RungScene
@@ -28,6 +29,7 @@ from tests.faults.campaign.producer import Allocated, Producer, blocks_key
 from tests.faults.campaign.scene import Scene
 from tests.faults.gates import shut
 from tests.faults.harness import holds_within
+from tests.faults.limits import few_descriptors, few_threads
 from tests.faults.stalls import stall
 from tests.support.linking import info
 from tests.support.world import make_config, residue, settled
@@ -40,10 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "begin",
+    "depart",
     "exhaust",
     "finish",
+    "fork",
     "go",
     "halt",
+    "limit",
     "link_to",
     "prepare",
     "prove",
@@ -113,7 +118,7 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
     journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
-    scene = Scene(world.dd, epoch, worker, life, directory, journal, {})
+    scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
     linker = Linker(scene, Random(f"{scene.seed} linker"))
@@ -149,6 +154,36 @@ def storm(world: World) -> None:
 def exhaust(world: World) -> None:
     """Take all of the pool for a while."""
     world.memory["life"].producer.exhaust.set()
+
+
+def limit(world: World, what: str, free: int, seconds: float) -> None:
+    """Leave the process few descriptors or threads for a while. Returns at once."""
+    life: _Life = world.memory["life"]
+
+    def run() -> None:
+        with life.stalls, (few_descriptors if what == "descriptors" else few_threads)(free):
+            time.sleep(seconds)
+
+    life.start("limit", run)
+
+
+def fork(world: World, how: str) -> None:
+    """Fork a child that leaves, see tests.faults.campaign.departures. Returns at once."""
+    life: _Life = world.memory["life"]
+    if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
+        try:
+            child = Child(how)
+        finally:
+            life.stalls.release()
+        life.start("fork", lambda: child.wait(life.scene.journal))
+
+
+def depart(world: World, finalize: bool) -> None:
+    """End the process in good order, in the middle of all calls."""
+    world.memory["life"].scene.journal.leaving = True
+    if finalize:
+        world.dd.finalize()
+    leave()
 
 
 def stop_for(world: World, what: str, seconds: float) -> None:
