@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -23,9 +23,10 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist._deadline import CancellableDeadline, Deadline, wait_all
+from llm_datadist._deadline import CancellableDeadline, Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._threads import Threads
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -612,8 +613,8 @@ def _each(
     if len(clusters) == 1:
         codes = [status(clusters[0])]
     else:
-        with ThreadPoolExecutor(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = wait_all([threads.submit(status, each) for each in clusters], deadline.cancel)
+        with Threads(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
+            codes = threads.run_all([partial(status, each) for each in clusters], deadline.cancel)
     failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
     return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 

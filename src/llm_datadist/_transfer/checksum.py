@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -25,6 +24,7 @@ from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, RemoteFailure,
 from llm_datadist._log import logger
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
+from llm_datadist._threads import Threads
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
@@ -268,7 +268,7 @@ class ChecksumServer:
         self._lock = threading.Lock()
         # The questions of each peer, with when they must be answered (time.monotonic_ns()); the first peer is next.
         self._queues: dict[Link, deque[tuple[Verify, int]]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-datadist-verify")
+        self._thread = Threads(1, thread_name_prefix="llm-datadist-verify")
 
     def on_verify(self, link: Link, message: Verify) -> None:
         """Queue a peer's question. Threads: control."""
@@ -285,6 +285,13 @@ class ChecksumServer:
             return
         try:
             self._thread.submit(self._serve)
+        except LLMException as error:  # no thread; the question must not be answered by the turn of another one
+            with self._lock:
+                refused = queue.pop()[0] if queue else None
+                if not queue:
+                    self._queues.pop(link, None)
+            if refused is not None:
+                link.tell(failed(refused.id, error))
         except RuntimeError as error:  # closed: the link is about to end
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -19,9 +19,9 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._deadline import wait_all
 from llm_datadist._native import Plan, Tensors
 from llm_datadist._native.signals import deliver_signals
+from llm_datadist._threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Placement
@@ -253,7 +253,7 @@ class SwapEngine:
         self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
@@ -299,10 +299,10 @@ class SwapEngine:
             segment.close()
         self._staging.clear()
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self) -> Threads:
         if self._threads is None:
             # One more than the workers, to empty the staging buffers.
-            self._threads = ThreadPoolExecutor(self.workers + 1, thread_name_prefix="llm-datadist-swap")
+            self._threads = Threads(self.workers + 1, thread_name_prefix="llm-datadist-swap")
         return self._threads
 
     def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
@@ -321,7 +321,7 @@ class SwapEngine:
                     return
                 self._device.copy_from_device(*copy)
 
-        wait_all([self._executor().submit(work, worker) for worker in range(self.workers)], stopped.set)
+        self._executor().run_all([partial(work, worker) for worker in range(self.workers)], stopped.set)
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -375,11 +375,12 @@ class _Pipeline:
         for buffer in buffers:
             self._empty.put(buffer)
 
-    def run(self, copies: list[tuple[int, int, int]], threads: ThreadPoolExecutor, workers: int) -> None:
+    def run(self, copies: list[tuple[int, int, int]], threads: Threads, workers: int) -> None:
         drain = threads.submit(self._drain)
-        fills = [threads.submit(self._fill, copies[worker::workers]) for worker in range(workers)]
         try:
-            wait_all(fills, self._failed.set)
+            threads.run_all(
+                [partial(self._fill, copies[worker::workers]) for worker in range(workers)], self._failed.set
+            )
         finally:
             self._full.put(None)
             drain.result()

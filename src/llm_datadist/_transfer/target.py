@@ -8,7 +8,6 @@ that lane.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
+from llm_datadist._threads import Threads
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
@@ -198,12 +198,12 @@ class LaneReconnector:
     """Reconnects lost lanes, at the end that dialled. Owns one thread, which exists from the first loss on."""
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "llm-datadist-lanes")
+        self._worker = Threads(1, "llm-datadist-lanes")
 
     def lost(self, link: Link) -> None:
         """Reconnect the lanes of ``link`` soon. Threads: any; returns at once."""
         if link.origin.dialled and not link.ended:
-            with suppress(RuntimeError):  # closed
+            with suppress(RuntimeError):  # closed, or no thread: the next transfer asks again
                 self._worker.submit(self._reconnect_lanes, link)
 
     def on_lanes_lost(self, link: Link, _: LanesLost) -> None:

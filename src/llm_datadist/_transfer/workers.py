@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import CancellableDeadline
 from llm_datadist._native.signals import hold_signals
-from llm_datadist.errors import LLMStatusCode, StateError
+from llm_datadist._threads import Threads
+from llm_datadist.errors import LLMException, LLMStatusCode, StateError
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,7 +31,7 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_MAX_WORKERS, "llm-datadist-async")
+        self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")
         self._pid = os.getpid()
 
     async def run(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> T:
@@ -43,6 +43,7 @@ class Workers:
         over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
 
         Raises:
+            LLMException: No thread can be had (``LLM_FAILED``).
             StateError: finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
         import asyncio  # loaded already: there is an event loop
@@ -89,10 +90,12 @@ class _Call(Generic[T]):
         return self._call(deadline)
 
     @hold_signals
-    def begin(self, threads: ThreadPoolExecutor) -> Future[T]:
+    def begin(self, threads: Threads) -> Future[T]:
         """Hand the call to a thread."""
         try:
             self._future = threads.submit(self.run)
+        except LLMException:
+            raise  # no thread: an error of the library is a RuntimeError too
         except RuntimeError as error:
             raise _finalized() from error
         return self._future
