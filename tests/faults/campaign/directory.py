@@ -81,6 +81,11 @@ class Directory:
         mode: Any = "w+" if create else "r+"
         self._table = np.memmap(path, _RECORD, mode, shape=(WORKERS, SLOTS))
         self._lives = np.memmap(path.with_suffix(".lives"), np.uint64, mode, shape=(WORKERS,))
+        self._doing = np.memmap(path.with_suffix(".doing"), np.uint64, mode, shape=(WORKERS,))
+        #: [puller, owner]: when the last good pull began.
+        self._good = np.memmap(path.with_suffix(".good"), np.uint64, mode, shape=(WORKERS, WORKERS))
+        #: Until when everybody rests, and whether without links.
+        self._rest = np.memmap(path.with_suffix(".rest"), np.uint64, mode, shape=(2,))
 
     def life(self, worker: int) -> int:
         """Return which incarnation of a worker there is."""
@@ -90,10 +95,41 @@ class Directory:
         """A worker has been killed; nothing that it had is there any more."""
         self._lives[worker] += 1
         self._table[worker] = np.zeros((), _RECORD)
+        self._doing[worker] = 0
+
+    def does(self, worker: int, mask: int) -> None:
+        """A worker says what it is doing, see tests.faults.campaign.states."""
+        self._doing[worker] = mask
+
+    def doing(self, worker: int) -> int:
+        """Return what a worker is doing."""
+        return int(self._doing[worker])
+
+    def pulled(self, puller: int, owner: int, began_ns: int) -> None:
+        """A pull was good."""
+        self._good[puller, owner] = began_ns
+
+    def has_pulled(self, puller: int, owner: int, since_ns: int) -> bool:
+        """Return True when one that was good has begun after that moment."""
+        return int(self._good[puller, owner]) > since_ns
+
+    def rest(self, seconds: float, *, apart: bool) -> int:
+        """Let all workers rest for so long, without links or as they are; return until when."""
+        self._rest[:] = time.monotonic_ns() + int(seconds * 1e9), apart
+        return int(self._rest[0])
+
+    def resting(self) -> bool:
+        """Return True while nobody shall call."""
+        return int(self._rest[0]) > time.monotonic_ns()
+
+    def apart(self) -> bool:
+        """Return True while nobody shall be linked."""
+        return bool(self._rest[1]) and self.resting()
 
     def clear(self) -> None:
         """Nothing is there any more."""
         self._table[:] = np.zeros((), _RECORD)
+        self._rest[:] = 0
 
     # The owner
 
@@ -165,5 +201,6 @@ class Directory:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._table._mmap.close()  # type: ignore[attr-defined]
-        self._lives._mmap.close()  # type: ignore[attr-defined]
+        files: tuple[Any, ...] = (self._table, self._lives, self._doing, self._good, self._rest)
+        for each in files:
+            each._mmap.close()

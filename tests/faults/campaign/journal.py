@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
 from tests.faults.campaign.interrupted import Cancelled, Interrupted
+from tests.faults.campaign.numbers import class_of
+from tests.faults.campaign.states import states_in
 from tests.faults.gates import count_arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from tests.faults.campaign.states import Doing
 
 __all__ = ["SLACK_SECONDS", "Journal"]
 
@@ -48,15 +52,17 @@ class Journal:
     Args:
         path: Where counts (``.json``) and violations (``.jsonl``) go.
         name: Who writes, for the violations.
+        doing: Is told which calls run.
         harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
 
     Attributes:
         leaving: The process finalizes while its threads make calls.
     """
 
-    def __init__(self, path: Path, name: str, *, harmed: bool) -> None:
+    def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
         self._path = path
         self._name = name
+        self.doing = doing
         self._harmed = harmed
         self.leaving = False
         # Open from the start: there may be no descriptors left when it is needed.
@@ -68,6 +74,7 @@ class Journal:
         self._arrivals: Counter[str] = Counter()
         self._worst = 0.0
         self._slowest = 0.0
+        self._overruns: Counter[int] = Counter()
         self._lost = 0.0
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
@@ -98,14 +105,20 @@ class Journal:
         """Call and count; return the result, or the exception."""
         mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
         self._running[mine.thread] = mine
+        self.doing.change(kind, 1)
         outcome: Any
         try:
             outcome = function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 (all of them are judged)
             outcome = error
         finally:
+            states = states_in(self.doing.mask)
+            self.doing.change(kind, -1)
             del self._running[mine.thread]
         self._finished(mine, outcome)
+        if isinstance(outcome, (Interrupted, Cancelled)):
+            for state in states:
+                self.note(f"cell|{type(outcome).__name__.lower()}|{state}")
         return outcome
 
     def ended_after_interrupt(self, seconds: float) -> None:
@@ -135,6 +148,7 @@ class Journal:
         """Write the counts."""
         with self._lock:
             seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
+            seen |= {"slowest": self._slowest, "overruns": list(self._overruns.items())}
             text = json.dumps(seen)
         draft = self._path.with_suffix(".draft")
         draft.write_text(text)
@@ -147,6 +161,8 @@ class Journal:
         with self._lock:
             self.calls[f"{mine.kind}|{_result(outcome)}"] += 1
             self._worst = max(self._worst, late)
+            if late > 0 and mine.budget:
+                self._overruns[class_of(late)] += 1
         if late > SLACK_SECONDS:
             self.violation("hangs", f"{mine.kind} returned {late:.1f} s after its {mine.budget:.1f} s: {outcome!r}")
         if isinstance(outcome, Exception):

@@ -44,6 +44,10 @@ class Linker:
         """Link, unless there is a link; at times link or unlink all the same."""
         rng = self._rng
         linked = peer + 1 in self._linked()
+        if self._scene.resting:
+            if linked and self._scene.directory.apart():
+                self.unlink(peer, 300, force=True)
+            return
         if not linked or rng.random() < 0.05:
             self.link(peer, rng.choice((300, 1000, 3000)))
         elif rng.random() < 0.03:
@@ -71,6 +75,7 @@ class Linker:
         statistics = scene.call("statistics", 0.0, scene.dd.statistics)
         if isinstance(statistics, Exception):
             return set()
+        scene.journal.doing.look(len(statistics.links), len(statistics.redials))
         for link in statistics.links[:1]:
             scene.call("explain", 0.0, self._explain, link.remote_cluster_id)
         return {link.remote_cluster_id for link in statistics.links}

@@ -84,6 +84,9 @@ class Mover:
 
     def step(self) -> None:
         """Do one thing."""
+        if self._scene.resting:
+            self._scene.stop.wait(0.01)
+            return
         if self._own is None:
             self._own = self._made()
         if self._own is None:
@@ -210,6 +213,7 @@ class Mover:
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
             first = int(dst.views[tensors[0]][rows[0], 0])
             generation = self._generation(found, first)
+            scene.directory.pulled(scene.worker, found.worker, started)
             if dst.settle(about, tensors, rows, wanted(found.at(generation))):
                 self._judge_time(about, found, generation, started)
         else:

@@ -38,6 +38,11 @@ class Scene:
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def resting(self) -> bool:
+        """True while nobody shall call."""
+        return self.directory.resting()
+
+    @property
     def budget(self) -> float:
         """Seconds that a call of the cache manager may take."""
         return self.epoch.sync_ms / 1e3

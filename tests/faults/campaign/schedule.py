@@ -36,8 +36,12 @@ _WEIGHTS: Final = {
     "limit": 4,
     "exit": 2,
     "roll": 1,
+    "lull": 4,
 }
 _MEAN_SECONDS: Final = 0.35
+_THROUGH_RELAYS: Final = frozenset({"relay", "plan", "resume", "cut"})
+_BURST: Final = 4
+_BURST_SECONDS: Final = (0.1, 0.4)
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,18 @@ def schedule(epoch: Epoch, seconds: float) -> list[Event]:
     events: list[Event] = []
     at = rng.expovariate(1 / _MEAN_SECONDS)
     pairs = sorted(epoch.relayed)
+    left, worker = 0, 0  # of a burst, and at whom
     while at < seconds:
         what = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
-        pair = rng.choice(pairs) if pairs and what in {"relay", "plan", "resume", "cut"} else None
-        if pair is not None or what not in {"relay", "plan", "resume", "cut"}:
-            worker = rng.randrange(WORKERS)
-            events.append(Event(at, what, worker, pair, _details(rng, what, epoch, worker)))
-        at += rng.expovariate(1 / _MEAN_SECONDS)
+        worker = worker if left else rng.randrange(WORKERS)
+        fit = [pair for pair in pairs if worker in pair] if left else pairs
+        pair = rng.choice(fit) if fit and what in _THROUGH_RELAYS else None
+        if pair is not None or what not in _THROUGH_RELAYS:
+            details = _details(rng, what, epoch, worker)
+            events.append(Event(at, what, worker, pair, details))
+            # While everybody rests, or waits for a call to end, more comes.
+            left = _BURST if what == "lull" or details.get("unlink") else max(left - 1, 0)
+        at += rng.uniform(*_BURST_SECONDS) if left else rng.expovariate(1 / _MEAN_SECONDS)
     return events
 
 
@@ -84,6 +93,8 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             }
         case "cut":
             return {"kind": rng.choice(("control", "lane", None)), "reset": rng.random() < 0.5}
+        case "lull":
+            return {"seconds": rng.choice((0.7, 1.5)), "apart": rng.random() < 0.4}
         case "fork":
             return {"how": rng.choice(CHILDREN)}
         case "limit":
@@ -104,7 +115,9 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             step = rng.choice(writes) if rng.random() < 0.5 else step
             # Mostly within the call's time: after it no byte moves.
             seconds = round(rng.choice((0.3, 0.5, 0.7, 1.5)) * epoch.sync_ms / 1e3, 3)
-            return {"step": step, "peer": rng.choice(epoch.peers(worker)), "seconds": seconds}
+            return {"step": step, "peer": rng.choice(epoch.peers(worker)), "seconds": seconds} | {
+                "unlink": rng.random() < 0.3
+            }
         case _:
             return {}
 

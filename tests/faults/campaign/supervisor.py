@@ -19,6 +19,7 @@ from tests.faults.campaign.hands import Hand, Lost
 from tests.faults.campaign.liars import Liars, Victim
 from tests.faults.campaign.report import Report
 from tests.faults.campaign.schedule import schedule
+from tests.faults.campaign.states import states_in
 from tests.faults.relay import Relay
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Supervisor:
         self._asked: Counter[int] = Counter()  # what each worker has not heard yet
         self.report = Report(folder)
         self._told = time.monotonic()
+        self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
         """Run epochs until the time is over; the last one is finished."""
@@ -110,7 +112,10 @@ class Supervisor:
         self.report.phase("heal")
         self._heal(epoch)
         self.report.phase("finish")
-        self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        for hand, sample in zip(
+            self._hands, self._all(work.finish, lambda hand: (epoch.number % 2 == 0,)), strict=True
+        ):
+            self.report.growth.add(hand.pid, sample)
         self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
@@ -133,6 +138,7 @@ class Supervisor:
                 if (code := hand.gone()) is not None:
                     raise Lost(f"worker {hand.number} ended by itself with {code}")
             self._rubbish.tidy()
+            self.report.recoveries.look()
             self._progress()
             time.sleep(_STEP_SECONDS)
 
@@ -141,6 +147,7 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
+        states = [state for each in event.pair or (event.worker,) for state in states_in(self._directory.doing(each))]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -148,7 +155,7 @@ class Supervisor:
                 self._at(back, lambda: self._bring_back(hand, epoch))
             case "stop" if hand.state == "up":
                 hand.stop()
-                self._at(time.monotonic() + event.details["seconds"], hand.go_on)
+                self._at(time.monotonic() + event.details["seconds"], lambda: self._go_on(hand, epoch))
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
@@ -159,10 +166,12 @@ class Supervisor:
             case "stall" if hand.state == "up":
                 self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
             case "gate" if hand.state == "up":
-                self._tell(hand, work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
+                self._tell(hand, work.stop_at, event.details["step"], *list(event.details.values())[1:])
                 # The other end meanwhile uses its memory again.
                 if (peer := self._hands[event.details["peer"]]).state == "up":
                     self._tell(peer, work.storm)
+            case "lull":
+                self._rested_ns = self._directory.rest(**event.details)
             case "fork" if hand.state == "up":
                 self._tell(hand, work.fork, event.details["how"])
             case "limit" if hand.state == "up":
@@ -178,7 +187,7 @@ class Supervisor:
             case _:
                 done = False
         if done:
-            self.report.happened(event)
+            self.report.happened(event, sorted(set(states)))
 
     def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
         """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
@@ -219,13 +228,36 @@ class Supervisor:
         if left:
             self._at(time.monotonic() + _STEP_SECONDS, lambda: self._roll(left, epoch, finalize))
 
+    def _go_on(self, hand: Hand, epoch: Epoch) -> None:
+        if hand.state == "stopped":
+            hand.go_on()
+            self._recovers("stop", hand, epoch)
+
+    def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
+        """Note when somebody has pulled from a worker again."""
+        peers = epoch.peers(hand.number)
+
+        def moved(since_ns: int) -> bool:
+            return any(self._directory.has_pulled(peer, hand.number, since_ns) for peer in peers)
+
+        self.report.recoveries.begin(kind, moved)
+
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
+            self._recovers("kill or exit", hand, epoch)
             hand.rise(epoch, self._ports(epoch, hand.number))
 
     def _through(self, event: Event) -> None:
         assert event.pair is not None
-        relay, details = self._relays[event.pair], event.details
+        relay, details, (one, two) = self._relays[event.pair], event.details, event.pair
+        idle = self._directory.resting()
+        drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
+        if event.what == "cut" or drops:
+            self.report.recoveries.begin(
+                "idle drop" if idle else "cut",
+                lambda ns: self._directory.has_pulled(one, two, ns) or self._directory.has_pulled(two, one, ns),
+                self._rested_ns if idle else None,
+            )
         match event.what:
             case "relay":
                 relay.now(details["kind"], details["direction"], details["fault"])
@@ -248,6 +280,7 @@ class Supervisor:
 
     def _calm(self, epoch: Epoch) -> None:
         """Everybody is there and runs; every thread ends what it does."""
+        self.report.recoveries.forget()
         self._agenda.clear()
         self._rubbish.tidy(all_of_it=True)
         for hand in self._hands:

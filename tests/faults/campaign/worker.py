@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +29,7 @@ from tests.faults.campaign.memory import Destination
 from tests.faults.campaign.mover import Mover
 from tests.faults.campaign.producer import Allocated, Producer, blocks_key
 from tests.faults.campaign.scene import Scene
+from tests.faults.campaign.states import Doing
 from tests.faults.gates import shut
 from tests.faults.harness import holds_within
 from tests.faults.limits import few_descriptors, few_threads
@@ -117,7 +120,10 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
-    journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
+    doing = Doing(partial(directory.does, worker))
+    journal = Journal(
+        folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
+    )
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
@@ -197,8 +203,11 @@ def stop_for(world: World, what: str, seconds: float) -> None:
     life.start("stall", run)
 
 
-def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
-    """Let whoever comes next to a step of walk 1 stand there, see tests.faults.gates. Returns at once."""
+def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) -> None:
+    """Let whoever comes next to a step of walk 1 stand there, see tests.faults.gates. Returns at once.
+
+    ``unlink``: from the peer meanwhile, which waits for that call.
+    """
     life: _Life = world.memory["life"]
     folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
 
@@ -211,6 +220,9 @@ def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
             try:
                 gate.wait(_PATIENCE_SECONDS)
                 life.scene.journal.note("calls stopped at a gate")
+                if unlink:
+                    linker = Linker(life.scene, Random(0))
+                    life.start("unlink", partial(linker.unlink, peer, 3000, force=False))
                 time.sleep(seconds)
             finally:
                 gate.open()  # for whoever comes only now, too
@@ -291,8 +303,8 @@ def prove(world: World) -> None:
         target.close()
 
 
-def finish(world: World, unlink: bool) -> None:
-    """Give all back; judge what is left; finalize; judge again."""
+def finish(world: World, unlink: bool) -> dict[str, float]:
+    """Give all back; judge what is left; finalize; judge again. Return what the process holds."""
     life: _Life = world.memory.pop("life")
     scene, journal = life.scene, life.scene.journal
     if life.proof is not None:
@@ -307,6 +319,7 @@ def finish(world: World, unlink: bool) -> None:
         world.dd.check_integrity()
     except AssertionError as error:
         journal.violation("internal errors", f"check_integrity: {error!r}")
+    statistics = world.dd.statistics()
     journal.call("finalize", scene.budget, world.dd.finalize)
     journal.__exit__()
     before = life.before
@@ -316,6 +329,14 @@ def finish(world: World, unlink: bool) -> None:
     if left:
         journal.violation("leaks", f"left after finalize: {left}")
     journal.flush()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "RSS, KiB": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1024,
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "threads": len(os.listdir("/proc/self/task")),
+        "pins": statistics.pins,
+        "quarantined bytes": statistics.quarantined_bytes,
+    }
 
 
 def _freed(life: _Life) -> bool:
