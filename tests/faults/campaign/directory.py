@@ -30,6 +30,8 @@ _RECORD: Final = np.dtype(
         ("tensors", "u8"),
         ("rows", "u8"),
         ("words", "u8"),
+        ("length", "u8"),
+        ("extra", "u1", (256,)),
         # When the owner began to take a generation back, and when nobody could find it any more: monotonic ns, or 0.
         ("ending", "u8", (_REMEMBERED,)),
         ("ended", "u8", (_REMEMBERED,)),
@@ -48,6 +50,9 @@ class Kind(IntEnum):
     INBOX = 5  # blocks that peers push into
     INROWS = 6  # rows that peers push into
     PROOF = 7  # blocks, after the faults
+    GRANTED = 8  # blocks under a grant, used again and again
+    PREFIX = 9  # continuous, a prefix key for each row, consumed by nobody
+    MAILBOX = 10  # blocks that peers write by their addresses, there for a whole epoch
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Found:
     generation: int
     cache_id: int
     shape: Shape
+    extra: bytes = b""  # a grant, or addresses
 
     @property
     def cluster_id(self) -> int:
@@ -143,6 +149,8 @@ class Directory:
             record[name] = getattr(found, name)
         for name in ("tensors", "rows", "words"):
             record[name] = getattr(found.shape, name)
+        record["length"] = len(found.extra)
+        record["extra"][: len(found.extra)] = np.frombuffer(found.extra, np.uint8)
         record["turn"] += 1
 
     def withdraw(self, worker: int, slot: int) -> None:
@@ -172,7 +180,8 @@ class Directory:
             return None
         shape = Shape(int(copy["tensors"]), int(copy["rows"]), int(copy["words"]))
         incarnation, generation, cache_id = (int(copy[name]) for name in ("incarnation", "generation", "cache_id"))
-        return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape)
+        extra = copy["extra"][: int(copy["length"])].tobytes()
+        return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape, extra)
 
     def pick(self, rng: Random, workers: list[int], *kinds: Kind) -> Found | None:
         """Return any one of these kinds."""

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Awaiting", "Bell", "Cancelled", "Interrupted", "Roamer", "RungScene"]
 
-#: What a caller loses by an interrupt is the handle of what was made: these are left alone.
-_QUIET: Final = frozenset({"allocate", "register", "deallocate", "unregister", "statistics", "explain"})
+#: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.
+_QUIET: Final = frozenset(
+    {"allocate", "register", "deallocate", "unregister", "statistics", "explain", "transfer_cache_async"}
+)
 _SECONDS: Final = (5e-5, 2e-2)
 
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheKeyByIdAndIndex, Placement
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
+from llm_datadist.types.grant import Grant
 from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
 from tests.faults.campaign.copies import copy_inside
 from tests.faults.campaign.directory import Found, Kind
 from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
 from tests.faults.campaign.memory import Destination, close_all
-from tests.faults.campaign.producer import blocks_key, pusher_of, request_of
+from tests.faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
+from tests.faults.campaign.sends import LAYERS, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,8 +102,12 @@ class Mover:
             (4, self._pull_row),
             (3, self._copy_inside),
             (1, self._begin_anew),
+            (2, self._pull_granted),
         ]
         jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
+        jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
+        # An address that is changed on its way is written to: nothing between two ends can find that out.
+        jobs += [] if self._scene.epoch.harmed else [(2, self._send)]
         return jobs
 
     def free(self) -> bool:
@@ -165,6 +171,16 @@ class Mover:
         call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, sources, targets, **ranges)
         wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
         self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
+
+    def _pull_granted(self, own: _Own) -> None:
+        found = self._pick(Kind.GRANTED)
+        if found is None or not found.extra:
+            return
+        rows = self._rng.sample(range(found.shape.rows), self._rng.choice((1, 2, 5)))
+        tensors, grant = range(found.shape.tensors), Grant.from_bytes(found.extra)
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, rows, rows, grant=grant)
+        wanted = partial(pattern, tensors=tensors, rows=rows, words=found.shape.words)
+        self._pull("pull_blocks granted", call, found, _Into(own.blocks, tensors, rows), wanted)
 
     def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
         """Return tensors there, tensors here, and the layer ranges that say so."""
@@ -269,9 +285,24 @@ class Mover:
         outcome = self._row(own, found, key, row)
         self._judge_key(found, identity, link, outcome, by_id=by_id)
 
+    def _pull_prefix(self, own: _Own) -> None:
+        found = self._pick(Kind.PREFIX)
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        outcome = self._row(own, found, prefix_of(found, row), row)
+        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
+            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
+
+    def _should_be_there(self, found: Found) -> bool:
+        directory = self._scene.directory
+        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
+
     def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
-        journal, directory = self._scene.journal, self._scene.directory
+        journal = self._scene.journal
         known = identity in self._consumed
+        lost = isinstance(outcome, CacheNotFound) and not known and identity[:4] not in self._inherited
         if outcome is None:
             stable = link is not None and self._link(found) is link
             # By its id a row can be pulled for as long as there is the cache.
@@ -280,12 +311,8 @@ class Mover:
             self._consumed[identity] = link if stable else None
         elif isinstance(outcome, (Interrupted, Cancelled)):
             self._consumed.setdefault(identity, None)  # it may have been about to return
-        elif isinstance(outcome, CacheNotFound) and not known:
-            ending = directory.moment(found, found.generation, "ending")
-            there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
-            ours = identity[:4] not in self._inherited
-            if there and ours and not ending and not self._scene.epoch.harmed:
-                journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
+        elif lost and self._should_be_there(found):
+            journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
 
     def _taker(self, owner: int) -> int:
         """Return which of the movers linked to an owner this one is."""
@@ -315,6 +342,24 @@ class Mover:
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
             wanted = pattern(stamp, from_, sources, found.shape.words)
             self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
+
+    def _send(self, own: _Own) -> None:
+        """Send some layers one by one, by key, or to an address."""
+        kind = Kind.INBOX if self._scene.epoch.rca else Kind.MAILBOX
+        # Never where something was: an address says nothing of whose memory it is now.
+        found = self._scene.directory.pick(self._rng, self._peers, kind)
+        if found is None:
+            return
+        stamp, rows = self._letter(own.letters), self._own_rows(found)
+        sources = self._rng.sample(range(own.letters.shape.rows), len(rows))
+        first = self._rng.randrange(found.shape.tensors // 2)
+        layers = range(first, min(first + LAYERS, found.shape.tensors // 2))
+        call = partial(send, self._scene, found, own.letters, sources, rows, layers)
+        if self._push("transfer_cache_async", call, found, own.letters):
+            back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
+            tensors = range(2 * layers.start, 2 * layers.stop)
+            wanted = pattern(stamp, tensors, sources, found.shape.words)
+            self._look_at_letters(found, _Into(own.blocks, tensors, back), rows, wanted)
 
     def _look_at_letters(self, found: Found, into: _Into, rows: list[int], wanted: Words) -> None:
         """Pull back what was pushed, and layers that were not: these may hold anything."""

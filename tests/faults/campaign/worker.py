@@ -25,6 +25,7 @@ from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.interrupted import Bell, Roamer, RungScene
 from tests.faults.campaign.journal import SLACK_SECONDS, Journal, stack
 from tests.faults.campaign.linker import Linker
+from tests.faults.campaign.lodgers import Lodgers
 from tests.faults.campaign.memory import Destination
 from tests.faults.campaign.mover import Mover
 from tests.faults.campaign.producer import Allocated, Producer, blocks_key
@@ -139,7 +140,10 @@ def go(world: World, ports: dict[int, int]) -> None:
     life: _Life = world.memory["life"]
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
-    for number, run in enumerate([life.producer.run, life.linker.run, *(mover.run for mover in life.movers)]):
+    lodgers = Lodgers(life.scene, Random(f"{life.scene.seed} lodgers"))
+    for number, run in enumerate(
+        [life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers)]
+    ):
         life.start(str(number), run)
 
 
