@@ -11,17 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMDataDist, LLMException, LLMRole
-from tests.faults.limits import few_descriptors
+from llm_datadist import (
+    CacheKeyByIdAndIndex,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    TransferWithCacheKeyConfig,
+)
+from tests.faults.limits import few_descriptors, few_threads
 from tests.support.ends import ChildEnd
+from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import wait_until
+from tests.support.moves import Spec, make, wait_until
 from tests.support.world import baseline, make_config, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
     from tests.support.world import World
 
 #: More than a link takes, over any transport.
@@ -136,3 +145,12 @@ def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(limit: Any, steps:
     assert outcomes[-1] == "done"
     assert set(outcomes) - {"done", "LLM_FAILED", "LLM_OUT_OF_MEMORY"} == set()
     assert code in outcomes
+
+
+def test_a_layer_wise_transfer_without_a_thread_fails_with_a_code(end: LocalEnd) -> None:
+    end.start("PROMPT", 1, enable_remote_cache_accessible=True)
+    end.do(make, "kv", Spec(), 1)
+    to = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(2, 1, 0), range(1), range(1))
+    with few_threads(0), pytest.raises(LLMException, match="can't start new thread") as caught:
+        end.world.cm.transfer_cache_async(end.world.caches["kv"], Always(), [to])
+    assert (type(caught.value), caught.value.status_code) == (LLMException, LLMStatusCode.LLM_FAILED)
