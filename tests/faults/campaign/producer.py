@@ -271,7 +271,7 @@ class Granted(Allocated):
             super().renew()
         elif self.end():
             self.generation += 1
-            self.filled(self.cache)
+            fill(self.views, self.found.stamp)
             self.give()
             self.scene.directory.publish(self.found)
 

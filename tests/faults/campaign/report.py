@@ -71,7 +71,8 @@ class Report:
 
     def happened(self, event: Event, states: Sequence[str]) -> None:
         """A fault has been brought about, to a worker that was in these states."""
-        self.cells.add(event.what, states)
+        if event.what not in {"lull", "resume"}:  # no faults, these
+            self.cells.add(event.what, states)
         self.faults[event.what] += 1
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {event}")
 
