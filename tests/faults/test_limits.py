@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,3 +155,29 @@ def test_a_layer_wise_transfer_without_a_thread_fails_with_a_code(end: LocalEnd)
     with few_threads(0), pytest.raises(LLMException, match="can't start new thread") as caught:
         end.world.cm.transfer_cache_async(end.world.caches["kv"], Always(), [to])
     assert (type(caught.value), caught.value.status_code) == (LLMException, LLMStatusCode.LLM_FAILED)
+
+
+def init_v1(world: World) -> str:
+    """Initialise for the v1 interface, whose modules nobody has imported yet, without a descriptor; then with."""
+    before = baseline()
+    options, world.dd = make_config(enable_cache_manager=None, host_mem_pool_cfg=None), LLMDataDist(LLMRole.DECODER, 1)
+    for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1"):
+        sys.modules.pop(name, None)
+    try:
+        with few_descriptors(0):
+            world.dd.init(options)
+    except LLMException as error:
+        outcome = f"{error.status_code.name}: {error}"
+    assert settled(before) == before
+    world.dd.init(options)
+    world.dd.finalize()
+    del world.dd
+    return outcome
+
+
+def test_init_that_cannot_read_its_own_modules_fails_with_a_code_and_leaves_nothing() -> None:
+    end = ChildEnd("without modules")
+    try:
+        assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_v1)
+    finally:
+        end.close()
