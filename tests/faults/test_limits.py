@@ -20,11 +20,12 @@ from llm_datadist import (
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.errors import TransferFailed
 from tests.faults.limits import few_descriptors, few_threads
 from tests.support.ends import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import Spec, make, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.world import baseline, make_config, settled
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ def link_with(world: World, free: int, *args: Any) -> Any:
         return link(world, *args)
 
 
-def take_descriptors(world: World, free: int) -> None:
-    world.memory["few"] = few_descriptors(free)
+def take(world: World, limit: Any, free: int) -> None:
+    world.memory["few"] = limit(free)
     world.memory["few"].__enter__()
 
 
-def give_descriptors(world: World) -> None:
+def give(world: World) -> None:
     world.memory.pop("few").__exit__(None, None, None)
 
 
@@ -65,9 +66,9 @@ def test_attack_poc4_a_link_without_descriptors_fails_with_a_code_and_leaves_not
         if side == "initiator":
             outcome = pair.decoder.do(link_with, free, peers, 1500)
         else:
-            pair.prompt.do(take_descriptors, free)
+            pair.prompt.do(take, few_descriptors, free)
             outcome = pair.decoder.do(link, peers, 1500)
-            pair.prompt.do(give_descriptors)
+            pair.prompt.do(give)
         if outcome == SUCCESS:
             bytes_move_both_ways(pair.decoder, pair.prompt)
             assert pair.decoder.do(unlink, peers) == SUCCESS
@@ -181,3 +182,17 @@ def test_init_that_cannot_read_its_own_modules_fails_with_a_code_and_leaves_noth
         assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_v1)
     finally:
         end.close()
+
+
+def test_a_checksum_without_a_thread_fails_one_pull_and_delays_no_other(shm_pair: Pair) -> None:
+    shm_pair.start(extra={"llm.Checksum": "1"})
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    decoder.do(make, "kv", Spec(blocks=True), 2)
+    pull = ("pull_blocks", BLOCKS, Use("kv"), [0], [0])
+    prompt.do(take, few_threads, 0)
+    with pytest.raises(TransferFailed, match="no thread can be had"):
+        decoder.do(call, *pull)
+    prompt.do(give)
+    for _ in range(3):
+        decoder.do(call, *pull)
