@@ -35,8 +35,9 @@ _STEP_SECONDS: Final = 0.02
 _ROAM_SECONDS: Final = 0.4
 _PROGRESS_SECONDS: Final = 30.0
 _LINK_SECONDS: Final = 20.0
-#: Below those that the kernel gives to connections, so that a dead worker's stays free.
-_PORTS: Final = range(21000, 31000)
+#: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
+#: of communicators try, here and in other runs on this host: what they dial must be theirs.
+_PORTS: Final = range(21000, 27000)
 
 
 class Supervisor:
