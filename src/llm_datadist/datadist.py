@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -125,6 +126,7 @@ class LLMDataDist:
             if self._engine is not None:
                 return
             parsed = Options.parse(options, self._role)
+            _import_late(parsed)
             from llm_datadist._transfer.engine import Engine
 
             engine = Engine(self._cluster_id, parsed, self._device)
@@ -559,6 +561,18 @@ def _in_forked_child() -> None:
 
 atexit.register(_shutdown_handler)
 os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def _import_late(options: Options) -> None:
+    """Import what an engine with these options needs, from files: without a descriptor that is a failure of init."""
+    names = ["_transfer.engine"] + (
+        ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
+    )
+    try:
+        for name in names:
+            import_module(f"llm_datadist.{name}")
+    except OSError as error:
+        raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def _not_initialized(what: str) -> NotInitialized:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
+from random import Random
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.faults.campaign.__main__ import main
 from tests.faults.campaign.arrivals import EXPECTED, Arrivals
 from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of, whole
 from tests.faults.campaign.epochs import TRANSPORTS, plan_epoch
+from tests.faults.campaign.interrupted import Bell, Interrupted
+from tests.faults.campaign.numbers import Growth, Recoveries, class_of, overruns
 from tests.faults.campaign.report import VIOLATIONS
 from tests.faults.campaign.schedule import schedule
+from tests.faults.campaign.states import Cells, Doing, states_in
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_every_byte_is_right_and_nothing_is_left_after_a_short_campaign(
@@ -34,6 +40,8 @@ def test_every_byte_is_right_and_nothing_is_left_after_a_short_campaign(
     assert numbers["counts"]["verified bytes"] > 0
     calls = {call.split("|")[0] for call in numbers["calls"] if call.endswith("|ok")}
     # After healing both directions of every pair moved bytes, whatever the faults were.
+    assert any(call.endswith("|Interrupted") for call in numbers["calls"])
+    assert any(call.endswith("|Cancelled") for call in numbers["calls"])
     assert calls >= {"allocate", "register", "link_clusters", "pull_blocks healed", "finalize"}
 
 
@@ -80,3 +88,55 @@ def test_each_word_says_where_it_comes_from() -> None:
     assert "worker 1 life 2 slot 3 generation 4 tensor 0 row 1 word 2" in text
     assert "wanted" in text
     assert "generation 123456 tensor 2 row 7 word 9" in text
+
+
+def test_what_a_worker_does_is_told_by_its_calls_and_links() -> None:
+    masks: list[int] = []
+    doing = Doing(masks.append)
+    assert states_in(doing.mask) == ["idle"]
+    doing.look(links=1, redials=0)
+    assert states_in(masks[-1]) == ["linked idle"]
+    for kind in ("pull_blocks awaited", "unlink_clusters by force", "link_clusters", "allocate"):
+        doing.change(kind, 1)
+    assert states_in(masks[-1]) == ["linking", "calls running", "draining"]
+    doing.change("link_clusters", -1)
+    doing.look(links=1, redials=1)
+    assert states_in(masks[-1]) == ["calls running", "draining", "redialling"]
+    cells = Cells()
+    cells.add("kill", states_in(masks[-1]))
+    *_, last = cells.lines()
+    assert last == "3 empty cells: kill while idle, kill while linking, kill while linked idle"
+
+
+def test_numbers_are_quantiles_and_slopes() -> None:
+    late = overruns({class_of(0.001): 998, class_of(0.1): 1, class_of(2.0): 1})
+    assert (round(late["p50"], 4), round(late["p99.9"], 2), round(late["max"])) == (0.001, 0.1, 2)
+    growth = Growth()
+    for pid, level in ((1, 10.0), (2, 500.0)):
+        for number in range(3):
+            growth.add(pid, {"descriptors": level + number})
+            time.sleep(0.01)
+    assert growth.as_dict()["descriptors"] == pytest.approx(3600 / 0.01, rel=0.5)
+    recoveries, moved = Recoveries(), False
+    recoveries.begin("cut", lambda _: moved)
+    recoveries.begin("stop", lambda _: False)
+    recoveries.look()
+    assert not recoveries.times
+    moved = True
+    recoveries.look()
+    recoveries.forget()
+    rows = recoveries.as_dict()
+    assert (rows["cut"]["seen"], rows["stop"]["unseen"]) == (1, 1)
+
+
+def test_the_bell_rings_inside_of_calls_only() -> None:
+    before, late = signal.getsignal(signal.SIGALRM), [-1.0]
+    bell, rng = Bell(), Random(1)
+    try:
+        with pytest.raises(Interrupted):
+            bell.call(rng, late.append, lambda: time.sleep(0.1))
+        assert 0.0 <= late[-1] < 1.0
+        assert bell.call(rng, late.append, lambda: 7) == 7
+        time.sleep(0.03)  # it would ring now
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ from tests.faults.interrupts import (
     interrupted_end,
 )
 from tests.support.linking import bytes_move_both_ways
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from tests.support.world import World
@@ -48,11 +50,17 @@ def _pull_until_the_timer_rings(world: World) -> None:
     world.cm.pull_blocks(BlocksCacheKey(1, 0), world.caches["kv"], [0], [0])
 
 
+def _is_stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_interrupt_ends_a_call_that_waits_for_a_stopped_peer(transport: str) -> None:
     with interrupted_end(transport, rca=False) as scene:
         handler = signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGUSR1))
         scene.there.signal(signal.SIGSTOP)
+        wait_until(lambda: _is_stopped(scene.there.pid))  # it may answer for a moment yet
         try:
             since = time.monotonic()
             with pytest.raises(Interrupted):

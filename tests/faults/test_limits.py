@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 import resource
+import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,41 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMDataDist, LLMException, LLMRole
+from llm_datadist import (
+    CacheKeyByIdAndIndex,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    TransferWithCacheKeyConfig,
+)
+from llm_datadist.errors import TransferFailed
+from tests.faults.limits import few_descriptors, few_threads
 from tests.support.ends import ChildEnd
+from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
-from tests.support.moves import wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.world import baseline, make_config, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
     from tests.support.world import World
 
 #: More than a link takes, over any transport.
 MOST = 16
-
-
-@contextmanager
-def few_descriptors(free: int) -> Iterator[None]:
-    """Leave the process so many descriptors that it may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + free, hard))
-        try:
-            while True:
-                held.append(os.dup(0))
-        except OSError:
-            pass
-        for each in [held.pop() for _ in range(min(free, len(held)))]:
-            os.close(each)
-        yield
-    finally:
-        for each in held:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def link_with(world: World, free: int, *args: Any) -> Any:
@@ -54,12 +44,12 @@ def link_with(world: World, free: int, *args: Any) -> Any:
         return link(world, *args)
 
 
-def take_descriptors(world: World, free: int) -> None:
-    world.memory["few"] = few_descriptors(free)
+def take(world: World, limit: Any, free: int) -> None:
+    world.memory["few"] = limit(free)
     world.memory["few"].__enter__()
 
 
-def give_descriptors(world: World) -> None:
+def give(world: World) -> None:
     world.memory.pop("few").__exit__(None, None, None)
 
 
@@ -76,9 +66,9 @@ def test_attack_poc4_a_link_without_descriptors_fails_with_a_code_and_leaves_not
         if side == "initiator":
             outcome = pair.decoder.do(link_with, free, peers, 1500)
         else:
-            pair.prompt.do(take_descriptors, free)
+            pair.prompt.do(take, few_descriptors, free)
             outcome = pair.decoder.do(link, peers, 1500)
-            pair.prompt.do(give_descriptors)
+            pair.prompt.do(give)
         if outcome == SUCCESS:
             bytes_move_both_ways(pair.decoder, pair.prompt)
             assert pair.decoder.do(unlink, peers) == SUCCESS
@@ -157,3 +147,52 @@ def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(limit: Any, steps:
     assert outcomes[-1] == "done"
     assert set(outcomes) - {"done", "LLM_FAILED", "LLM_OUT_OF_MEMORY"} == set()
     assert code in outcomes
+
+
+def test_a_layer_wise_transfer_without_a_thread_fails_with_a_code(end: LocalEnd) -> None:
+    end.start("PROMPT", 1, enable_remote_cache_accessible=True)
+    end.do(make, "kv", Spec(), 1)
+    to = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(2, 1, 0), range(1), range(1))
+    with few_threads(0), pytest.raises(LLMException, match="can't start new thread") as caught:
+        end.world.cm.transfer_cache_async(end.world.caches["kv"], Always(), [to])
+    assert (type(caught.value), caught.value.status_code) == (LLMException, LLMStatusCode.LLM_FAILED)
+
+
+def init_v1(world: World) -> str:
+    """Initialise for the v1 interface, whose modules nobody has imported yet, without a descriptor; then with."""
+    before = baseline(world)
+    options, world.dd = make_config(enable_cache_manager=None, host_mem_pool_cfg=None), LLMDataDist(LLMRole.DECODER, 1)
+    for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1"):
+        sys.modules.pop(name, None)
+    try:
+        with few_descriptors(0):
+            world.dd.init(options)
+    except LLMException as error:
+        outcome = f"{error.status_code.name}: {error}"
+    assert settled(before) == before
+    world.dd.init(options)
+    world.dd.finalize()
+    del world.dd
+    return outcome
+
+
+def test_init_that_cannot_read_its_own_modules_fails_with_a_code_and_leaves_nothing() -> None:
+    end = ChildEnd("without modules")
+    try:
+        assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_v1)
+    finally:
+        end.close()
+
+
+def test_a_checksum_without_a_thread_fails_one_pull_and_delays_no_other(shm_pair: Pair) -> None:
+    shm_pair.start(extra={"llm.Checksum": "1"})
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    decoder.do(make, "kv", Spec(blocks=True), 2)
+    pull = ("pull_blocks", BLOCKS, Use("kv"), [0], [0])
+    prompt.do(take, few_threads, 0)
+    with pytest.raises(TransferFailed, match="no thread can be had"):
+        decoder.do(call, *pull)
+    prompt.do(give)
+    for _ in range(3):
+        decoder.do(call, *pull)

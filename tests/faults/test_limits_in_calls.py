@@ -12,7 +12,8 @@ from llm_datadist import CacheKey, LLMException, LLMStatusCode, Placement, Trans
 from llm_datadist.errors import OutOfMemory, TransferFailed
 from llm_datadist.testing import StagedDevice
 from tests.faults.gates import watched
-from tests.faults.test_limits import give_descriptors, little_memory, no_threads, take_descriptors
+from tests.faults.limits import few_descriptors
+from tests.faults.test_limits import give, little_memory, no_threads, take
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -92,9 +93,9 @@ def test_pulls_need_no_descriptor(linked: Pair, side: str) -> None:
     end: End = getattr(linked, side)
     before = [each.do(residue_of) for each in (linked.prompt, linked.decoder)]
     key = offer(linked, 1)
-    end.do(take_descriptors, 0)
+    end.do(take, few_descriptors, 0)
     pull_both(linked, key)
-    end.do(give_descriptors)
+    end.do(give)
     compare(linked, 1)
     bytes_move_both_ways(linked.prompt, linked.decoder)
     ends = linked.prompt, linked.decoder
@@ -110,7 +111,7 @@ def test_lost_lanes_without_descriptors_fail_calls_with_a_code_and_come_back(
     end: End = getattr(linked, side)
     before = [each.do(residue_of) for each in (linked.prompt, linked.decoder)]
     target, key = linked.decoder.do(show, "target"), offer(linked, 1)
-    end.do(take_descriptors, free)
+    end.do(take, few_descriptors, free)
     # What the loss frees is taken, too.
     for each, peer in ((linked.prompt, 2), (linked.decoder, 1)):
         each.do(lose_lanes, peer)
@@ -122,7 +123,7 @@ def test_lost_lanes_without_descriptors_fail_calls_with_a_code_and_come_back(
             break
         assert error.status_code is not LLMStatusCode.LLM_SUCCESS
         assert [tensor.shape for tensor in linked.decoder.do(show, "target")] == [each.shape for each in target]
-    end.do(give_descriptors)
+    end.do(give)
     wait_until(lambda: _pulled(linked), 20)
     assert linked.decoder.do(links) == {1: "ready"}
     bytes_move_both_ways(linked.prompt, linked.decoder)
@@ -141,7 +142,7 @@ def _kinds(residue: dict[str, Any]) -> dict[str, int]:
 def take_more(world: World, free: int) -> None:
     """Take the descriptors that have come free, but so many."""
     world.memory["few"].__exit__(None, None, None)
-    take_descriptors(world, free)
+    take(world, few_descriptors, free)
 
 
 def _pulled(pair: Pair) -> bool:

@@ -11,6 +11,7 @@
 #include "copy.hpp"
 #include "digest_python.hpp"
 #include "fd.hpp"
+#include "gil.hpp"
 #include "guards.hpp"
 #include "lanes_python.hpp"
 #include "limits_python.hpp"
@@ -117,7 +118,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<int>(), "threads"_a)
         .def_prop_ro("threads", &CopyPool::threads, "Threads that copy at once in one call, the caller's included.")
         .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")
-        .def("close", &CopyPool::close, nb::call_guard<nb::gil_scoped_release>(), "Join the threads. Idempotent.")
+        .def("close", &CopyPool::close, nb::call_guard<GilReleased>(), "Join the threads. Idempotent.")
         .def("__repr__", &py_repr);
 
     bind_lanes(m);

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "gil.hpp"
 #include "lanes.hpp"
 
 namespace datadist {
@@ -60,12 +61,12 @@ inline nb::tuple outcome_tuple(const Outcome& outcome) {
 }
 
 inline std::optional<Outcome> wait_without_gil(LaneEngine& engine, std::uint64_t id, std::int64_t until_ns) {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return engine.wait(id, until_ns);
 }
 
 inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return engine.give_up(id);
 }
 
@@ -117,7 +118,7 @@ inline void py_check_plan(const LaneBases& dst_bases, std::int64_t dst_extent, s
 
 inline void bind_lanes(nb::module_& m) {
     using namespace nb::literals;
-    using Released = nb::call_guard<nb::gil_scoped_release>;
+    using Released = nb::call_guard<GilReleased>;
 
     m.def("check_plan", &py_check_plan, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
           "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "nbytes"_a);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <system_error>
 
+#include "gil.hpp"
 #include "limits.hpp"
 
 namespace datadist {
@@ -24,7 +25,7 @@ inline LimitBlocks limit_blocks(const LimitAddresses& addresses, std::int64_t bl
 template <typename Work>
 void without_gil(const Work& work) {
     try {
-        const nb::gil_scoped_release released;
+        const GilReleased released;
         work();
     } catch (const std::system_error& error) {
         PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());

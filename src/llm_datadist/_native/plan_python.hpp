@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "ends.hpp"
+#include "gil.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
 
@@ -185,7 +186,7 @@ public:
           pairing_(pairing_of(tensors)) {}
 
     MovePlan plan(const BlockList& dst, const BlockList& src, const char* dst_name, const char* src_name) const {
-        std::optional<nb::gil_scoped_release> released;
+        std::optional<GilReleased> released;
         if (dst.size() > release_gil_above_blocks) released.emplace();
         RunList planned = plan_blocks(dst.of(dst_count_, dst_name), src.of(src_count_, src_name), block_bytes_, alias_);
         released.reset();
@@ -209,7 +210,7 @@ inline MovePlan py_plan_blocks(const BlockList& dst, const BlockList& src, std::
 inline MovePlan py_plan_pieces(const BlockList& dst, std::int64_t block_bytes, std::int64_t dst_count,
                                std::int64_t src_offset, std::int64_t src_bytes, const Tensors& tensors,
                                const char* dst_name) {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<GilReleased> released;
     if (dst.size() > release_gil_above_blocks) released.emplace();
     RunList planned = plan_pieces(dst.of(dst_count, dst_name), {src_offset, src_bytes}, block_bytes);
     released.reset();

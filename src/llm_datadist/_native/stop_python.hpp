@@ -15,6 +15,7 @@
 
 #include "chunks.hpp"
 #include "error.hpp"
+#include "gil.hpp"
 #include "signals_python.hpp"
 #include "ticket.hpp"
 
@@ -60,7 +61,7 @@ public:
 
 private:
     void take_back() {
-        if (PyThreadState* state = std::exchange(released_, nullptr)) PyEval_RestoreThread(state);
+        if (PyThreadState* state = std::exchange(released_, nullptr)) take_gil_back(state);
     }
 
     // The exception stays set in this thread's state, where nothing runs Python before end().

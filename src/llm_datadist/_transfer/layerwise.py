@@ -309,7 +309,7 @@ class Tasks:
     def start(self, job: TransferJob) -> CacheTask:
         """Run a job in its own thread; when it cannot, the job has ended."""
         thread = threading.Thread(target=job.run, name=job.name, daemon=True)
-        refusal: StateError | None = None
+        refusal: LLMException | None = None
         with self._lock:
             self._jobs = [each for each in self._jobs if not each[0].done or each[1].is_alive()]
             if self._stopped:
@@ -320,7 +320,7 @@ class Tasks:
             if refusal is None:
                 thread.start()
         except RuntimeError as error:
-            refusal = StateError(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED)
+            refusal = LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED)
         if refusal is not None:
             job.end(refusal)
             raise refusal

@@ -30,6 +30,8 @@ _RECORD: Final = np.dtype(
         ("tensors", "u8"),
         ("rows", "u8"),
         ("words", "u8"),
+        ("length", "u8"),
+        ("extra", "u1", (256,)),
         # When the owner began to take a generation back, and when nobody could find it any more: monotonic ns, or 0.
         ("ending", "u8", (_REMEMBERED,)),
         ("ended", "u8", (_REMEMBERED,)),
@@ -48,6 +50,9 @@ class Kind(IntEnum):
     INBOX = 5  # blocks that peers push into
     INROWS = 6  # rows that peers push into
     PROOF = 7  # blocks, after the faults
+    GRANTED = 8  # blocks under a grant, used again and again
+    PREFIX = 9  # continuous, a prefix key for each row, consumed by nobody
+    MAILBOX = 10  # blocks that peers write by their addresses, there for a whole epoch
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Found:
     generation: int
     cache_id: int
     shape: Shape
+    extra: bytes = b""  # a grant, or addresses
 
     @property
     def cluster_id(self) -> int:
@@ -81,6 +87,11 @@ class Directory:
         mode: Any = "w+" if create else "r+"
         self._table = np.memmap(path, _RECORD, mode, shape=(WORKERS, SLOTS))
         self._lives = np.memmap(path.with_suffix(".lives"), np.uint64, mode, shape=(WORKERS,))
+        self._doing = np.memmap(path.with_suffix(".doing"), np.uint64, mode, shape=(WORKERS,))
+        #: [puller, owner]: when the last good pull began.
+        self._good = np.memmap(path.with_suffix(".good"), np.uint64, mode, shape=(WORKERS, WORKERS))
+        #: Until when everybody rests, and whether without links.
+        self._rest = np.memmap(path.with_suffix(".rest"), np.uint64, mode, shape=(2,))
 
     def life(self, worker: int) -> int:
         """Return which incarnation of a worker there is."""
@@ -90,10 +101,41 @@ class Directory:
         """A worker has been killed; nothing that it had is there any more."""
         self._lives[worker] += 1
         self._table[worker] = np.zeros((), _RECORD)
+        self._doing[worker] = 0
+
+    def does(self, worker: int, mask: int) -> None:
+        """A worker says what it is doing, see tests.faults.campaign.states."""
+        self._doing[worker] = mask
+
+    def doing(self, worker: int) -> int:
+        """Return what a worker is doing."""
+        return int(self._doing[worker])
+
+    def pulled(self, puller: int, owner: int, began_ns: int) -> None:
+        """A pull was good."""
+        self._good[puller, owner] = began_ns
+
+    def has_pulled(self, puller: int, owner: int, since_ns: int) -> bool:
+        """Return True when one that was good has begun after that moment."""
+        return int(self._good[puller, owner]) > since_ns
+
+    def rest(self, seconds: float, *, apart: bool) -> int:
+        """Let all workers rest for so long, without links or as they are; return until when."""
+        self._rest[:] = time.monotonic_ns() + int(seconds * 1e9), apart
+        return int(self._rest[0])
+
+    def resting(self) -> bool:
+        """Return True while nobody shall call."""
+        return int(self._rest[0]) > time.monotonic_ns()
+
+    def apart(self) -> bool:
+        """Return True while nobody shall be linked."""
+        return bool(self._rest[1]) and self.resting()
 
     def clear(self) -> None:
         """Nothing is there any more."""
         self._table[:] = np.zeros((), _RECORD)
+        self._rest[:] = 0
 
     # The owner
 
@@ -107,6 +149,8 @@ class Directory:
             record[name] = getattr(found, name)
         for name in ("tensors", "rows", "words"):
             record[name] = getattr(found.shape, name)
+        record["length"] = len(found.extra)
+        record["extra"][: len(found.extra)] = np.frombuffer(found.extra, np.uint8)
         record["turn"] += 1
 
     def withdraw(self, worker: int, slot: int) -> None:
@@ -136,7 +180,8 @@ class Directory:
             return None
         shape = Shape(int(copy["tensors"]), int(copy["rows"]), int(copy["words"]))
         incarnation, generation, cache_id = (int(copy[name]) for name in ("incarnation", "generation", "cache_id"))
-        return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape)
+        extra = copy["extra"][: int(copy["length"])].tobytes()
+        return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape, extra)
 
     def pick(self, rng: Random, workers: list[int], *kinds: Kind) -> Found | None:
         """Return any one of these kinds."""
@@ -165,5 +210,6 @@ class Directory:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._table._mmap.close()  # type: ignore[attr-defined]
-        self._lives._mmap.close()  # type: ignore[attr-defined]
+        files: tuple[Any, ...] = (self._table, self._lives, self._doing, self._good, self._rest)
+        for each in files:
+            each._mmap.close()

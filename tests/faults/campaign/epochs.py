@@ -12,11 +12,12 @@ __all__ = ["TRANSPORTS", "Epoch", "plan_epoch"]
 
 #: Two prompts and two decoders.
 WORKERS: Final = 4
-MOVERS: Final = 2
+#: One of them is the main thread.
+MOVERS: Final = 3
 #: "mixed": worker 0 takes nothing but tcp, the others what is best.
 TRANSPORTS: Final = ("shm", "tcp", "auto", "cma", "mixed")
 _SHAPES: Final = (Shape(4, 24, 64), Shape(8, 32, 512), Shape(2, 24, 1024), Shape(16, 40, 1024))
-_POOL_CACHES: Final = 22
+_POOL_CACHES: Final = 31
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.faults.campaign import worker as work
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Hand", "Lost"]
 
 _ANSWER_SECONDS: Final = 90.0
+_LEAVE_SECONDS: Final = 30.0
 
 
 class Lost(Exception):
@@ -29,13 +31,16 @@ class Hand:
     """One worker, through all its lives. The supervisor's thread only.
 
     Attributes:
-        state: "up", "stopped", "dead", or "rising" while it has not answered yet.
+        state: "up", "stopped", "dead", "rising" while it has not answered yet, or "leaving".
+        busy: Its main thread makes calls, and hears nothing.
     """
 
     def __init__(self, number: int, port: int, folder: Path, directory: Directory) -> None:
         self.number = number
         self.port = port
         self.state = "dead"
+        self.busy = False
+        self._until = 0.0
         self._folder = folder
         self._directory = directory
         self._child: ChildEnd | None = None
@@ -62,14 +67,48 @@ class Hand:
         if self.state == "rising" and self._child is not None and self._child.answered():
             self.collect()
             self.state = "up"
+        elif self.busy and self.state == "up" and self._child is not None and self._child.answered():
+            self.rest()
         return self.state == "up"
+
+    def roam(self, seconds: float) -> None:
+        """Let its main thread make calls of its own for a while. Returns at once; it is busy meanwhile."""
+        self.send(work.roam, seconds)
+        self.busy = True
+
+    def rest(self) -> None:
+        """Wait until its main thread is done with that."""
+        if self.busy:
+            self.busy = False
+            self.collect()
 
     def kill(self) -> None:
         """``kill -9``, stopped or not."""
         assert self._child is not None
         self._child.kill()
-        self.state = "dead"
+        self.state, self.busy = "dead", False
         self._directory.reborn(self.number)
+
+    def depart(self, finalize: bool) -> None:
+        """Have it end in good order, in the middle of its calls. Returns at once, see :meth:`departed`."""
+        self._directory.reborn(self.number)
+        self.send(work.depart, finalize)
+        self.state = "leaving"
+        self._until = time.monotonic() + _LEAVE_SECONDS
+
+    def departed(self) -> bool:
+        """Return True once it has gone."""
+        assert self._child is not None
+        if self._child.code is None and time.monotonic() < self._until:
+            return False
+        code, self.state = self._child.code, "dead"
+        if code:
+            raise Lost(f"worker {self.number} was to leave in good order, and ended with {code}")
+        if code is None:
+            raise Lost(f"worker {self.number} was to leave in good order, and has not answered")
+        self._child.kill()
+        self._directory.reborn(self.number)
+        return True
 
     def stop(self) -> None:
         """SIGSTOP."""
@@ -85,7 +124,7 @@ class Hand:
 
     def gone(self) -> int | None:
         """Return the exit code of a process that ended without being killed by us."""
-        return None if self._child is None or self.state == "dead" else self._child.code
+        return None if self._child is None or self.state in {"dead", "leaving"} else self._child.code
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the worker and wait for its result."""
@@ -114,7 +153,7 @@ class Hand:
         if self._child is not None:
             self.go_on()
             self._child.kill()
-            self.state = "dead"
+            self.state, self.busy = "dead", False
 
     def _exit(self) -> int | None:
         assert self._child is not None

@@ -12,15 +12,21 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
+from tests.faults.campaign.interrupted import Cancelled, Interrupted
+from tests.faults.campaign.numbers import class_of
+from tests.faults.campaign.states import states_in
 from tests.faults.gates import count_arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from tests.faults.campaign.states import Doing
 
 __all__ = ["SLACK_SECONDS", "Journal"]
 
@@ -46,19 +52,29 @@ class Journal:
     Args:
         path: Where counts (``.json``) and violations (``.jsonl``) go.
         name: Who writes, for the violations.
+        doing: Is told which calls run.
         harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
+
+    Attributes:
+        leaving: The process finalizes while its threads make calls.
     """
 
-    def __init__(self, path: Path, name: str, *, harmed: bool) -> None:
+    def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
         self._path = path
         self._name = name
+        self.doing = doing
         self._harmed = harmed
+        self.leaving = False
+        # Open from the start: there may be no descriptors left when it is needed.
+        self._violations = path.with_suffix(".jsonl").open("a", buffering=1)
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self._counting = count_arrivals()
         self._arrivals: Counter[str] = Counter()
         self._worst = 0.0
+        self._slowest = 0.0
+        self._overruns: Counter[int] = Counter()
         self._lost = 0.0
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
@@ -81,6 +97,7 @@ class Journal:
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
         self.flush()
+        self._violations.close()
 
     # What is written
 
@@ -88,15 +105,26 @@ class Journal:
         """Call and count; return the result, or the exception."""
         mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
         self._running[mine.thread] = mine
+        self.doing.change(kind, 1)
         outcome: Any
         try:
             outcome = function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 (all of them are judged)
             outcome = error
         finally:
+            states = states_in(self.doing.mask)
+            self.doing.change(kind, -1)
             del self._running[mine.thread]
         self._finished(mine, outcome)
+        if isinstance(outcome, (Interrupted, Cancelled)):
+            for state in states:
+                self.note(f"cell|{type(outcome).__name__.lower()}|{state}")
         return outcome
+
+    def ended_after_interrupt(self, seconds: float) -> None:
+        """A call has ended so long after a handler raised in it; it may have been waiting for others to stop."""
+        with self._lock:
+            self._slowest = max(self._slowest, seconds)
 
     def verified(self, nbytes: int) -> None:
         """Bytes were compared and are right."""
@@ -113,13 +141,14 @@ class Journal:
         with self._lock:
             self.counts[f"violation: {what}"] += 1
         line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
-        with self._path.with_suffix(".jsonl").open("a") as file:
-            file.write(line + "\n")
+        with self._lock:
+            self._violations.write(line + "\n")
 
     def flush(self) -> None:
         """Write the counts."""
         with self._lock:
             seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
+            seen |= {"slowest": self._slowest, "overruns": list(self._overruns.items())}
             text = json.dumps(seen)
         draft = self._path.with_suffix(".draft")
         draft.write_text(text)
@@ -132,15 +161,21 @@ class Journal:
         with self._lock:
             self.calls[f"{mine.kind}|{_result(outcome)}"] += 1
             self._worst = max(self._worst, late)
+            if late > 0 and mine.budget:
+                self._overruns[class_of(late)] += 1
         if late > SLACK_SECONDS:
             self.violation("hangs", f"{mine.kind} returned {late:.1f} s after its {mine.budget:.1f} s: {outcome!r}")
         if isinstance(outcome, Exception):
             self._judge(mine.kind, outcome)
 
     def _judge(self, kind: str, error: Exception) -> None:
+        if isinstance(error, (Interrupted, Cancelled)):
+            return
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, LLMException):
             self.violation("untyped errors", f"{kind}: {text}")
+        elif isinstance(error, StateError) and self.leaving:
+            return
         elif isinstance(error, StateError) or error.status_code is LLMStatusCode.LLM_SUCCESS:
             self.violation("internal errors", f"{kind}: {text}")
         elif "\n" in str(error):
@@ -149,6 +184,10 @@ class Journal:
             self.violation("internal errors", f"{kind}: a peer of ours breaks the protocol: {text}")
 
     def _forgotten(self, where: str, error: BaseException | None) -> None:
+        if isinstance(error, ResourceWarning) and "unclosed event loop" in str(error):
+            # What asyncio leaves where there is no descriptor for a whole one; leaks of any would be found.
+            self.note("event loops left half made")
+            return
         self.violation("untyped errors", f"{where}: {''.join(traceback.format_exception(error))}")
 
     # The thread that looks on
@@ -164,7 +203,8 @@ class Journal:
                 self._look(call, now)
             if now - flushed > _FLUSH_SECONDS:
                 flushed = now
-                self.flush()
+                with suppress(OSError):  # no descriptors: later
+                    self.flush()
 
     def _look(self, call: _Running, now: float) -> None:
         late = now - call.started - call.budget - (self._lost - call.lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,6 +97,8 @@ class Destination:
     def __init__(self, journal: Journal, cm: CacheManager, shape: Shape, stamp: Stamp, **settings: Any) -> None:
         self.shape = shape
         self._journal, self._cm = journal, cm
+        self._stamp = stamp
+        self._fillings = 0
         self._budget: float = settings["budget"]
         self._long: bool = settings.get("long", False)
         self._memory: Memory | None = None
@@ -118,7 +121,10 @@ class Destination:
         self.expected: Words = np.stack(self.views)
 
     def settle(self, what: str, tensors: Sequence[int], rows: Sequence[int], new: Words | None) -> bool:
-        """Judge every byte after a call that addressed these rows: they hold ``new``, or anything if that is None."""
+        """Judge every byte after a call that addressed these rows: they hold ``new``, or anything if that is None.
+
+        What may hold anything is written anew, as a caller may do at once: bytes that come late are seen then.
+        """
         index = np.ix_(list(tensors), list(rows))
         found = np.stack(self.views)
         self.expected[index] = found[index] if new is None else new
@@ -128,7 +134,17 @@ class Destination:
             self.expected = found
         elif new is not None:
             self._journal.verified(found.nbytes)
+        if new is None:
+            self._write_anew(tensors, rows)
         return right
+
+    def _write_anew(self, tensors: Sequence[int], rows: Sequence[int]) -> None:
+        self._fillings += 1
+        stamp = replace(self._stamp, slot=self._stamp.slot ^ 4, generation=self._fillings)
+        fresh = pattern(stamp, tensors, rows, self.shape.words)
+        self.expected[np.ix_(list(tensors), list(rows))] = fresh
+        for tensor, words in zip(tensors, fresh, strict=True):
+            self.views[tensor][list(rows)] = words
 
     def close(self) -> bool:
         """Give the memory back; False: somebody is still at it."""

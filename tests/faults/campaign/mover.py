@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheKeyByIdAndIndex, Placement
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
+from llm_datadist.types.grant import Grant
 from tests.faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
 from tests.faults.campaign.copies import copy_inside
 from tests.faults.campaign.directory import Found, Kind
 from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
 from tests.faults.campaign.memory import Destination, close_all
-from tests.faults.campaign.producer import blocks_key, pusher_of, request_of
+from tests.faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
+from tests.faults.campaign.sends import LAYERS, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover"]
 
-_OWN_SLOT = 40
+_OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
 #: How many of the calls, out of those that could, go where something was a while ago.
 _OLD = 0.25
@@ -69,27 +72,43 @@ class Mover:
         #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
         self._inherited = scene.directory.generations()
         self._own: _Own | None = None
+        self._weights, self._work = zip(*self._jobs(), strict=True)
+        self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
         """The thread."""
-        rng, scene = self._rng, self._scene
+        scene, self._awaiting = self._scene, Awaiting(self._rng)
+        while not scene.stop.is_set():
+            self.step()
+            if self._rng.random() < 0.3:
+                scene.stop.wait(self._rng.choice((0.0, 0.001, 0.01)))
+        self._awaiting.close()
+
+    def step(self) -> None:
+        """Do one thing."""
+        if self._scene.resting:
+            self._scene.stop.wait(0.01)
+            return
+        if self._own is None:
+            self._own = self._made()
+        if self._own is None:
+            self._scene.stop.wait(0.05)
+            return
+        self._rng.choices(self._work, self._weights)[0](self._own)
+
+    def _jobs(self) -> list[tuple[int, Callable[[_Own], object]]]:
         jobs: list[tuple[int, Callable[[_Own], object]]] = [
             (8, self._pull_blocks),
             (4, self._pull_row),
             (3, self._copy_inside),
             (1, self._begin_anew),
+            (2, self._pull_granted),
         ]
-        jobs += [(6, self._push_blocks), (4, self._push_row)] if scene.epoch.rca else [(8, self._pull_keyed)]
-        weights, work = zip(*jobs, strict=True)
-        while not scene.stop.is_set():
-            if self._own is None:
-                self._own = self._made()
-            if self._own is None:
-                scene.stop.wait(0.05)
-                continue
-            rng.choices(work, weights)[0](self._own)
-            if rng.random() < 0.3:
-                scene.stop.wait(rng.choice((0.0, 0.001, 0.01)))
+        jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
+        jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
+        # An address that is changed on its way is written to: nothing between two ends can find that out.
+        jobs += [] if self._scene.epoch.harmed else [(2, self._send)]
+        return jobs
 
     def free(self) -> bool:
         """Give all memory back; False: something is still in use."""
@@ -117,7 +136,7 @@ class Mover:
         kinds = ("allocated", "inside", "private") if not host else ("allocated",)
         placement = Placement.HOST if host else Placement.DEVICE
         kind = self._rng.choice(kinds)
-        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + 4 * self._number, 8 * self._turn + index)
+        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
         settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
         return Destination(scene.journal, scene.cm, shape, stamp, **settings)
 
@@ -152,6 +171,16 @@ class Mover:
         call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, sources, targets, **ranges)
         wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
         self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
+
+    def _pull_granted(self, own: _Own) -> None:
+        found = self._pick(Kind.GRANTED)
+        if found is None or not found.extra:
+            return
+        rows = self._rng.sample(range(found.shape.rows), self._rng.choice((1, 2, 5)))
+        tensors, grant = range(found.shape.tensors), Grant.from_bytes(found.extra)
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, rows, rows, grant=grant)
+        wanted = partial(pattern, tensors=tensors, rows=rows, words=found.shape.words)
+        self._pull("pull_blocks granted", call, found, _Into(own.blocks, tensors, rows), wanted)
 
     def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
         """Return tensors there, tensors here, and the layer ranges that say so."""
@@ -190,18 +219,17 @@ class Mover:
 
         return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), in_pieces)
 
-    def _pull(
-        self, what: str, call: Callable[[], Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]
-    ) -> Any:
+    def _pull(self, what: str, call: partial[Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]) -> Any:
         """Pull and judge every byte; return what came of it. ``wanted``: what a cache of that stamp brings."""
         scene, dst, tensors, rows = self._scene, into.dst, into.tensors, into.rows
         started = time.monotonic_ns()
-        outcome = scene.call(what, scene.budget, call)
+        outcome = self._call(what, call)
         self._judge_error(what, outcome)
         about = f"{what} of {found} into tensors {list(tensors)} rows {list(rows)}"
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
             first = int(dst.views[tensors[0]][rows[0], 0])
             generation = self._generation(found, first)
+            scene.directory.pulled(scene.worker, found.worker, started)
             if dst.settle(about, tensors, rows, wanted(found.at(generation))):
                 self._judge_time(about, found, generation, started)
         else:
@@ -209,6 +237,11 @@ class Mover:
                 scene.journal.note("pulls around a kill, judged outside only")
             dst.settle(about, tensors, rows, None)
         return outcome
+
+    def _call(self, what: str, call: partial[Any]) -> Any:
+        """Call in this form or that."""
+        form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
+        return self._scene.call(form[0], self._scene.budget, form[1])
 
     def _generation(self, found: Found, word: int) -> int:
         """Return which generation was pulled, as far as it may be."""
@@ -252,21 +285,34 @@ class Mover:
         outcome = self._row(own, found, key, row)
         self._judge_key(found, identity, link, outcome, by_id=by_id)
 
+    def _pull_prefix(self, own: _Own) -> None:
+        found = self._pick(Kind.PREFIX)
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        outcome = self._row(own, found, prefix_of(found, row), row)
+        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
+            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
+
+    def _should_be_there(self, found: Found) -> bool:
+        directory = self._scene.directory
+        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
+
     def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
-        journal, directory = self._scene.journal, self._scene.directory
+        journal = self._scene.journal
         known = identity in self._consumed
+        lost = isinstance(outcome, CacheNotFound) and not known and identity[:4] not in self._inherited
         if outcome is None:
             stable = link is not None and self._link(found) is link
             # By its id a row can be pulled for as long as there is the cache.
             if known and not by_id and stable and self._consumed[identity] is link:
                 journal.violation("keys", f"{identity} was pulled whole twice over one link {link!r}")
             self._consumed[identity] = link if stable else None
-        elif isinstance(outcome, CacheNotFound) and not known:
-            ending = directory.moment(found, found.generation, "ending")
-            there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
-            ours = identity[:4] not in self._inherited
-            if there and ours and not ending and not self._scene.epoch.harmed:
-                journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
+        elif isinstance(outcome, (Interrupted, Cancelled)):
+            self._consumed.setdefault(identity, None)  # it may have been about to return
+        elif lost and self._should_be_there(found):
+            journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
 
     def _taker(self, owner: int) -> int:
         """Return which of the movers linked to an owner this one is."""
@@ -296,6 +342,24 @@ class Mover:
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
             wanted = pattern(stamp, from_, sources, found.shape.words)
             self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
+
+    def _send(self, own: _Own) -> None:
+        """Send some layers one by one, by key, or to an address."""
+        kind = Kind.INBOX if self._scene.epoch.rca else Kind.MAILBOX
+        # Never where something was: an address says nothing of whose memory it is now.
+        found = self._scene.directory.pick(self._rng, self._peers, kind)
+        if found is None:
+            return
+        stamp, rows = self._letter(own.letters), self._own_rows(found)
+        sources = self._rng.sample(range(own.letters.shape.rows), len(rows))
+        first = self._rng.randrange(found.shape.tensors // 2)
+        layers = range(first, min(first + LAYERS, found.shape.tensors // 2))
+        call = partial(send, self._scene, found, own.letters, sources, rows, layers)
+        if self._push("transfer_cache_async", call, found, own.letters):
+            back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
+            tensors = range(2 * layers.start, 2 * layers.stop)
+            wanted = pattern(stamp, tensors, sources, found.shape.words)
+            self._look_at_letters(found, _Into(own.blocks, tensors, back), rows, wanted)
 
     def _look_at_letters(self, found: Found, into: _Into, rows: list[int], wanted: Words) -> None:
         """Pull back what was pushed, and layers that were not: these may hold anything."""
@@ -345,11 +409,11 @@ class Mover:
         me = self._taker(found.worker)
         return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
 
-    def _push(self, what: str, call: Callable[[], Any], found: Found, letters: Destination) -> bool:
+    def _push(self, what: str, call: partial[Any], found: Found, letters: Destination) -> bool:
         """Return True when it succeeded and can be looked at."""
         scene = self._scene
         started = time.monotonic_ns()
-        outcome = scene.call(what, scene.budget, call)
+        outcome = self._call(what, call)
         self._judge_error(what, outcome)
         letters.settle(f"{what}: its source", (), (), None)
         if outcome is not None or scene.directory.life(found.worker) != found.incarnation:

@@ -9,7 +9,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
+from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.faults.campaign.contents import GENERATIONS, Shape, Stamp
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llm_datadist.types.grant import Grant
     from tests.faults.campaign.scene import Scene
 
-__all__ = ["Producer", "blocks_key", "pusher_of", "request_of"]
+__all__ = ["Producer", "blocks_key", "prefix_of", "pusher_of", "request_of"]
 
 _BACK_TO_BACK_SECONDS = 0.6
 _HELD_SECONDS = 0.3
@@ -34,7 +38,7 @@ _GROUP = 3
 
 def blocks_key(found: Found) -> BlocksCacheKey:
     """Return the key of a blocks cache; one that is bound again has the same for all its generations."""
-    number = 0 if found.kind is Kind.REBOUND else found.generation + 1
+    number = 0 if found.kind in (Kind.REBOUND, Kind.GRANTED) else found.generation + 1
     return BlocksCacheKey(found.cluster_id, ((found.incarnation * 64 + found.slot) << 24) + number)
 
 
@@ -42,6 +46,11 @@ def request_of(found: Found, row: int) -> CacheKey:
     """Return the key of a row."""
     number = ((found.incarnation * 64 + found.slot) << 28) + (found.generation << 8) + row
     return CacheKey(found.cluster_id, number)
+
+
+def prefix_of(found: Found, row: int) -> CacheKey:
+    """Return the prefix key of a row."""
+    return CacheKey(found.cluster_id, INVALID_ID, prefix_id=request_of(found, row).req_id)
 
 
 def pusher_of(row: int, generation: int, pushers: int) -> int | None:
@@ -70,12 +79,15 @@ class Slot:
         self.generation = 0
         self.cache: Cache | None = None
         self.views: list[NDArray[Any]] = []
+        self.extra = b""
 
     @property
     def found(self) -> Found:
         cache_id = -1 if self.cache is None else self.cache.cache_id
         scene = self.scene
-        return Found(scene.worker, self.number, self.kind, scene.life, self.generation, cache_id, self.shape)
+        return Found(
+            scene.worker, self.number, self.kind, scene.life, self.generation, cache_id, self.shape, self.extra
+        )
 
     def renew(self) -> None:
         """Take the present generation back and make the next one; either may fail, with a typed error."""
@@ -115,7 +127,7 @@ class Slot:
     def check(self) -> None:
         """Nobody has written here but who may."""
         rows = range(self.views[0].shape[0])
-        if self.kind in (Kind.INBOX, Kind.INROWS):
+        if self.kind in (Kind.INBOX, Kind.INROWS, Kind.MAILBOX):
             rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]  # type: ignore[assignment]
         same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
 
@@ -152,17 +164,21 @@ class Allocated(Slot):
 class Keyed(Slot):
     """Rows with a key each; deallocated early, so that the keys alone keep them."""
 
+    def _keys(self) -> list[CacheKey]:
+        key_of = prefix_of if self.kind is Kind.PREFIX else request_of
+        return [key_of(self.found, row) for row in range(self.shape.rows)]
+
     def make(self) -> Any:
         scene = self.scene
-        keys = [request_of(self.found, row) for row in range(self.shape.rows)]
-        return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_cache, self.shape.desc(), keys))
+        made = scene.call("allocate", scene.budget, scene.cm.allocate_cache, self.shape.desc(), self._keys())
+        return self.filled(made)
 
     def take_back(self) -> bool:
         scene, cache = self.scene, self.cache
         assert cache is not None
         scene.call("deallocate", 0.0, scene.cm.deallocate_cache, cache)
-        for row in range(self.shape.rows):
-            scene.call("remove_cache_key", 0.0, scene.cm.remove_cache_key, request_of(self.found, row))
+        for key in self._keys():
+            scene.call("remove_cache_key", 0.0, scene.cm.remove_cache_key, key)
         return True
 
 
@@ -230,6 +246,61 @@ class Rebound(Slot):
         return self._drop_older() and self.unregistered(self.cache)
 
 
+class Mailbox(Allocated):
+    """Blocks that peers know by their addresses: nothing else may ever be there in this epoch."""
+
+    def renew(self) -> None:
+        if self.cache is None:
+            super().renew()
+
+    def filled(self, cache: Any) -> Any:
+        if not isinstance(cache, Exception):
+            self.extra = np.array(cache.tensor_addrs, "<u8").tobytes()
+        return super().filled(cache)
+
+
+class Granted(Allocated):
+    """Blocks that stay where they are and are used again, under a grant for each use."""
+
+    def __init__(self, scene: Scene, number: int, shape: Shape) -> None:
+        super().__init__(scene, number, Kind.GRANTED, shape)
+        self._grant: Grant | None = None
+
+    def renew(self) -> None:
+        if self.cache is None:
+            super().renew()
+        elif self.end():
+            self.generation += 1
+            fill(self.views, self.found.stamp)
+            self.give()
+            self.scene.directory.publish(self.found)
+
+    def filled(self, cache: Any) -> Any:
+        made = super().filled(cache)
+        if self.cache is None and not isinstance(made, Exception):
+            self.cache = made
+            self.give()
+        return made
+
+    def give(self) -> None:
+        """Grant all blocks."""
+        assert self.cache is not None
+        # Longer than the campaign, or over at once by itself.
+        ttl = 600.0 if self.generation % 3 else 0.05
+        made = self.scene.call("grant", 0.0, self.cache.grant, list(range(self.shape.rows)), ttl)
+        self._grant, self.extra = (None, b"") if isinstance(made, Exception) else (made, made.to_bytes())
+
+    def end(self) -> bool:
+        """Revoke what was granted, and say so."""
+        self.check()
+        scene = self.scene
+        scene.directory.mark(scene.worker, self.number, self.generation, "ending")
+        if self._grant is not None and scene.call("revoke", scene.budget, self._grant.revoke) is not None:
+            return False
+        scene.directory.mark(scene.worker, self.number, self.generation, "ended")
+        return True
+
+
 class Producer:
     """Makes and takes back at random, until told to stop; storms and full pools on command."""
 
@@ -281,6 +352,8 @@ class Producer:
             slots += [Reused(scene, 8, Kind.INBOX, inbox, letters)]
         else:
             slots += [Keyed(scene, 6, Kind.KEYED, shape.long), Keyed(scene, 7, Kind.KEYED, shape.long)]
+            slots += [Keyed(scene, 10, Kind.PREFIX, shape.long), Mailbox(scene, 11, Kind.MAILBOX, inbox)]
+        slots.append(Granted(scene, 9, shape))
         self._slots = slots
         for slot in slots:
             slot.renew()

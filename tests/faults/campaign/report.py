@@ -8,8 +8,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.faults.campaign.arrivals import Arrivals
+from tests.faults.campaign.numbers import Growth, Recoveries, overruns
+from tests.faults.campaign.states import Cells
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.faults.campaign.epochs import Epoch
@@ -48,6 +51,11 @@ class Report:
         self.arrivals = Arrivals()
         self.violations: list[dict[str, Any]] = []
         self.worst = 0.0
+        self.slowest = 0.0
+        self.overruns: Counter[int] = Counter()
+        self.cells = Cells()
+        self.recoveries = Recoveries()
+        self.growth = Growth()
         self._epoch: Epoch | None = None
         self._epoch_start = 0.0
         self._events: list[str] = []
@@ -61,8 +69,10 @@ class Report:
         self._events.clear()
         self.counts["epochs"] += 1
 
-    def happened(self, event: Event) -> None:
-        """A fault has been brought about."""
+    def happened(self, event: Event, states: Sequence[str]) -> None:
+        """A fault has been brought about, to a worker that was in these states."""
+        if event.what not in {"lull", "resume"}:  # no faults, these
+            self.cells.add(event.what, states)
         self.faults[event.what] += 1
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {event}")
 
@@ -113,6 +123,11 @@ class Report:
             "faults": dict(self.faults),
             "arrivals": self.arrivals.as_dict(),
             "worst_lateness_seconds": self.worst,
+            "overrun_seconds": overruns(self.overruns),
+            "end_after_interrupt_seconds": self.slowest,
+            "cells": self.cells.as_dict(),
+            "recovery_seconds": self.recoveries.as_dict(),
+            "growth_per_hour": self.growth.as_dict(),
             "violations": self.violations,
         }
 
@@ -132,7 +147,8 @@ class Report:
         lines += [f"{'all':<26}{total:>10,}{good:>10,}{total - good:>10,}", "", f"{'errors by type':<66}{'calls':>10}"]
         lines += [f"{error:<66}{count:>10,}" for error, count in errors.most_common()]
         lines += ["", f"{'faults':<26}{'number':>10}", *(f"{k:<26}{v:>10,}" for k, v in self.faults.most_common())]
-        lines += ["", *self.arrivals.lines(), "", *self._judgement()]
+        lines += ["", *self.arrivals.lines(), "", *self.cells.lines(), "", *self.recoveries.lines()]
+        lines += ["", *self.growth.lines(), "", *self._judgement()]
         return "\n".join(lines)
 
     def _judgement(self) -> list[str]:
@@ -142,6 +158,8 @@ class Report:
         seconds = time.monotonic() - self._start
         lines = [f"{'epochs':<26}{epochs:>18,}", f"{'seconds':<26}{seconds:>18,.0f}"]
         lines += [f"{'verified bytes':<26}{verified:>18,}", f"{'latest return, s':<26}{max(self.worst, 0.0):>18.2f}"]
+        lines += [f"{f'past the deadline, s, {k}':<26}{v:>18.4f}" for k, v in overruns(self.overruns).items()]
+        lines += [f"{'end after interrupt, s':<26}{self.slowest:>18.2f}"]
         lines += [f"{name:<26}{n:>18,}" for name, n in sorted(counts.items()) if not name.startswith("violation")]
         lines += [f"{name:<26}{found[name]:>18,}" for name in VIOLATIONS]
         for number, violation in enumerate(self.violations[:_SHOWN]):
@@ -152,7 +170,14 @@ class Report:
 
     def _add(self, journal: dict[str, Any]) -> None:
         self.calls.update(journal["calls"])
-        self.counts.update(journal["counts"])
+        for name, number in journal["counts"].items():
+            if name.startswith("cell|"):
+                _, fault, state = name.split("|")
+                self.cells.add(fault, (state,), number)
+            else:
+                self.counts[name] += number
+        self.overruns.update(dict(journal["overruns"]))
+        self.slowest = max(self.slowest, journal["slowest"])
         self.arrivals.add(journal["arrivals"])
         self.worst = max(self.worst, journal["worst"])
 

@@ -28,6 +28,7 @@ class Scene:
     """
 
     dd: LLMDataDist
+    cm: CacheManager
     epoch: Epoch
     worker: int
     life: int
@@ -37,8 +38,9 @@ class Scene:
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def cm(self) -> CacheManager:
-        return self.dd.cache_manager
+    def resting(self) -> bool:
+        """True while nobody shall call."""
+        return self.directory.resting()
 
     @property
     def budget(self) -> float:

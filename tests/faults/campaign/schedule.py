@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.faults.campaign.departures import CHILDREN
 from tests.faults.campaign.epochs import WORKERS
 from tests.faults.gates import STEPS
 from tests.faults.stalls import STALLS
@@ -30,8 +31,17 @@ _WEIGHTS: Final = {
     "gate": 14,
     "storm": 4,
     "exhaust": 2,
+    "liar": 6,
+    "fork": 5,
+    "limit": 4,
+    "exit": 2,
+    "roll": 1,
+    "lull": 4,
 }
 _MEAN_SECONDS: Final = 0.35
+_THROUGH_RELAYS: Final = frozenset({"relay", "plan", "resume", "cut"})
+_BURST: Final = 4
+_BURST_SECONDS: Final = (0.1, 0.4)
 
 
 @dataclass(frozen=True)
@@ -55,13 +65,18 @@ def schedule(epoch: Epoch, seconds: float) -> list[Event]:
     events: list[Event] = []
     at = rng.expovariate(1 / _MEAN_SECONDS)
     pairs = sorted(epoch.relayed)
+    left, worker = 0, 0  # of a burst, and at whom
     while at < seconds:
         what = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
-        pair = rng.choice(pairs) if pairs and what in {"relay", "plan", "resume", "cut"} else None
-        if pair is not None or what not in {"relay", "plan", "resume", "cut"}:
-            worker = rng.randrange(WORKERS)
-            events.append(Event(at, what, worker, pair, _details(rng, what, epoch, worker)))
-        at += rng.expovariate(1 / _MEAN_SECONDS)
+        worker = worker if left else rng.randrange(WORKERS)
+        fit = [pair for pair in pairs if worker in pair] if left else pairs
+        pair = rng.choice(fit) if fit and what in _THROUGH_RELAYS else None
+        if pair is not None or what not in _THROUGH_RELAYS:
+            details = _details(rng, what, epoch, worker)
+            events.append(Event(at, what, worker, pair, details))
+            # While everybody rests, or waits for a call to end, more comes.
+            left = _BURST if what == "lull" or details.get("unlink") else max(left - 1, 0)
+        at += rng.uniform(*_BURST_SECONDS) if left else rng.expovariate(1 / _MEAN_SECONDS)
     return events
 
 
@@ -78,6 +93,17 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             }
         case "cut":
             return {"kind": rng.choice(("control", "lane", None)), "reset": rng.random() < 0.5}
+        case "lull":
+            return {"seconds": rng.choice((0.7, 1.5)), "apart": rng.random() < 0.4}
+        case "fork":
+            return {"how": rng.choice(CHILDREN)}
+        case "limit":
+            what, most = rng.choice((("descriptors", 12), ("descriptors", 12), ("threads", 2)))
+            return {"what": what, "free": rng.randrange(most), "seconds": rng.choice((0.1, 0.5, 1.0))}
+        case "exit" | "roll":
+            return {"finalize": rng.random() < 0.3}
+        case "liar":
+            return {"seed": rng.randrange(1 << 30), "seconds": rng.choice((0.2, 1.0, 3.0))}
         case "garbage":
             return {"kind": rng.choice(GARBAGE), "seed": rng.randrange(1 << 30)}
         case "stall":
@@ -89,7 +115,9 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
             step = rng.choice(writes) if rng.random() < 0.5 else step
             # Mostly within the call's time: after it no byte moves.
             seconds = round(rng.choice((0.3, 0.5, 0.7, 1.5)) * epoch.sync_ms / 1e3, 3)
-            return {"step": step, "peer": rng.choice(epoch.peers(worker)), "seconds": seconds}
+            return {"step": step, "peer": rng.choice(epoch.peers(worker)), "seconds": seconds} | {
+                "unlink": rng.random() < 0.3
+            }
         case _:
             return {}
 

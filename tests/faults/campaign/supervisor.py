@@ -6,6 +6,7 @@ import heapq
 import itertools
 import socket
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final
@@ -15,8 +16,10 @@ from tests.faults.campaign.directory import Directory
 from tests.faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
 from tests.faults.campaign.garbage import Rubbish
 from tests.faults.campaign.hands import Hand, Lost
+from tests.faults.campaign.liars import Liars, Victim
 from tests.faults.campaign.report import Report
 from tests.faults.campaign.schedule import schedule
+from tests.faults.campaign.states import states_in
 from tests.faults.relay import Relay
 
 if TYPE_CHECKING:
@@ -29,10 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Supervisor"]
 
 _STEP_SECONDS: Final = 0.02
+_ROAM_SECONDS: Final = 0.4
 _PROGRESS_SECONDS: Final = 30.0
 _LINK_SECONDS: Final = 20.0
-#: Below those that the kernel gives to connections, so that a dead worker's stays free.
-_PORTS: Final = range(21000, 31000)
+#: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
+#: of communicators try, here and in other runs on this host: what they dial must be theirs.
+_PORTS: Final = range(21000, 27000)
 
 
 class Supervisor:
@@ -54,11 +59,14 @@ class Supervisor:
         ports = _free_ports(SystemRandom())
         self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
         self._rubbish = Rubbish()
+        self._liars = Liars()
         self._relays: dict[tuple[int, int], Relay] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._asked: Counter[int] = Counter()  # what each worker has not heard yet
         self.report = Report(folder)
         self._told = time.monotonic()
+        self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
         """Run epochs until the time is over; the last one is finished."""
@@ -83,6 +91,7 @@ class Supervisor:
             for hand in self._hands:
                 hand.close()
             self._rubbish.tidy(all_of_it=True)
+            self._liars.join()
             self._directory.close()
 
     def _epoch(self, epoch: Epoch, seconds: float) -> None:
@@ -104,7 +113,10 @@ class Supervisor:
         self.report.phase("heal")
         self._heal(epoch)
         self.report.phase("finish")
-        self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        for hand, sample in zip(
+            self._hands, self._all(work.finish, lambda hand: (epoch.number % 2 == 0,)), strict=True
+        ):
+            self.report.growth.add(hand.pid, sample)
         self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
@@ -115,16 +127,19 @@ class Supervisor:
     def _harm(self, epoch: Epoch, events: list[Event], end: float) -> None:
         start = time.monotonic()
         self._agenda.clear()
+        self._asked.clear()
         for event in events:
             self._at(start + event.at, lambda event=event: self._happen(epoch, event))  # type: ignore[misc]
         while time.monotonic() < end:
             while self._agenda and self._agenda[0][0] <= time.monotonic():
                 heapq.heappop(self._agenda)[2]()
             for hand in self._hands:
-                hand.risen()
+                if hand.risen() and not hand.busy and not self._asked[hand.number]:
+                    hand.roam(_ROAM_SECONDS)
                 if (code := hand.gone()) is not None:
                     raise Lost(f"worker {hand.number} ended by itself with {code}")
             self._rubbish.tidy()
+            self.report.recoveries.look()
             self._progress()
             time.sleep(_STEP_SECONDS)
 
@@ -133,6 +148,7 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
+        states = [state for each in event.pair or (event.worker,) for state in states_in(self._directory.doing(each))]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -140,34 +156,109 @@ class Supervisor:
                 self._at(back, lambda: self._bring_back(hand, epoch))
             case "stop" if hand.state == "up":
                 hand.stop()
-                self._at(time.monotonic() + event.details["seconds"], hand.go_on)
+                self._at(time.monotonic() + event.details["seconds"], lambda: self._go_on(hand, epoch))
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
                 self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+            case "liar" if hand.state in {"up", "stopped"}:
+                victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
+                self._liars.send(event.details["seed"], victim, event.details["seconds"])
             case "stall" if hand.state == "up":
-                hand.do(work.stop_for, event.details["name"], event.details["seconds"])
+                self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
             case "gate" if hand.state == "up":
-                hand.do(work.stop_at, event.details["step"], event.details["peer"], event.details["seconds"])
+                self._tell(hand, work.stop_at, event.details["step"], *list(event.details.values())[1:])
                 # The other end meanwhile uses its memory again.
                 if (peer := self._hands[event.details["peer"]]).state == "up":
-                    peer.do(work.storm)
+                    self._tell(peer, work.storm)
+            case "lull":
+                self._rested_ns = self._directory.rest(**event.details)
+            case "fork" if hand.state == "up":
+                self._tell(hand, work.fork, event.details["how"])
+            case "limit" if hand.state == "up":
+                self._tell(hand, work.limit, *event.details.values())
+            case "exit" if hand.state == "up":
+                self._depart(hand, epoch, event.details["finalize"])
+            case "roll":
+                self._roll(list(self._hands), epoch, event.details["finalize"])
             case "storm" if hand.state == "up":
-                hand.do(work.storm)
+                self._tell(hand, work.storm)
             case "exhaust" if hand.state == "up":
-                hand.do(work.exhaust)
+                self._tell(hand, work.exhaust)
             case _:
                 done = False
         if done:
-            self.report.happened(event)
+            self.report.happened(event, sorted(set(states)))
+
+    def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
+        """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
+        life = self._directory.life(hand.number)
+        self._asked[hand.number] += 1
+
+        def attempt() -> None:
+            if hand.state in {"dead", "leaving"} or self._directory.life(hand.number) != life:
+                self._asked[hand.number] -= 1
+            elif hand.state != "up" or hand.busy:
+                self._at(time.monotonic() + _STEP_SECONDS, attempt)
+            else:
+                self._asked[hand.number] -= 1
+                hand.do(function, *args)
+
+        attempt()
+
+    def _depart(self, hand: Hand, epoch: Epoch, finalize: bool) -> None:
+        """Have a worker leave in good order, and bring it back at once."""
+        if hand.state != "up":
+            return
+        if hand.busy:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._depart(hand, epoch, finalize))
+            return
+        hand.depart(finalize)
+
+        def look() -> None:
+            if hand.state == "leaving" and not hand.departed():
+                self._at(time.monotonic() + _STEP_SECONDS, look)
+            self._bring_back(hand, epoch)
+
+        look()
+
+    def _roll(self, left: list[Hand], epoch: Epoch, finalize: bool) -> None:
+        """Restart one after the other; the next one leaves when the last one is there again."""
+        if left[0].state == "up" and not left[0].busy:
+            self._depart(left.pop(0), epoch, finalize)
+        if left:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._roll(left, epoch, finalize))
+
+    def _go_on(self, hand: Hand, epoch: Epoch) -> None:
+        if hand.state == "stopped":
+            hand.go_on()
+            self._recovers("stop", hand, epoch)
+
+    def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
+        """Note when somebody has pulled from a worker again."""
+        peers = epoch.peers(hand.number)
+
+        def moved(since_ns: int) -> bool:
+            return any(self._directory.has_pulled(peer, hand.number, since_ns) for peer in peers)
+
+        self.report.recoveries.begin(kind, moved)
 
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
+            self._recovers("kill or exit", hand, epoch)
             hand.rise(epoch, self._ports(epoch, hand.number))
 
     def _through(self, event: Event) -> None:
         assert event.pair is not None
-        relay, details = self._relays[event.pair], event.details
+        relay, details, (one, two) = self._relays[event.pair], event.details, event.pair
+        idle = self._directory.resting()
+        drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
+        if event.what == "cut" or drops:
+            self.report.recoveries.begin(
+                "idle drop" if idle else "cut",
+                lambda ns: self._directory.has_pulled(one, two, ns) or self._directory.has_pulled(two, one, ns),
+                self._rested_ns if idle else None,
+            )
         match event.what:
             case "relay":
                 relay.now(details["kind"], details["direction"], details["fault"])
@@ -190,15 +281,23 @@ class Supervisor:
 
     def _calm(self, epoch: Epoch) -> None:
         """Everybody is there and runs; every thread ends what it does."""
+        self.report.recoveries.forget()
         self._agenda.clear()
         self._rubbish.tidy(all_of_it=True)
         for hand in self._hands:
             hand.go_on()
+            while hand.state == "leaving" and not hand.departed():
+                time.sleep(_STEP_SECONDS)
+        self._liars.join()
+        self.report.counts["liars that were linked"] = self._liars.linked
+        for hand in self._hands:
             self._bring_back(hand, epoch)
         for hand in self._hands:
             if hand.state == "rising":
                 hand.collect()
                 hand.state = "up"
+        for hand in self._hands:
+            hand.rest()
         self._all(work.halt, lambda hand: ())
 
     def _heal(self, epoch: Epoch) -> None:

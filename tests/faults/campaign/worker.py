@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -17,16 +19,21 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException
 from tests.faults.campaign.contents import Stamp, whole
+from tests.faults.campaign.departures import Child, leave
 from tests.faults.campaign.directory import Directory, Kind
 from tests.faults.campaign.epochs import MOVERS
+from tests.faults.campaign.interrupted import Bell, Roamer, RungScene
 from tests.faults.campaign.journal import SLACK_SECONDS, Journal, stack
 from tests.faults.campaign.linker import Linker
+from tests.faults.campaign.lodgers import Lodgers
 from tests.faults.campaign.memory import Destination
 from tests.faults.campaign.mover import Mover
 from tests.faults.campaign.producer import Allocated, Producer, blocks_key
 from tests.faults.campaign.scene import Scene
+from tests.faults.campaign.states import Doing
 from tests.faults.gates import shut
 from tests.faults.harness import holds_within
+from tests.faults.limits import few_descriptors, few_threads
 from tests.faults.stalls import stall
 from tests.support.linking import info
 from tests.support.world import make_config, residue, settled
@@ -39,14 +46,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "begin",
+    "depart",
     "exhaust",
     "finish",
+    "fork",
     "go",
     "halt",
+    "limit",
     "link_to",
     "prepare",
     "prove",
     "publish_proof",
+    "roam",
     "stop_at",
     "stop_for",
     "storm",
@@ -70,6 +81,7 @@ class _Life:
     producer: Producer
     movers: list[Mover]
     linker: Linker
+    roamer: Roamer
     threads: list[threading.Thread]
     before: dict[str, Any]
     fresh: dict[str, Any]
@@ -92,6 +104,7 @@ def prepare(world: World, folder: str, worker: int) -> None:
     world.memory["folder"] = Path(folder)
     world.memory["directory"] = Directory(Path(folder) / "directory")
     world.memory["worker"] = worker
+    world.memory["bell"] = Bell()
 
 
 def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
@@ -107,12 +120,18 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     world.dd._engine.store.registry._next_id += life * _IDS
-    journal = Journal(folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", harmed=epoch.harmed)
-    scene = Scene(world.dd, epoch, worker, life, directory, journal, {})
+    (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
+    doing = Doing(partial(directory.does, worker))
+    journal = Journal(
+        folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
+    )
+    scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
-    movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS)]
+    movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
     linker = Linker(scene, Random(f"{scene.seed} linker"))
-    world.memory["life"] = _Life(scene, producer, movers, linker, [], before, {} if dialled else residue())
+    rung = RungScene.beside(scene, world.memory["bell"], Random(f"{scene.seed} bell"))
+    roamer = Roamer(Mover(rung, Random(f"{scene.seed} roamer"), MOVERS - 1), Linker(rung, rung.rng), rung.rng)
+    world.memory["life"] = _Life(scene, producer, movers, linker, roamer, [], before, {} if dialled else residue())
     return os.getpid()
 
 
@@ -121,8 +140,17 @@ def go(world: World, ports: dict[int, int]) -> None:
     life: _Life = world.memory["life"]
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
-    for number, run in enumerate([life.producer.run, life.linker.run, *(mover.run for mover in life.movers)]):
+    lodgers = Lodgers(life.scene, Random(f"{life.scene.seed} lodgers"))
+    for number, run in enumerate(
+        [life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers)]
+    ):
         life.start(str(number), run)
+
+
+def roam(world: World, seconds: float) -> None:
+    """Make calls in this thread, and interrupt them."""
+    life: _Life = world.memory["life"]
+    life.roamer.run(seconds, life.scene.stop.is_set)
 
 
 # --- faults of its own ------------------------------------------------------------------------------------------------
@@ -138,6 +166,36 @@ def exhaust(world: World) -> None:
     world.memory["life"].producer.exhaust.set()
 
 
+def limit(world: World, what: str, free: int, seconds: float) -> None:
+    """Leave the process few descriptors or threads for a while. Returns at once."""
+    life: _Life = world.memory["life"]
+
+    def run() -> None:
+        with life.stalls, (few_descriptors if what == "descriptors" else few_threads)(free):
+            time.sleep(seconds)
+
+    life.start("limit", run)
+
+
+def fork(world: World, how: str) -> None:
+    """Fork a child that leaves, see tests.faults.campaign.departures. Returns at once."""
+    life: _Life = world.memory["life"]
+    if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
+        try:
+            child = Child(how)
+        finally:
+            life.stalls.release()
+        life.start("fork", lambda: child.wait(life.scene.journal))
+
+
+def depart(world: World, finalize: bool) -> None:
+    """End the process in good order, in the middle of all calls."""
+    world.memory["life"].scene.journal.leaving = True
+    if finalize:
+        world.dd.finalize()
+    leave()
+
+
 def stop_for(world: World, what: str, seconds: float) -> None:
     """Stall a part of this end, see tests.faults.stalls. Returns at once."""
     life: _Life = world.memory["life"]
@@ -149,8 +207,11 @@ def stop_for(world: World, what: str, seconds: float) -> None:
     life.start("stall", run)
 
 
-def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
-    """Let whoever comes next to a step of walk 1 stand there, see tests.faults.gates. Returns at once."""
+def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) -> None:
+    """Let whoever comes next to a step of walk 1 stand there, see tests.faults.gates. Returns at once.
+
+    ``unlink``: from the peer meanwhile, which waits for that call.
+    """
     life: _Life = world.memory["life"]
     folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
 
@@ -163,6 +224,9 @@ def stop_at(world: World, step: str, peer: int, seconds: float) -> None:
             try:
                 gate.wait(_PATIENCE_SECONDS)
                 life.scene.journal.note("calls stopped at a gate")
+                if unlink:
+                    linker = Linker(life.scene, Random(0))
+                    life.start("unlink", partial(linker.unlink, peer, 3000, force=False))
                 time.sleep(seconds)
             finally:
                 gate.open()  # for whoever comes only now, too
@@ -243,8 +307,8 @@ def prove(world: World) -> None:
         target.close()
 
 
-def finish(world: World, unlink: bool) -> None:
-    """Give all back; judge what is left; finalize; judge again."""
+def finish(world: World, unlink: bool) -> dict[str, float]:
+    """Give all back; judge what is left; finalize; judge again. Return what the process holds."""
     life: _Life = world.memory.pop("life")
     scene, journal = life.scene, life.scene.journal
     if life.proof is not None:
@@ -259,6 +323,7 @@ def finish(world: World, unlink: bool) -> None:
         world.dd.check_integrity()
     except AssertionError as error:
         journal.violation("internal errors", f"check_integrity: {error!r}")
+    statistics = world.dd.statistics()
     journal.call("finalize", scene.budget, world.dd.finalize)
     journal.__exit__()
     before = life.before
@@ -268,12 +333,22 @@ def finish(world: World, unlink: bool) -> None:
     if left:
         journal.violation("leaks", f"left after finalize: {left}")
     journal.flush()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "RSS, KiB": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1024,
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "threads": len(os.listdir("/proc/self/task")),
+        "pins": statistics.pins,
+        "quarantined bytes": statistics.quarantined_bytes,
+    }
 
 
 def _freed(life: _Life) -> bool:
     """Give back what the threads had; a peer may still be at it for a while."""
     freed = holds_within(
-        lambda: all([life.producer.free(), *(mover.free() for mover in life.movers)]), _TIDY_SECONDS, 0
+        lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
+        _TIDY_SECONDS,
+        0,
     )
     if not freed:
         life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
