@@ -191,7 +191,7 @@ def test_a_checksum_without_a_thread_fails_one_pull_and_delays_no_other(shm_pair
     decoder.do(make, "kv", Spec(blocks=True), 2)
     pull = ("pull_blocks", BLOCKS, Use("kv"), [0], [0])
     prompt.do(take, few_threads, 0)
-    with pytest.raises(TransferFailed, match="no thread can be had"):
+    with pytest.raises(TransferFailed, match="no thread can be started"):
         decoder.do(call, *pull)
     prompt.do(give)
     for _ in range(3):

@@ -16,7 +16,7 @@ from llm_datadist._links.communicator import Communicator
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
 from llm_datadist._transport.choose import Choice
-from llm_datadist._transport.connection import DataPath
+from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
 
@@ -29,7 +29,8 @@ LONG_MS = 60_000
 
 def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
-    path = Mock(DataPath, connections=(), peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
+    connection = Mock(Connection, peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
+    path = Mock(DataPath, connections=(connection,))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
     return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)
 

@@ -64,6 +64,8 @@ _BACKLOG: Final = 128
 #: Hello, else of the oldest of all; first of those from its own address, of which there may be fewer.
 _MAX_GREETINGS: Final = 128
 _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
+#: A peer that has just come opens that many connections at the most, which have said nothing yet.
+_FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
@@ -469,13 +471,18 @@ class Listener:
             return
         neighbours = [each for each, source in self._greetings.items() if source == address[0]]
         if len(neighbours) >= _MAX_GREETINGS_OF_ONE_ADDRESS:
-            self._hang_up(next((each for each in neighbours if each in self._silent), neighbours[0]))
+            self._make_room(neighbours)
         elif len(self._greetings) >= _MAX_GREETINGS:
-            self._hang_up(next(iter(self._silent or self._greetings)))
+            self._make_room(list(self._greetings))
         sock.setblocking(False)
         self._greetings[sock] = address[0]
         self._silent[sock] = None
         self._control.spawn(self._greet(sock, address))
+
+    def _make_room(self, among: list[socket.socket]) -> None:
+        """Hang up on the oldest that says nothing; if those are few, on the oldest: what came last may be lanes."""
+        silent = [each for each in among if each in self._silent]
+        self._hang_up((silent if len(silent) > _FEW_SILENT else among)[0])
 
     def _hang_up(self, sock: socket.socket) -> None:
         """End a handshake: its coroutine sees the end of the stream, and closes the socket."""
