@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from llm_datadist._native.signals import deliver_signals
+from llm_datadist._native import deliver_signals
 from llm_datadist.errors import DeadlineExceeded
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._native.signals import deliver_signals, hold_signals, public_calls_hold_signals
+from llm_datadist._native import deliver_signals
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

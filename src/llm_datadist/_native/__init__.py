@@ -24,6 +24,7 @@ from llm_datadist._native._native import (
     advance_generation,
     announce_writer,
     close_writers,
+    deliver_signals,
     find_writers,
     load_generation,
     parse_pairs,
@@ -51,48 +52,6 @@ from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = [
-    "NO_DEADLINE",
-    "WRITER_PAGE_BYTES",
-    "WRITER_SLOTS",
-    "BlockList",
-    "BlockPlanner",
-    "CopyPool",
-    "Ending",
-    "GuardSet",
-    "LaneEngine",
-    "LaneEvent",
-    "LaneLost",
-    "Meter",
-    "Outcome",
-    "Plan",
-    "ProcessMemory",
-    "ReadAsked",
-    "Tensors",
-    "Timer",
-    "UseGate",
-    "WriteAsked",
-    "advance_generation",
-    "announce_writer",
-    "check_plan",
-    "close_writers",
-    "execute",
-    "execute_process",
-    "find_writers",
-    "load_generation",
-    "parse_blocks",
-    "parse_indices",
-    "parse_pairs",
-    "peek_process",
-    "plan_blocks",
-    "plan_pieces",
-    "plan_row",
-    "readable",
-    "retract_writer",
-    "usable_cpus",
-    "writer_sequence",
-]
 
 
 def parse_blocks(name: str, values: object) -> BlockList:

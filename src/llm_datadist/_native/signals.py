@@ -16,12 +16,10 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llm_datadist._native._native import HoldingCall, deliver_signals
+from llm_datadist._native._native import HoldingCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["deliver_signals", "hold_signals", "public_calls_hold_signals"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 C = TypeVar("C", bound=type)

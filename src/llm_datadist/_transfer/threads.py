@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -26,8 +27,7 @@ class Threads:
     def __init__(self, limit: int, name: str) -> None:
         self._limit = limit
         self._name = name
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._waiting: dict[Future[Any], None] = {}  # what has not begun; single dict operations only
+        self._queue: SimpleQueue[_Work[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()  # protects the rest
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads, less what they have to do
@@ -40,38 +40,35 @@ class Threads:
             LLMException: ``LLM_FAILED``: no thread can be started.
             RuntimeError: After :meth:`shutdown`.
         """
-        future: Future[T] = Future()
+        work = _Work(partial(function, *args))
         with self._lock:
             if self._stopped:
                 raise RuntimeError("no work is taken after shutdown")
             if self._free <= 0 and len(self._threads) < self._limit:
                 self._start()
             self._free -= 1
-            self._waiting[future] = None
-            self._queue.put(lambda: self._work(future, function, args))
-        return future
+            self._queue.put(work)
+        return work.future
 
     def share(self, function: Callable[..., T], /, *args: Any) -> Future[T]:  # noqa: ANN401
         """:meth:`submit` work; where no thread can be started do it here and now."""
         try:
             return self.submit(function, *args)
         except LLMException:
-            future: Future[T] = Future()
-            self._work(future, function, args)
-            return future
+            work = _Work(partial(function, *args))
+            work.run()
+            return work.future
 
     def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
         """Take no more work, cancel what has not begun if asked to, join the threads unless told not to."""
         with self._lock:
             self._stopped = True
-            if cancel_futures:
-                for future in list(self._waiting):
-                    future.cancel()
-                with suppress(Empty):
-                    while True:
-                        work = self._queue.get_nowait()
-                        if work is not None:
-                            work()  # which tells those that wait for it
+            with suppress(Empty):
+                while cancel_futures:
+                    work = self._queue.get_nowait()
+                    if work is not None:
+                        work.future.cancel()
+                        work.run()  # which tells those that wait for it
             for _ in self._threads:
                 self._queue.put(None)
         if wait:
@@ -91,24 +88,31 @@ class Threads:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            work.run()
             del work  # it may hold what its caller wants to be rid of
             with self._lock:
                 self._free += 1
-
-    def _work(self, future: Future[T], function: Callable[..., T], args: tuple[Any, ...]) -> None:
-        self._waiting.pop(future, None)
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = function(*args)
-        except BaseException as error:  # noqa: BLE001 (carried to whoever asks)
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+
+class _Work(Generic[T]):
+    """A function to call once, unless its future was cancelled before."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:  # noqa: BLE001 (carried to the one that asks)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
