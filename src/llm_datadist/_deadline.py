@@ -33,16 +33,14 @@ class Deadline:
     Attributes:
         budget_ms: Milliseconds the call was given.
         expires_ns: ``time.monotonic_ns()`` at which it is over; what native loops compare with.
-        cancelled: One byte that is not zero once the call was cancelled, which native loops read. None: the call cannot
-            be cancelled.
+        cancelled: One byte that is not zero after :meth:`cancel`, which native loops read. None: not cancellable.
     """
 
-    cancelled: bytearray | None = None
+    __slots__ = ("_started_ns", "budget_ms", "cancelled", "expires_ns")
 
-    __slots__ = ("_started_ns", "budget_ms", "expires_ns")
-
-    def __init__(self, budget_ms: int) -> None:
+    def __init__(self, budget_ms: int, *, cancellable: bool = False) -> None:
         self.budget_ms = budget_ms
+        self.cancelled = bytearray(1) if cancellable else None
         self._started_ns = time.monotonic_ns()
         self.expires_ns = self._started_ns + budget_ms * _NS_PER_MS
 
@@ -65,6 +63,12 @@ class Deadline:
 
     def expired(self) -> bool:
         return time.monotonic_ns() >= self.expires_ns
+
+    def cancel(self) -> None:
+        """End the deadline now; waits notice within 50 ms, native work after its current chunk. Any thread."""
+        assert self.cancelled is not None, "it was not made to be cancelled"
+        self.cancelled[0] = 1
+        self.expires_ns = 0
 
     def was_cancelled(self) -> bool:
         """Return True when the caller was cancelled: then the lack of time says nothing about the peer."""
@@ -102,9 +106,10 @@ class Deadline:
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
         """Build the error that says ``what`` ran out of time in which ``phase``."""
         elapsed = self.elapsed_ms()
+        when = f"(phase {phase}, {elapsed:.0f} ms elapsed)"
+        late = f"{what}: no answer within {self.budget_ms} ms {when}; raise sync_kv_timeout or the call's timeout if"
         return DeadlineExceeded(
-            f"{what}: no answer within {self.budget_ms} ms (phase {phase}, {elapsed:.0f} ms elapsed); "
-            "raise sync_kv_timeout or the call's timeout if the work is that large",
+            f"{what}: cancelled by its caller {when}" if self.was_cancelled() else f"{late} the work is that large",
             phase=phase,
             budget_ms=self.budget_ms,
             elapsed_ms=elapsed,
@@ -115,27 +120,6 @@ class Deadline:
         """Raise :class:`DeadlineExceeded` when no time is left."""
         if self.expired():
             raise self.error(what, phase, peer)
-
-
-class CancellableDeadline(Deadline):
-    """A deadline that another thread may bring forward to now, because the caller was cancelled."""
-
-    __slots__ = ("cancelled",)
-
-    def __init__(self, budget_ms: int) -> None:
-        super().__init__(budget_ms)
-        self.cancelled: bytearray = bytearray(1)
-
-    def cancel(self) -> None:
-        """End the deadline now; waits notice within 50 ms, native work after its current chunk. Any thread."""
-        self.cancelled[0] = 1
-        self.expires_ns = 0
-
-    def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
-        error = super().error(what, phase, peer)
-        if self.was_cancelled():
-            error.args = (f"{what}: cancelled by its caller (phase {phase}, {error.elapsed_ms:.0f} ms elapsed)",)
-        return error
 
 
 def wait_all(futures: list[Future[T]], cancel: Callable[[], object]) -> list[T]:

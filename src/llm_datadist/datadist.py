@@ -24,7 +24,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
 )
-from llm_datadist._deadline import CancellableDeadline, wait_all
+from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer.threads import Threads
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Pending = Callable[[CancellableDeadline], Statuses]
+    Pending = Callable[[Deadline], Statuses]
     Report = Callable[[str, LLMClusterInfo, LLMException], None]
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
@@ -208,7 +208,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._linking(clusters, timeout)(CancellableDeadline(timeout))
+        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`: the same arguments and results.
@@ -235,13 +235,13 @@ class LLMDataDist:
             )
         mutual = engine.options.transfer_backend is not None
 
-        def link_each(deadline: CancellableDeadline) -> Statuses:
+        def link_each(deadline: Deadline) -> Statuses:
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
             return _each(clusters, link, "link", report, deadline)
 
-        def link_all(deadline: CancellableDeadline) -> Statuses:
+        def link_all(deadline: Deadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline))
@@ -271,7 +271,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._unlinking(clusters, timeout, force)(CancellableDeadline(timeout))
+        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`: the same arguments and results.
@@ -295,7 +295,7 @@ class LLMDataDist:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
         forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
 
-        def unlink_each(deadline: CancellableDeadline) -> Statuses:
+        def unlink_each(deadline: Deadline) -> Statuses:
             from llm_datadist._transfer import v1
 
             def unlink(cluster: LLMClusterInfo) -> None:
@@ -605,7 +605,7 @@ def _each(
     work: Callable[[LLMClusterInfo], None],
     verb: str,
     report: Report,
-    deadline: CancellableDeadline,
+    deadline: Deadline,
 ) -> Statuses:
     """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
 

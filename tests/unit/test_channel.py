@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, UnlinkAck, decode, frame
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
@@ -380,7 +380,7 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
         ends.channel.wait(waiter, Deadline(20))
         assert waiter.waiting
         assert ends.at_rest()
-        later = CancellableDeadline(PATIENCE_MS)
+        later = Deadline(PATIENCE_MS, cancellable=True)
         thread = ends.begin_to_wait(ends.expect(2), later)
         later.cancel()
         join(thread)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, plan_row
@@ -188,7 +188,7 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        cancelled = CancellableDeadline(600_000)
+        cancelled = Deadline(600_000, cancellable=True)
         threading.Timer(0.2, cancelled.cancel).start()
         place = r"data lanes to 127\.0\.0\.1"
         for deadline, text in ((Deadline(50), place), (Deadline(0), place), (cancelled, "cancelled by its caller")):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pytest
 
-from llm_datadist._deadline import CancellableDeadline, Deadline
+from llm_datadist._deadline import Deadline
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, execute, execute_process, plan_row
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
@@ -66,8 +66,10 @@ def test_a_cancelled_copy_ends_after_the_chunk_it_is_at(ordered: bool) -> None:
     dst, src = shared_bytes(1), shared_bytes(2)
     starts = np.arange(0, SIZE, MIB, dtype=np.uint64)  # in steps, because a single run may go backwards
     runs = np.stack([starts, starts, np.full_like(starts, MIB)], axis=1)
-    deadline = CancellableDeadline(BOUND_S * 1000)
-    done = stopped_at(twin.make_plan(runs, ordered=ordered), dst, src, None, deadline.cancelled, deadline.cancel)
+    deadline = Deadline(BOUND_S * 1000, cancellable=True)
+    flag = deadline.cancelled
+    assert flag is not None
+    done = stopped_at(twin.make_plan(runs, ordered=ordered), dst, src, None, flag, deadline.cancel)
     assert done == 4 * MIB
     assert (dst[:done] == 2).all()
     assert (dst[done:] == 1).all()
@@ -110,7 +112,7 @@ def test_a_copy_by_the_kernel_is_cancelled_between_chunks(ordered: bool) -> None
     """160 GiB: it ends in time only because it is told to."""
     dst, src = twin.noise(3, 2, 8 * MIB)
     plan = twin.make_plan(np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0), ordered=ordered)
-    deadline = CancellableDeadline(BOUND_S * 1000)
+    deadline = Deadline(BOUND_S * 1000, cancellable=True)
     to, own = twin.tensors_of([dst]), ProcessMemory(os.getpid(), twin.tensors_of([src]), write=False)
     done: list[int] = []
     thread = threading.Thread(

@@ -42,19 +42,14 @@ class Ending(IntEnum):
 
 
 class Outcome(NamedTuple):
-    """The end of a job, after which the engine does not touch its local memory any more.
-
-    Attributes:
-        code: The target's own code, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if
-            giving the job up cost its lane; else 0.
-        nbytes: Bytes that moved at this end.
-        text: Why, in one line.
-    """
+    """The end of a job, after which the engine does not touch its local memory any more."""
 
     ending: Ending
+    #: The target's own, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if giving the job
+    #: up cost its lane; else 0.
     code: int
-    nbytes: int
-    text: str
+    nbytes: int  # that moved at this end
+    text: str  # why, in one line
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,12 @@ class Tensors:
     """The tensors of one end, as mapped in this process.
 
     Never changed. Not frozen either: that would double the time to make one, and each pull by key makes one.
-
-    Attributes:
-        bases: Shape ``(T,)``: address of each tensor. Native code has its own copy.
-        extent: Bytes of each tensor; every run must end inside it.
-        mapped: True if only this library can unmap or protect the memory. Then native code writes it for a peer
-            directly; else by a system call, which fails where a direct write would crash.
-        native: Bases and extent, as native code takes them.
     """
 
-    bases: NDArray[np.uint64]
-    extent: int
+    bases: NDArray[np.uint64]  # shape (T,): address of each tensor; native code has its own copy
+    extent: int  # bytes of each tensor; every run must end inside it
+    #: True if only this library can unmap or protect the memory. Then native code writes it for a peer directly; else by
+    #: a system call, which fails where a direct write would crash.
     mapped: bool = field(default=False, kw_only=True)
     native: TensorList = field(init=False, repr=False, compare=False)
 

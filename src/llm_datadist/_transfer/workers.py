@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from llm_datadist._deadline import CancellableDeadline
+from llm_datadist._deadline import Deadline
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import LLMException, LLMStatusCode, StateError
@@ -35,7 +35,7 @@ class Workers:
         self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")
         self._pid = os.getpid()
 
-    async def run(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> T:
+    async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
         """Run ``call`` in a worker thread, with a deadline that begins when the thread does.
 
         If the awaiting task is cancelled, ``CancelledError`` comes after the call has ended, so that nothing of it
@@ -78,15 +78,15 @@ class Workers:
 class _Call(Generic[T]):
     """One call in a worker thread; any other thread may cancel it at any time."""
 
-    def __init__(self, call: Callable[[CancellableDeadline], T], budget_ms: int) -> None:
+    def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
         self._budget_ms = budget_ms
         self._cancelled = False
         self._future: Future[T] | None = None
-        self._deadline: CancellableDeadline | None = None
+        self._deadline: Deadline | None = None
 
     def run(self) -> T:
-        self._deadline = deadline = CancellableDeadline(self._budget_ms)
+        self._deadline = deadline = Deadline(self._budget_ms, cancellable=True)
         if self._cancelled:  # before the deadline existed
             deadline.cancel()
         return self._call(deadline)

@@ -14,17 +14,11 @@ TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transports of a link, and why those.
+    """The transports of a link, and why those."""
 
-    Attributes:
-        name: One of :data:`TRANSPORTS`: for what the peer exports.
-        private: One of them for the peer's private memory; None: nothing reaches it.
-        reason: One line: why they can be used, and why each better one cannot.
-    """
-
-    name: str
-    private: str | None
-    reason: str
+    name: str  # one of :data:`TRANSPORTS`: for what the peer exports
+    private: str | None  # one of them for the peer's private memory; None: nothing reaches it
+    reason: str  # one line: why they can be used, and why each better one cannot
 
 
 def agree(mine: str | None, theirs: str | None) -> str | None:

@@ -35,38 +35,26 @@ os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, as data.
+    """What a transport can do, as data."""
 
-    Attributes:
-        name: Name of the transport, as in ``llm.Transport``.
-        shared_regions: True when exported regions (ids from 1) can be reached.
-        private_memory: True when :data:`PRIVATE` memory can be reached.
-        remote_guards: True when the owner of the memory checks its guards, before the first byte and after the last.
-            :meth:`Connection.guards_unchanged` is not available then, and a change is ``TransferFailed``.
-        same_addresses: True when an address of the peer means the same memory here.
-        announces_reads: True when :meth:`Connection.announce` is for reads too, not for writes only.
-    """
-
-    name: str
-    shared_regions: bool
-    private_memory: bool
+    name: str  # as in ``llm.Transport``
+    shared_regions: bool  # exported regions (ids from 1) can be reached
+    private_memory: bool  # :data:`PRIVATE` memory can be reached
+    #: The owner of the memory checks its guards, before the first byte and after the last.
+    #: :meth:`Connection.guards_unchanged` is not available then, and a change is ``TransferFailed``.
     remote_guards: bool = False
-    same_addresses: bool = False
-    announces_reads: bool = False
+    same_addresses: bool = False  # an address of the peer means the same memory here
+    announces_reads: bool = False  # :meth:`Connection.announce` is for reads too, not for writes only
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where memory of a peer lies, and whether this process may write it. Size in bytes.
-
-    Attributes:
-        memory: What keeps it mapped while this window exists; None where the connection does.
-    """
+    """Where memory of a peer lies, and whether this process may write it. Size in bytes."""
 
     base: int
     nbytes: int
     writable: bool
-    memory: object = None
+    memory: object = None  # keeps it mapped while this window exists; None where the connection does
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
         limit = self.nbytes - extent  # compared with an offset, so that no sum of untrusted numbers can wrap
@@ -80,19 +68,12 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class RemoteTensors(Tensors):
-    """Tensors of a peer as returned by :meth:`Connection.map`.
+    """Tensors of a peer as returned by :meth:`Connection.map`."""
 
-    Attributes:
-        connection: The one that mapped them; no other may move them, because it would use their addresses blindly.
-        writable: False when the mapping is read-only and a write would be a segmentation fault.
-        private: True when the addresses are those of the peer's private memory.
-        handle: What the owner needs to find the memory again, opaque here; sent by transports with ``remote_guards``.
-    """
-
-    connection: Connection
-    writable: bool
-    private: bool
-    handle: bytes = b""
+    connection: Connection  # mapped them; no other may move them, because it would use their addresses blindly
+    writable: bool  # False when the mapping is read-only and a write would be a segmentation fault
+    private: bool  # the addresses are those of the peer's private memory
+    handle: bytes = b""  # what the owner needs to find the memory again; sent by transports with ``remote_guards``
 
     @property
     def remote_guards(self) -> bool:

@@ -36,12 +36,9 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     """What either end offers.
 
     Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
-    region in the order of ``regions``.
-
-    Attributes:
-        token: The one-time token of the control channel; the answer repeats it.
-        cookie: What the receiver must find in the mapped guard table's header.
-        cookie_address: Where that header is in the sender's own address space, for cma; not trusted. 0: not told.
+    region in the order of ``regions``. ``token`` is the control channel's, for one use; the answer repeats it.
+    ``cookie`` is what the receiver must find in the mapped guard table's header, ``cookie_address`` where that is in
+    the sender's own address space, for cma; not trusted. 0: not told.
     """
 
     version: int

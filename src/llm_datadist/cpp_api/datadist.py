@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
-from llm_datadist._deadline import CancellableDeadline
+from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
@@ -515,7 +515,7 @@ class _Call(AbstractContextManager["_Call"]):
             log_failure(verb, cluster, error)
             errors[id(cluster)] = error
 
-        overall, self.statuses = begin(report)(CancellableDeadline(timeout))
+        overall, self.statuses = begin(report)(Deadline(timeout, cancellable=True))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
         failed = [
