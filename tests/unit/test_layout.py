@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist._cache import geometry as layout
-from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, RowRange, decode_geometry
+from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, LayerSelection, RowRange, decode_geometry
+from llm_datadist._native import parse_blocks
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
 from tests.support.refusals import raises
 from tests.unit import twin
@@ -371,3 +372,15 @@ def test_require_row_and_require_kind_name_the_argument_and_what_would_do() -> N
     HONEST.require_kind("cache", CacheKind.CACHE)
     with pytest.raises(ParamError, match="cache: a blocks cache is needed here, this is a continuous one"):
         HONEST.require_kind("cache", CacheKind.BLOCKS)
+
+
+def test_a_piece_of_a_layer_is_above_nothing_and_below_a_tensor() -> None:
+    src = geometry()
+    for unit in (-1, 0, src.tensor_bytes, src.tensor_bytes + 1):
+        of_pieces = partial(LayerPlan.of_pieces, src, parse_blocks("b", [0]), unit)
+        mismatch(ParamError, of_pieces, f"size={unit}: ")
+    plan = LayerPlan.of_pieces(src, parse_blocks("b", [3, 0]), src.tensor_bytes // 4)
+    assert (plan.unit, plan.extent, plan.runs.tolist()) == (24, 96, [[72, 0, 24], [0, 24, 24]])
+    mismatch(
+        ParamError, lambda: LayerPlan.of_pieces(src, parse_blocks("b", [0] * 5), 24), "has 5 entries", "4 pieces of 24"
+    )

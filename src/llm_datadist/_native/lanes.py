@@ -45,8 +45,8 @@ class Outcome(NamedTuple):
     """The end of a job, after which the engine does not touch its local memory any more."""
 
     ending: Ending
-    #: The target's own, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if giving the job
-    #: up cost its lane; else 0.
+    #: The target's own, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if giving up
+    #: cost the lane; else 0.
     code: int
     nbytes: int  # that moved at this end
     text: str  # why, in one line

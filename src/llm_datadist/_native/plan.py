@@ -24,8 +24,8 @@ class Tensors:
 
     bases: NDArray[np.uint64]  # shape (T,): address of each tensor; native code has its own copy
     extent: int  # bytes of each tensor; every run must end inside it
-    #: True if only this library can unmap or protect the memory. Then native code writes it for a peer directly; else by
-    #: a system call, which fails where a direct write would crash.
+    #: True if only this library can unmap or protect the memory. Then native code writes it for a peer directly; else
+    #: by a system call, which fails where a direct write would crash.
     mapped: bool = field(default=False, kw_only=True)
     native: TensorList = field(init=False, repr=False, compare=False)
 
