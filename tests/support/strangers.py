@@ -56,7 +56,7 @@ class Stranger:
         while True:
             while (payload := self._parser.take()) is None:
                 data = self.sock.recv(65536)
-                assert data, f"hung up on while waiting for {kind.__name__}"
+                assert data, f"hung up on while waiting for {kind}"
                 self._parser.feed(data)
             message = wire.decode(payload)
             if isinstance(message, kind):
