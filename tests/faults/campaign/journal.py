@@ -142,6 +142,8 @@ class Journal:
             self.counts[f"violation: {what}"] += 1
         line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
         with self._lock:
+            if self._violations.closed:  # what is found after the end of an epoch
+                self._violations = self._path.with_suffix(".jsonl").open("a", buffering=1)
             self._violations.write(line + "\n")
 
     def flush(self) -> None:
