@@ -182,7 +182,7 @@ class Journal:
             self.violation("internal errors", f"{kind}: {text}")
         elif "\n" in str(error):
             self.violation("internal errors", f"{kind}: more than one line: {error}")
-        elif isinstance(error, ProtocolError) and not self._harmed:
+        elif isinstance(error, ProtocolError) and not self._harmed and " on stranger)" not in text:  # but a liar may
             self.violation("internal errors", f"{kind}: a peer of ours breaks the protocol: {text}")
 
     def _forgotten(self, where: str, error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -383,8 +384,12 @@ def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: C
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return what differs, as (before, now)."""
-    return {name: (was, now[name]) for name, was in before.items() if now[name] != was}
+    """Return what there is more of, as (before, now). At the first look a stranger may have been connected."""
+    return {
+        name: (was, now[name])
+        for name, was in before.items()
+        if (now[name] - was if isinstance(was, Counter) else now[name] != was)
+    }
 
 
 def _descriptors() -> str:
