@@ -20,7 +20,8 @@ MEMORY = 24 << 20  # private memory of the other process
 
 
 class Holder(ChildEnd):
-    """Another process: private memory at ``address``; from ``edge`` on nothing is mapped, with a page before it."""
+    """Another process: private memory at ``address``; from ``edge`` on a page without access,
+    with one before it."""
 
     def __init__(self) -> None:
         super().__init__("holder", fresh=True)
@@ -45,7 +46,8 @@ class Holder(ChildEnd):
 def _make(world: World) -> tuple[int, int]:
     memory, pages = np.zeros(MEMORY, np.uint8), mmap(-1, 2 * PAGESIZE)
     edge = np.frombuffer(pages, np.uint8).ctypes.data + PAGESIZE
-    assert ctypes.CDLL(None).munmap(ctypes.c_void_p(edge), ctypes.c_size_t(PAGESIZE)) == 0
+    # Not unmapped: something else could be mapped there.
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(PAGESIZE), 0) == 0
     world.memory |= {"private": memory, "pages": pages}
     return memory.ctypes.data, edge
 

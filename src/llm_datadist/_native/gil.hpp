@@ -7,7 +7,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <cxxabi.h>
 #include <unistd.h>
 
 namespace datadist {
@@ -15,7 +14,7 @@ namespace datadist {
 inline void take_gil_back(PyThreadState* state) noexcept {
     try {
         PyEval_RestoreThread(state);
-    } catch (abi::__forced_unwind&) {
+    } catch (...) {  // nothing but that: __forced_unwind, by which a thread is ended
         for (;;) ::pause();
     }
 }
