@@ -107,9 +107,13 @@ class Deadline:
         """Build the error that says ``what`` ran out of time in which ``phase``."""
         elapsed = self.elapsed_ms()
         when = f"(phase {phase}, {elapsed:.0f} ms elapsed)"
-        late = f"{what}: no answer within {self.budget_ms} ms {when}; raise sync_kv_timeout or the call's timeout if"
+        if self.was_cancelled():
+            text = f"{what}: cancelled by its caller {when}"
+        else:
+            advice = "raise sync_kv_timeout or the call's timeout if the work is that large"
+            text = f"{what}: no answer within {self.budget_ms} ms {when}; {advice}"
         return DeadlineExceeded(
-            f"{what}: cancelled by its caller {when}" if self.was_cancelled() else f"{late} the work is that large",
+            text,
             phase=phase,
             budget_ms=self.budget_ms,
             elapsed_ms=elapsed,

@@ -6,12 +6,14 @@ import os
 import resource
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["few_descriptors", "few_threads"]
+    from tests.support.world import World
+
+__all__ = ["few_descriptors", "few_threads", "give", "take"]
 
 
 @contextmanager
@@ -36,12 +38,12 @@ def few_descriptors(free: int) -> Iterator[None]:
 
 
 @contextmanager
-def few_threads(free: int) -> Iterator[None]:
-    """Let ``free`` more threads of the library start; those of others are not counted."""
+def few_threads(free: int, named: str = "llm-datadist") -> Iterator[None]:
+    """Let ``free`` more threads start whose names begin so, by default the library's; others are not counted."""
     real, left = threading.Thread.start, [None] * free
 
     def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("llm-datadist"):
+        if thread.name.startswith(named):
             if not left:
                 raise RuntimeError("can't start new thread")
             left.pop()
@@ -52,3 +54,13 @@ def few_threads(free: int) -> Iterator[None]:
         yield
     finally:
         setattr(threading.Thread, "start", real)  # noqa: B010
+
+
+def take(world: World, limit: Any, *free: Any) -> None:
+    """Reach a limit at an end, until :func:`give`."""
+    world.memory["few"] = limit(*free)
+    world.memory["few"].__enter__()
+
+
+def give(world: World) -> None:
+    world.memory.pop("few").__exit__(None, None, None)

@@ -3,9 +3,9 @@
     python -m tests.faults.strangers
 
 The strangers live in this process, and dial again when they are hung up on, at a rate. Meanwhile a linked peer pulls,
-by blocks and by key: the second asks the owner's control thread, which also greets the strangers; remote
-cache access is on, so that nothing is consumed. Every byte that it
-pulls is compared. Printed are the times quiet and beside the strangers, in turns.
+by blocks and by key: the second asks the owner's control thread, which also greets the strangers; remote cache access
+is on, so that nothing is consumed. Every byte that it pulls is compared. Printed are the times quiet and beside the
+strangers, in turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -32,9 +32,10 @@ from tests.faults.harness import say
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import Spec, make, moved, same_bytes, show
+from tests.support.strangers import hello_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tests.support.world import World
 
@@ -52,21 +53,8 @@ _BUSY: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 def greeting(cluster_id: int) -> bytes:
     """Return the preamble and a Hello without fault, of a process that was never met before."""
-    hello = wire.Hello(
-        version=wire.PROTOCOL_VERSION,
-        cluster_id=cluster_id,
-        incarnation=secrets.token_bytes(16),
-        remote_accessible=True,
-        pid=os.getpid(),
-        host="stranger",
-        wanted=None,
-        reconnects=False,
-        token=secrets.token_bytes(16),
-        cookie=bytes(16),
-        transport=None,
-        nonce=secrets.token_bytes(16),
-        credentials=b"",
-    )
+    who = cluster_id, secrets.token_bytes(16), bytes(16)
+    hello = hello_of(*who, remote_accessible=True, nonce=secrets.token_bytes(16))
     return wire.CONTROL_PREAMBLE + wire.frame(hello)
 
 
@@ -222,17 +210,24 @@ def go_first(_: World) -> None:
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
-def measure(transport: str, options: argparse.Namespace) -> bool:
-    """Measure over one transport and print; return True if all is within bounds."""
-    good = True
+@contextmanager
+def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """Start a prompt and a decoder, in interpreters of their own."""
     with ExitStack() as stack:
         prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
         stack.callback(prompt.close)
         stack.callback(decoder.close)
-        if options.realtime:
+        if realtime:
             prompt.do(go_first)
             decoder.do(go_first)
         start_both(prompt, decoder, transport, enable_remote_cache_accessible=True)
+        yield prompt, decoder
+
+
+def measure(transport: str, options: argparse.Namespace) -> bool:
+    """Measure over one transport and print; return True if all is within bounds."""
+    good = True
+    with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
         sources = prompt.do(prepare)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         assert prompt.port is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import resource
 import sys
-import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from llm_datadist.errors import TransferFailed
-from tests.faults.limits import few_descriptors, few_threads
+from tests.faults.limits import few_descriptors, few_threads, give, take
 from tests.support.ends import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
@@ -42,15 +42,6 @@ MOST = 16
 def link_with(world: World, free: int, *args: Any) -> Any:
     with few_descriptors(free):
         return link(world, *args)
-
-
-def take(world: World, limit: Any, free: int) -> None:
-    world.memory["few"] = limit(free)
-    world.memory["few"].__enter__()
-
-
-def give(world: World) -> None:
-    world.memory.pop("few").__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -94,22 +85,6 @@ def little_memory(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-@contextmanager
-def no_threads(free: int) -> Iterator[None]:
-    """Let ``free`` more Python threads start."""
-    real, left = threading.Thread.start, [None] * free
-
-    def start(thread: threading.Thread) -> None:
-        if not left:
-            raise RuntimeError("can't start new thread")
-        left.pop()
-        real(thread)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        yield
-
-
 def init_with(world: World, limit: Any, free: int) -> str:
     """Return what init under a limit came to: a status, or "done" and finalized; nothing may be left."""
     before = baseline(world)
@@ -133,7 +108,7 @@ def init_with(world: World, limit: Any, free: int) -> str:
     ("limit", "steps", "code"),
     [
         (few_descriptors, range(0, 24, 1), "LLM_FAILED"),
-        (no_threads, range(4), "LLM_FAILED"),
+        (partial(few_threads, named=""), range(4), "LLM_FAILED"),
         (little_memory, range(0, 512 << 20, 24 << 20), "LLM_OUT_OF_MEMORY"),
     ],
 )

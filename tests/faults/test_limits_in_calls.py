@@ -12,8 +12,8 @@ from llm_datadist import CacheKey, LLMException, LLMStatusCode, Placement, Trans
 from llm_datadist.errors import OutOfMemory, TransferFailed
 from llm_datadist.testing import StagedDevice
 from tests.faults.gates import watched
-from tests.faults.limits import few_descriptors
-from tests.faults.test_limits import give, little_memory, no_threads, take
+from tests.faults.limits import few_descriptors, few_threads, give, take
+from tests.faults.test_limits import little_memory
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -162,7 +162,7 @@ def names(world: World) -> set[str]:
 
 
 def without_threads(world: World, function: Callable[..., Any], *args: Any) -> Any:
-    with no_threads(0):
+    with few_threads(0, ""):
         return function(world, *args)
 
 
@@ -215,23 +215,14 @@ def test_without_a_thread_that_digests_the_pull_fails_and_the_next_succeeds(shm_
     shm_pair.start(extra={"llm.Checksum": "1"})
     source = shm_pair.prompt.do(make, "source", Spec(blocks=True, blocks_key=BLOCKS), 1)
     shm_pair.decoder.do(make, "target", Spec(blocks=True), 2)
-    shm_pair.prompt.do(take_threads)
+    shm_pair.prompt.do(take, few_threads, 0, "")
     with pytest.raises(TransferFailed, match="no thread can be started") as caught:
         shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("target"), list(ROWS), list(ROWS))
     assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-    shm_pair.prompt.do(give_threads)
+    shm_pair.prompt.do(give)
     shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("target"), list(ROWS), list(ROWS))
     same_bytes(shm_pair.decoder.do(show, "target"), source)
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-def take_threads(world: World) -> None:
-    world.memory["no threads"] = no_threads(0)
-    world.memory["no threads"].__enter__()
-
-
-def give_threads(world: World) -> None:
-    world.memory.pop("no threads").__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("free", range(6))
@@ -242,7 +233,7 @@ def test_swaps_with_few_threads_succeed_or_have_copied_nothing(end: LocalEnd, fr
         here, there = ("host", "device") if out else ("device", "host")
         source = end.do(make, there, Spec(blocks=True, placement=Placement[there.upper()]), 1)
         target = end.do(make, here, Spec(blocks=True, placement=Placement[here.upper()]), 2)
-        with no_threads(free):
+        with few_threads(free, ""):
             error = failure(world.cm.swap_blocks, world.caches[there], world.caches[here], pairs)
         if error is not None:
             assert error.status_code is LLMStatusCode.LLM_FAILED

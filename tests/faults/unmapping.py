@@ -1,4 +1,4 @@
-"""Unmapping a large pool on the control thread: for how long does it answer nobody?
+"""Unmapping a large pool on the control thread: for how long does it not answer?
 
     python -m tests.faults.unmapping --gib 4
 
@@ -12,7 +12,6 @@ import argparse
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +19,8 @@ from llm_datadist import CacheKeyByIdAndIndex
 from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
 from tests.faults.harness import say
-from tests.faults.strangers import go_first
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link, start_both
+from tests.faults.strangers import measured_ends
+from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
 
 if TYPE_CHECKING:
@@ -77,14 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     nbytes = min(int(options.gib * 2**30), available_memory()[0] // 2)
     worst = 0.0
-    with ExitStack() as stack:
-        prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
-        stack.callback(prompt.close)
-        stack.callback(decoder.close)
-        if options.realtime:
-            prompt.do(go_first)
-            decoder.do(go_first)
-        start_both(prompt, decoder, "shm", enable_remote_cache_accessible=True)
+    with measured_ends("shm", realtime=options.realtime) as (prompt, decoder):
         cache_id = prompt.do(row)
         decoder.do(row)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS

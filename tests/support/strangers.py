@@ -27,6 +27,26 @@ M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0
 
 
+def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Hello:
+    """Return a Hello without fault, but for the changes."""
+    good = wire.Hello(
+        version=wire.PROTOCOL_VERSION,
+        cluster_id=cluster_id,
+        incarnation=incarnation,
+        remote_accessible=False,
+        pid=os.getpid(),
+        host="stranger",
+        wanted=None,
+        reconnects=False,
+        token=secrets.token_bytes(16),
+        cookie=cookie,
+        transport=None,
+        nonce=bytes(16),
+        credentials=b"",
+    )
+    return msgspec.structs.replace(good, **changes)
+
+
 class Stranger:
     """A peer at a listener's port. A context manager: closes its socket and its memory.
 
@@ -76,25 +96,10 @@ class Stranger:
             pass
 
     def hello(self, **changes: object) -> wire.Hello:
-        """Return a Hello without fault, but for the changes."""
+        """:func:`hello_of` this one."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
-        good = wire.Hello(
-            version=wire.PROTOCOL_VERSION,
-            cluster_id=self.cluster_id,
-            incarnation=self.incarnation,
-            remote_accessible=False,
-            pid=os.getpid(),
-            host="stranger",
-            wanted=None,
-            reconnects=False,
-            token=secrets.token_bytes(16),
-            cookie=self._guards.cookie,
-            transport=None,
-            nonce=bytes(16),
-            credentials=b"",
-        )
-        return msgspec.structs.replace(good, **changes)
+        return hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)
 
     def link(self, sequence: int = 1) -> None:
         """Become linked over shm, properly."""
