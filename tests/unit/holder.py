@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from . import twin
 
 MEMORY = 24 << 20  # private memory of the other process
+COOKIE = b"cookie of holder"
 
 
 class Holder(ChildEnd):
     """Another process: private memory at ``address``; from ``edge`` on a page without access,
-    with one before it."""
+    with one before it, which begins with ``COOKIE``."""
 
     def __init__(self) -> None:
         super().__init__("holder", fresh=True)
@@ -40,11 +41,16 @@ class Holder(ChildEnd):
     def tensors(self, count: int, extent: int) -> Tensors:
         return Tensors(np.array([self.address + i * extent for i in range(count)], np.uint64), extent)
 
+    @property
+    def cookie_address(self) -> int:
+        return self.edge - PAGESIZE
+
     close = ChildEnd.kill
 
 
 def _make(world: World) -> tuple[int, int]:
     memory, pages = np.zeros(MEMORY, np.uint8), mmap(-1, 2 * PAGESIZE)
+    pages[: len(COOKIE)] = COOKIE
     edge = np.frombuffer(pages, np.uint8).ctypes.data + PAGESIZE
     # Not unmapped: something else could be mapped there.
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(PAGESIZE), 0) == 0

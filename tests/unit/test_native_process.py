@@ -33,7 +33,7 @@ from llm_datadist._native import (
 from llm_datadist.errors import ParamError
 
 from . import twin
-from .holder import Holder
+from .holder import COOKIE, Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ def check(holder: Holder, plan: Plan, tensors: int, extent: int, pool: CopyPool 
         ends = (want_theirs, want_ours) if write else (want_ours, want_theirs)
         twin.execute(plan, *(split(end, extent) for end in ends))
         local, remote = twin.tensors_of(split(ours, extent)), holder.tensors(tensors, extent)
-        memory = ProcessMemory(holder.pid, remote, write)
+        memory = ProcessMemory(holder.pid, remote, write, holder.cookie_address, COOKIE)
         assert execute_process(plan, local, memory, pool, NO_DEADLINE) == plan.nbytes
         assert np.array_equal(ours, want_ours)
         assert np.array_equal(holder.show(theirs.size), want_theirs)
@@ -193,6 +193,26 @@ def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
 def test_a_pid_that_is_none(holder: Holder, pid: int) -> None:
     with pytest.raises(ProcessLookupError):
         read(holder, twin.make_plan(plan_row(0, 0, 64)), np.zeros(64, np.uint8), holder.address, pid=pid)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_another_address_space_is_known_by_its_cookie_and_not_touched(holder: Holder, write: bool) -> None:
+    """As after exec, of which the pid does not tell."""
+    holder.fill(np.arange(64, dtype=np.uint8))
+    plan, ours = twin.make_plan(plan_row(0, 0, 64)), np.full(64, 7, np.uint8)
+    local, remote = Tensors(np.array([ours.ctypes.data], np.uint64), 64), holder.tensors(1, 64)
+    for address, cookie, raised in (
+        (holder.cookie_address, b"another's cookie", ProcessLookupError),
+        (holder.cookie_address + 1, COOKIE, ProcessLookupError),
+        (holder.edge - 8, COOKIE, ProcessLookupError),  # half of it is mapped
+        (8, COOKIE, OSError),
+        (holder.cookie_address, COOKIE + b"s", ParamError),
+    ):
+        memory = ProcessMemory(holder.pid, remote, write, address, cookie)
+        with pytest.raises(raised):
+            execute_process(plan, local, memory, None, NO_DEADLINE)
+        assert holder.show(64).tolist() == list(range(64))
+    assert not write or ours.tolist() == [7] * 64
 
 
 STRANGER = """

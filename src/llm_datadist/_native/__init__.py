@@ -118,11 +118,16 @@ def execute(
 
 
 class ProcessMemory(NamedTuple):
-    """Tensors of process ``pid`` of this host, by its addresses there; ``write`` is True to write them, else read."""
+    """Tensors of process ``pid`` of this host, by its addresses there; ``write`` is True to write them, else read.
+
+    ``cookie``: at most 16 bytes that its address space shows at ``cookie_address``, and no other; empty: not compared.
+    """
 
     pid: int
     tensors: Tensors
     write: bool
+    cookie_address: int = 0
+    cookie: bytes = b""
 
 
 def execute_process(
@@ -140,10 +145,11 @@ def execute_process(
 
     Raises:
         OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
-            any more; ``PermissionError``: it may not be touched; ``errno.EFAULT``: an end is not mapped that way.
+            any more, or it shows another cookie, as after exec; ``PermissionError``: it may not be touched;
+            ``errno.EFAULT``: an end is not mapped that way.
         ParamError: As :func:`execute`; nothing is written.
     """
-    pid, tensors, write = remote
+    pid, tensors, write, cookie_address, cookie = remote
     dst, src = (tensors, local) if write else (local, tensors)
     stop_ns = min(deadline_ns, NO_DEADLINE)
-    return _native.execute(plan, dst.native, src.native, pool, stop_ns, cancelled, pid, write)
+    return _native.execute(plan, dst.native, src.native, pool, stop_ns, cancelled, pid, write, cookie_address, cookie)

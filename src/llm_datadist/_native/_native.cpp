@@ -34,14 +34,19 @@ constexpr std::int64_t release_gil_above_bytes = 256 << 10;
 // Without a pid both ends have addresses in this process.
 std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled, std::optional<int> pid,
-                         bool write) {
+                         bool write, std::uint64_t cookie_address, nb::bytes cookie) {
+    if (cookie.size() > Cookie::max_bytes)
+        refuse("cookie has ", cookie.size(), " bytes: must have at most ", Cookie::max_bytes);
     const Copy copy = plan.copy(dst, src);
     Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<Interruptible> interruptible;
     if (plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
     const std::uint64_t per_pair = check(copy, plan.pairing().count, plan.nbytes());
-    const std::uint64_t done =
-        pid ? execute_process(copy, per_pair, {*pid, write}, pool, stop) : execute(copy, per_pair, pool, stop);
+    const auto execute_far = [&] {
+        const FarEnd end{*pid, write, {cookie_address, {cookie.c_str(), cookie.size()}}};
+        return execute_process(copy, per_pair, end, pool, stop);
+    };
+    const std::uint64_t done = pid ? execute_far() : execute(copy, per_pair, pool, stop);
     if (interruptible) interruptible->end();
     return done;
 }
@@ -91,7 +96,8 @@ NB_MODULE(_native, m) {
     bind_counts(m);
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
-          "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false);
+          "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false,
+          "cookie_address"_a = 0, "cookie"_a = nb::bytes("", 0));
     nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)

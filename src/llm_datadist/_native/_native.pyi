@@ -246,6 +246,8 @@ def execute(
     cancelled: bytearray | None = None,
     pid: int | None = None,
     write: bool = False,
+    cookie_address: int = 0,
+    cookie: bytes = b"",
 ) -> int: ...
 def load_generation(address: int) -> int:
     """Return the uint64 at ``address``, after every load made before: bytes copied until now are judged by it.

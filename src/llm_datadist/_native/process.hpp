@@ -9,9 +9,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <ios>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include "chunks.hpp"
@@ -41,7 +43,13 @@ public:
 
     std::size_t size() const noexcept { return end_ - begin_; }
 
-    void clear() noexcept { begin_ = end_ = 0; }
+    // The same ranges behind another one: size() + 1.
+    const iovec* data_behind(const iovec& first) noexcept {
+        ranges_[begin_ - 1] = first;
+        return &ranges_[begin_ - 1];
+    }
+
+    void clear() noexcept { begin_ = end_ = 1; }
 
     // Not when full. Lengthens the last range where the bytes follow it: the kernel looks up pages range by range, and
     // that is most of its work for small ones.
@@ -63,21 +71,52 @@ private:
     static char* end_of(const iovec& range) noexcept { return static_cast<char*>(range.iov_base) + range.iov_len; }
 
     std::array<iovec, max_ranges> ranges_;  // not initialised: those from begin_ to end_ are in use
-    std::size_t begin_ = 0;
-    std::size_t end_ = 0;
+    std::size_t begin_ = 1;                 // the first is for data_behind()
+    std::size_t end_ = 1;
+};
+
+// What only one address space has, and where. Empty: nothing is known of it.
+struct Cookie {
+    static constexpr std::size_t max_bytes = 16;
+
+    std::uint64_t address = 0;
+    std::string_view bytes;
 };
 
 // The process at the far end, and which end it is: the destination when writing.
 struct FarEnd {
     pid_t pid;
     bool writing;
+    Cookie cookie{};
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
-    // The ranges of the two ends need not be cut alike.
-    ssize_t move(const Ranges& near, const Ranges& far) const {
-        return writing ? process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0)
-                       : process_vm_readv(pid, near.data(), near.size(), far.data(), far.size(), 0);
+    // Returns the bytes moved, or -1 with errno. The ranges of the two ends need not be cut alike.
+    ssize_t move(Ranges& near, Ranges& far) const {
+        return writing ? process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0) : read(near, far);
+    }
+
+    // Reads the cookie with the bytes: the kernel looks up the address space once a call. After exec a pid, and its
+    // pidfd, have another one. ESRCH: this is not the address space of the cookie.
+    ssize_t read(Ranges& near, Ranges& far) const {
+        std::array<char, Cookie::max_bytes> found;
+        const std::size_t bytes = cookie.bytes.size();
+        const iovec here{found.data(), bytes}, there{reinterpret_cast<void*>(cookie.address), bytes};
+        const ssize_t moved =
+            process_vm_readv(pid, near.data_behind(here), near.size() + 1, far.data_behind(there), far.size() + 1, 0);
+        if (moved < 0) return moved;
+        if (static_cast<std::size_t>(moved) >= bytes && std::memcmp(found.data(), cookie.bytes.data(), bytes) == 0)
+            return moved - static_cast<ssize_t>(bytes);
+        errno = ESRCH;
+        return -1;
+    }
+
+    // Throws ProcessError unless the address space shows the cookie.
+    void check() const {
+        Ranges near, far;
+        if (!cookie.bytes.empty() && read(near, far) < 0)
+            throw ProcessError(errno, text("pid ", pid, " does not show its cookie: ",
+                                           std::system_category().message(errno)));
     }
 };
 
@@ -151,16 +190,19 @@ struct ProcessCarriers {
 };
 
 // Moves a checked plan whose far end has addresses in another process; the memory of the two ends must not overlap.
-// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError.
+// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError. The kernel
+// cannot compare while it writes: the cookie is read before the first byte is written, and after the last.
 inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
                                      const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
+    if (end.writing) end.check();
     const std::uint64_t done =
         copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
     failure.raise_if_told(end);
+    if (end.writing) end.check();
     return done;
 }
 

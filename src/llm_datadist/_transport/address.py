@@ -61,6 +61,7 @@ class DialledSocket:
             data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def read(self, most: int) -> bytes:
+        self._deadline.ready(self.socket, select.POLLIN)  # first: what is read here is the answer to what was just sent
         return self._call("handshake", select.POLLIN, lambda: self.socket.recv(most))
 
     def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -36,39 +35,30 @@ class CmaConnection(SameHostConnection):
         return self._private
 
     def _move(self, transfer: Transfer) -> None:
-        plan, deadline, what = transfer.plan, transfer.deadline, transfer.what
+        plan, deadline, peer = transfer.plan, transfer.deadline, self._peer
         # Before, because a process that got the pid again must not be written. After, because reading from that
-        # process is no error to the kernel.
-        self._check_alive(what)
+        # process is no error to the kernel. Exec, of which the pidfd does not tell, is noticed by the cookie.
+        self._check_alive(transfer.what)
+        memory = ProcessMemory(peer.pid, transfer.remote, transfer.write, peer.cookie_address, peer.cookie)
         try:
-            memory = ProcessMemory(self._peer.pid, transfer.remote, transfer.write)
             done = execute_process(plan, transfer.local, memory, transfer.pool, deadline.expires_ns, deadline.cancelled)
         except OSError as error:
-            self._check_alive(what)
-            raise _failure(what, error) from error
-        self._check_alive(what)
+            raise self._failure(transfer.what, error) from error
+        self._check_alive(transfer.what)
         if done < plan.nbytes:
             raise transfer.timeout(done)
 
     def _check_alive(self, what: str) -> None:
-        peer = self._peer
-        if not peer.alive():
-            raise PeerLost(f"{what}: the peer process {peer.pid} has ended", phase="copy")
-        # Another address space, as after exec: the pidfd does not tell.
-        with suppress(OSError):
-            if peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie:
-                return
-        raise PeerLost(f"{what}: the peer process {peer.pid} runs another program now", phase="copy")
+        if not self._peer.alive():
+            raise PeerLost(f"{what}: the peer process {self._peer.pid} has ended", phase="copy")
 
-
-def _failure(what: str, error: OSError) -> LLMException:
-    """Return what to raise for a refusal of the kernel while the peer lives."""
-    text = f"{what}: {error.strerror}"
-    if error.errno == errno.ESRCH:  # ending: its memory goes before its pidfd tells
-        return PeerLost(text, phase="copy")
-    if error.errno == errno.EPERM:
-        return LinkRefused(text, phase="copy")
-    return TransferFailed(f"{text}; the bytes addressed are undefined", phase="copy")
+    def _failure(self, what: str, error: OSError) -> LLMException:
+        """Return what to raise for a refusal of the kernel."""
+        reason = probe(self._peer, self._peer.cookie_address, self._peer.cookie)
+        if reason is None:
+            return TransferFailed(f"{what}: {error.strerror}; the bytes addressed are undefined", phase="copy")
+        lost = LinkRefused if error.errno == errno.EPERM else PeerLost
+        return lost(f"{what}: {reason}", phase="copy")
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:

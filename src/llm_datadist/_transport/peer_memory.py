@@ -8,6 +8,7 @@ import socket
 import struct
 import warnings
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -63,6 +64,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+@cache
 def _overflow_uid() -> int:
     try:
         return int(_OVERFLOW_UID.read_text())
