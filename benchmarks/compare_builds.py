@@ -4,8 +4,8 @@
     python -m benchmarks.compare_builds --self
 
 A build is a checkout, or a Python interpreter that has llm_datadist installed. For each case, in each of --pairs pairs,
-both builds get new worker processes at once; after one pass that warms them up they are measured in turn, and the build
-that begins changes from pair to pair. Every pass moves bytes of its own and every byte is verified. A pair gives one
+both builds get new worker processes at once; after one pass that warms them up they are measured in turn, each while the
+other is stopped, and the build that begins changes from pair to pair. Every pass moves bytes of its own and every byte is verified. A pair gives one
 ratio of speeds, after / before: above 1 the build "after" is faster. The first pair of each case is dropped.
 
 Printed are the median ratio of each case and its 95 % interval, from order statistics: no distribution is assumed. The
@@ -129,7 +129,8 @@ def pair_ratio(case: Case, builds: tuple[Build, Build], number: int) -> float:
         # Both are launched before the first is set up: importing takes longer than anything else.
         running = [stack.enter_context(RunningSide(case.side, _TIMEOUT_S, build)) for build in builds]
         for index in order:
-            running[index].start(case.workload)
+            with running[index].turn():
+                running[index].start(case.workload)
         for turn in range(_TURNS + 1):
             for index in order:
                 took = _measure(running[index], case, seed=number * (_TURNS + 1) + turn + 1)
@@ -141,10 +142,11 @@ def pair_ratio(case: Case, builds: tuple[Build, Build], number: int) -> float:
 
 def _measure(running: RunningSide, case: Case, seed: int) -> float:
     """Run one pass and verify its bytes; return its median seconds."""
-    running.prepare(seed)
     what, count = ("sample", case.samples) if case.samples else ("timed", _REPEATS)
-    seconds, _ = running.run(what, count)
-    running.verify(seed)
+    with running.turn():
+        running.prepare(seed)
+        seconds, _ = running.run(what, count)
+        running.verify(seed)
     return statistics.median(seconds)
 
 

@@ -20,6 +20,7 @@ from llm_datadist.bench.cases import Case
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.workload import Op, Workload
+from tests.support.moves import wait_until
 
 #: For what must not take long on a machine under load, and for what has to hang.
 LONG_S, SHORT_S = 120.0, 4.0
@@ -117,6 +118,45 @@ def test_processes_are_gone_at_the_end() -> None:
     with pytest.raises(SideFailed, match="no such adapter"), RunningSide(side("CannotStart"), LONG_S) as running:
         running.start(WORK)
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state; empty once there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+DRIVER = """
+from llm_datadist.bench.processes import RunningSide
+from llm_datadist.bench.workload import Op, Workload
+running = RunningSide("cma", 120)
+with running.turn():
+    running.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
+print(*running.pids, flush=True)
+input()
+"""
+
+
+def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_they_are_stopped() -> None:
+    with RunningSide("cma", LONG_S) as running:
+        for number in range(3):
+            with running.turn():
+                if number == 0:
+                    running.start(WORK)
+                running.prepare(number)
+                running.run("timed", 1)
+                running.verify(number)
+            wait_until(lambda: {state(pid) for pid in running.pids} == {"T"})
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with driver:
+        assert driver.stdout is not None
+        pids = [int(each) for each in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        wait_until(lambda: {state(pid) for pid in pids} == {"T"})
+        driver.kill()
+    wait_until(lambda: {state(pid) for pid in pids} <= {"", "Z"})
 
 
 def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(

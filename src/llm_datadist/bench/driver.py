@@ -192,18 +192,21 @@ class _CaseRun:
         self._measured[side] = Measured()
 
     def _start(self, side: str) -> None:
-        self._running[side].start(self._case.workload)
-        if side == self._case.side and self._case.busy:
-            self._running[side].busy(self._case.busy, on=True)
+        running = self._running[side]
+        with running.turn():
+            running.start(self._case.workload)
+            if side == self._case.side and self._case.busy:
+                running.busy(self._case.busy, on=True)
 
     def _pass(self, side: str, number: int) -> None:
         running = self._running[side]
         # Every pass of every side has bytes of its own.
         seed = number + 1
-        running.prepare(seed)
-        if self._case.samples:
-            seconds, cpu_seconds = running.run("sample", self._case.samples)
-        else:
-            seconds, cpu_seconds = running.run("timed", self._case.repeats if number else 1)
-        running.verify(seed)
+        with running.turn():
+            running.prepare(seed)
+            if self._case.samples:
+                seconds, cpu_seconds = running.run("sample", self._case.samples)
+            else:
+                seconds, cpu_seconds = running.run("timed", self._case.repeats if number else 1)
+            running.verify(seed)
         self._measured[side].add(number, seconds, cpu_seconds)

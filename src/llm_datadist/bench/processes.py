@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -89,6 +90,10 @@ class Process:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
             self._stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        self._process.send_signal(number)
 
     def answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401  a JSON value
         """Return the value of the next answer.
@@ -170,6 +175,7 @@ class RunningSide:
         if kind is not None or self._failed:
             self.kill()
         else:
+            self._signal(signal.SIGCONT)
             # The initiator first, as a user would: it unlinks while its peer is still there.
             for process in reversed(self._processes):
                 process.end()
@@ -178,6 +184,22 @@ class RunningSide:
     def pids(self) -> list[int]:
         """The process ids of its processes."""
         return [process.pid for process in self._processes]
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the processes run during a ``with`` block, and stop them behind it.
+
+        So nothing that waits for its turn costs another side anything: threads that poll, say.
+        """
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.signal(number)
 
     def kill(self) -> None:
         """Kill all processes. Idempotent."""

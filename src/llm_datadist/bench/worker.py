@@ -2,14 +2,17 @@
 
 Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
 standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver has ended, and the process
-exits at once. What other code prints on standard output goes to standard error.
+exits at once; the kernel kills it, if the driver has stopped it. What other code prints on standard output goes to
+standard error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Busy", "Worker", "main"]
 
 _ORPHANED: Final = 3
+_PR_SET_PDEATHSIG: Final = 1
 _OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
 
 Order = dict[str, Any]
@@ -122,6 +126,7 @@ def _take_stdout() -> io.FileIO:
 def main(arguments: list[str]) -> int:
     """Serve the driver until it says stop."""
     name, role = arguments
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = _take_stdout()
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     stopping = threading.Event()
