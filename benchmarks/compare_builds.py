@@ -4,10 +4,10 @@
     python -m benchmarks.compare_builds --self
 
 A build is a checkout, or a Python interpreter that has llm_datadist installed. For each case, in each of --pairs pairs,
-both builds get new worker processes at once; after one pass that warms them up they are measured in turn, each while the
-other is stopped, and the build that begins changes from pair to pair. Every pass moves bytes of its own and every byte
-is verified. A pair gives one ratio of speeds, after / before: above 1 the build "after" is faster. The first pair of
-each case is dropped.
+both builds get new worker processes at once; after one pass that warms them up they are measured in turn, each while
+the other is stopped, and the build that begins changes from pair to pair. Every pass moves bytes of its own and every
+byte is verified. A pair gives one ratio of speeds, after / before: above 1 the build "after" is faster. The first pair
+of each case is dropped.
 
 Printed are the median ratio of each case and its 95 % interval, from order statistics: no distribution is assumed. The
 exit status is 1 where an interval lies wholly below 0.95, or where a build fails, and else 0.

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Consumed, Release, Resolve
 from llm_datadist._native import steps
+from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,7 +160,8 @@ def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = N
 
     Raises:
         KeyError: There is no such step.
-        ValueError: Not initialised, or the step needs ``peer``.
+        StateError: Not initialised.
+        ValueError: The step needs ``peer``.
         NotLinked: There is no link to ``peer``.
     """
     chosen, gate = STEPS[step], Gate(folder)
@@ -220,7 +222,7 @@ def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
     """Return the object that the library passes along with a step of this end."""
     engine = datadist._engine
     if engine is None:
-        raise ValueError("gates need an LLMDataDist that is initialised")
+        raise StateError("gates need an LLMDataDist that is initialised")
     if step.end == "target":
         return engine.links
     if step.name == "call":

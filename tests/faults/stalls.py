@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.errors import LLMException
+from llm_datadist.errors import LLMException, StateError
 from tests.faults.gates import watched
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Itera
 
     Raises:
         KeyError: There is no such stall.
-        ValueError: The end is not initialised.
+        StateError: The end is not initialised.
         NotLinked: There is no link to ``peer``.
         TimeoutError: What is to be stalled is held by another thread for half a minute.
     """
     begin = STALLS[what]
     engine = datadist._engine
     if engine is None:
-        raise ValueError("a stall needs an LLMDataDist that is initialised")
+        raise StateError("a stall needs an LLMDataDist that is initialised")
     with ExitStack() as undo:
         begin(engine, [engine.links.get(peer)] if peer is not None else engine.links.all(), undo)
         yield

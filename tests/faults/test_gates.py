@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
+from llm_datadist.errors import StateError
 from tests.faults.gates import STEPS, Gate, count_arrivals, shut
 from tests.support.gates import open_there, shut_there, stopped
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
@@ -152,5 +153,5 @@ def test_what_cannot_be_gated_is_refused(local_pair: Pair, tmp_path: Path) -> No
     with pytest.raises(TimeoutError, match="nobody opened the gate"):
         Gate(tmp_path).pass_through(0.01)
     local_pair.decoder.stop()
-    with pytest.raises(ValueError, match="initialised"), shut(decoder, "call", tmp_path):
+    with pytest.raises(StateError, match="initialised"), shut(decoder, "call", tmp_path):
         pass

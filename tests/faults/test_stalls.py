@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist import CacheKey
-from llm_datadist.errors import DeadlineExceeded
+from llm_datadist.errors import DeadlineExceeded, StateError
 from tests.faults.stalls import STALLS, stall
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
@@ -98,5 +98,5 @@ def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
     world_dd = local_pair.decoder.do(lambda world: world.dd)
     local_pair.decoder.stop()
     for what in STALLS:
-        with pytest.raises(ValueError, match="initialised"), stall(world_dd, what):
+        with pytest.raises(StateError, match="initialised"), stall(world_dd, what):
             pass

@@ -5,6 +5,7 @@ The counts are written to a file every second and each violation at once, so tha
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -94,6 +95,7 @@ class Journal:
         self._thread.join()
         self._counting.__exit__(None, None, None)
         logging.getLogger("LLM_DATADIST").removeHandler(self._handler)
+        gc.collect()  # what it finds comes to the hook below, not to standard error
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
         self.flush()
