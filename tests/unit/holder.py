@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class Holder(ChildEnd):
         super().__init__("holder", fresh=True)
         self.process = self._process
         self.address, self.edge = self.do(_make)
+        self.pidfd = os.pidfd_open(self.pid)
 
     def fill(self, data: twin.Bytes) -> None:
         self.do(_fill, data)
@@ -45,7 +47,11 @@ class Holder(ChildEnd):
     def cookie_address(self) -> int:
         return self.edge - PAGESIZE
 
-    close = ChildEnd.kill
+    def close(self) -> None:
+        self.kill()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def _make(world: World) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist._native import CopyPool, Plan, ProcessMemory, execute, execute_process, plan_row
+from llm_datadist._native import CopyPool, Plan, ProcessMemory, execute, plan_row
 from llm_datadist._native.plan import NO_DEADLINE
 from llm_datadist.testing.scene import tensors_over
 
@@ -51,8 +51,8 @@ def copy_for_ever(way: str, src: Bytes, dst: Bytes, pool: CopyPool | None) -> No
     plan = Plan(0, 0, 1, plan_row(0, 0, NBYTES), way == "ordered", NBYTES)
     while True:
         if way == "process":
-            memory = ProcessMemory(os.getpid(), tensors_over(src), False)
-            execute_process(plan, tensors_over(dst), memory, pool, NO_DEADLINE, None)
+            ends = tensors_over(dst).native, tensors_over(src).native
+            ProcessMemory(os.getpid()).read(plan, *ends, pool, NO_DEADLINE)
         else:
             execute(plan, tensors_over(dst), tensors_over(src), pool, NO_DEADLINE, None)
 

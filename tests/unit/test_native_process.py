@@ -24,7 +24,6 @@ from llm_datadist._native import (
     Plan,
     ProcessMemory,
     Tensors,
-    execute_process,
     parse_indices,
     peek_process,
     plan_blocks,
@@ -70,10 +69,23 @@ def check(holder: Holder, plan: Plan, tensors: int, extent: int, pool: CopyPool 
         ends = (want_theirs, want_ours) if write else (want_ours, want_theirs)
         twin.execute(plan, *(split(end, extent) for end in ends))
         local, remote = twin.tensors_of(split(ours, extent)), holder.tensors(tensors, extent)
-        memory = ProcessMemory(holder.pid, remote, write, holder.cookie_address, COOKIE)
-        assert execute_process(plan, local, memory, pool, NO_DEADLINE) == plan.nbytes
+        memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE)
+        assert move(memory, plan, local, remote, pool, write=write) == plan.nbytes
         assert np.array_equal(ours, want_ours)
         assert np.array_equal(holder.show(theirs.size), want_theirs)
+
+
+def move(
+    memory: ProcessMemory,
+    plan: Plan,
+    local: Tensors,
+    remote: Tensors,
+    pool: CopyPool | None = None,
+    *,
+    write: bool,
+    deadline_ns: int = NO_DEADLINE,
+) -> int:
+    return (memory.write if write else memory.read)(plan, local.native, remote.native, pool, deadline_ns)
 
 
 def read(
@@ -90,8 +102,8 @@ def read(
     """Read into one local tensor from the one at an address of the holder; or write it."""
     local = Tensors(np.array([into.ctypes.data], np.uint64), into.size)
     remote = Tensors(np.array([at], np.uint64), into.size)
-    memory = ProcessMemory(holder.pid if pid is None else pid, remote, write)
-    return execute_process(plan, local, memory, pool, deadline_ns)
+    memory = ProcessMemory(holder.pid if pid is None else pid)
+    return move(memory, plan, local, remote, pool, write=write, deadline_ns=deadline_ns)
 
 
 # Bytes
@@ -174,6 +186,23 @@ def test_a_plan_outside_the_ends_moves_nothing(holder: Holder, change: dict[str,
 # Refusals of the kernel
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_a_process_whose_pid_is_another_ones_by_now(holder: Holder, write: bool) -> None:
+    """The pid is that of a living process; only the pidfd knows."""
+    with subprocess.Popen(["true"]) as gone:
+        pidfd = os.pidfd_open(gone.pid)
+    plan, ours = twin.make_plan(plan_row(0, 0, 64)), np.full(64, 7, np.uint8)
+    local, remote = Tensors(np.array([ours.ctypes.data], np.uint64), 64), holder.tensors(1, 64)
+    before = holder.show(64).tolist()
+    memory = ProcessMemory(holder.pid, pidfd, holder.cookie_address, COOKIE)
+    try:
+        with pytest.raises(ProcessLookupError, match=f"pid {holder.pid} has ended"):
+            move(memory, plan, local, remote, write=write)
+    finally:
+        os.close(pidfd)
+    assert holder.show(64).tolist() == before
+
+
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize("write", [False, True])
 def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
@@ -208,9 +237,8 @@ def test_another_address_space_is_known_by_its_cookie_and_not_touched(holder: Ho
         (8, COOKIE, OSError),
         (holder.cookie_address, COOKIE + b"s", ParamError),
     ):
-        memory = ProcessMemory(holder.pid, remote, write, address, cookie)
         with pytest.raises(raised):
-            execute_process(plan, local, memory, None, NO_DEADLINE)
+            move(ProcessMemory(holder.pid, -1, address, cookie), plan, local, remote, write=write)
         assert holder.show(64).tolist() == list(range(64))
     assert not write or ours.tolist() == [7] * 64
 
@@ -255,7 +283,7 @@ def test_local_memory_that_is_not_there(holder: Holder) -> None:
     plan = twin.make_plan(plan_row(0, 0, 64))
     nowhere, there = (Tensors(np.array([at], np.uint64), 64) for at in (8, holder.address))
     with pytest.raises(OSError, match="Bad address"):
-        execute_process(plan, nowhere, ProcessMemory(holder.pid, there, write=False), None, NO_DEADLINE)
+        move(ProcessMemory(holder.pid), plan, nowhere, there, write=False)
 
 
 def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: CopyPool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, execute, execute_process, plan_row
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, execute, plan_row
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 
@@ -96,8 +96,7 @@ def test_what_is_cancelled_before_it_begins_moves_nothing(nbytes: int, ordered: 
 
     def copy(cancelled: bytearray) -> int:
         if far:
-            own = ProcessMemory(os.getpid(), of, write=False)
-            return execute_process(plan, to, own, pool, NO_DEADLINE, cancelled)
+            return ProcessMemory(os.getpid()).read(plan, to.native, of.native, pool, NO_DEADLINE, cancelled)
         return execute(plan, to, of, pool, NO_DEADLINE, cancelled)
 
     assert copy(bytearray(b"\x01")) == 0
@@ -113,10 +112,10 @@ def test_a_copy_by_the_kernel_is_cancelled_between_chunks(ordered: bool) -> None
     dst, src = twin.noise(3, 2, 8 * MIB)
     plan = twin.make_plan(np.repeat(plan_row(0, 0, 8 * MIB), 20_000, axis=0), ordered=ordered)
     deadline = Deadline(BOUND_S * 1000, cancellable=True)
-    to, own = twin.tensors_of([dst]), ProcessMemory(os.getpid(), twin.tensors_of([src]), write=False)
+    ends, own = (twin.tensors_of([dst]).native, twin.tensors_of([src]).native), ProcessMemory(os.getpid())
     done: list[int] = []
     thread = threading.Thread(
-        target=lambda: done.append(execute_process(plan, to, own, None, NO_DEADLINE, deadline.cancelled)),
+        target=lambda: done.append(own.read(plan, *ends, None, NO_DEADLINE, deadline.cancelled)),
         daemon=True,
     )
     marker = int(dst[0])

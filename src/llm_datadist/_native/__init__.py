@@ -5,7 +5,7 @@ Works on numbers, offsets and addresses only. Arguments are checked before any m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from llm_datadist._native._native import (
     GuardSet,
     Meter,
     Plan,
+    ProcessMemory,
     Timer,
     UseGate,
     advance_generation,
@@ -115,41 +116,3 @@ def execute(
             nothing is written.
     """
     return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled)
-
-
-class ProcessMemory(NamedTuple):
-    """Tensors of process ``pid`` of this host, by its addresses there; ``write`` is True to write them, else read.
-
-    ``cookie``: at most 16 bytes that its address space shows at ``cookie_address``, and no other; empty: not compared.
-    """
-
-    pid: int
-    tensors: Tensors
-    write: bool
-    cookie_address: int = 0
-    cookie: bytes = b""
-
-
-def execute_process(
-    plan: Plan,
-    local: Tensors,
-    remote: ProcessMemory,
-    pool: CopyPool | None,
-    deadline_ns: int,
-    cancelled: bytearray | None = None,
-) -> int:
-    """Move the bytes of ``plan`` between this process and ``remote``, by system calls. Otherwise as :func:`execute`.
-
-    The two ends must not overlap in memory that the processes share. The caller checks the process's pidfd after the
-    copy: another process may have got its pid meanwhile.
-
-    Raises:
-        OSError: The kernel refused; the destination is undefined. ``ProcessLookupError``: there is no such process
-            any more, or it shows another cookie, as after exec; ``PermissionError``: it may not be touched;
-            ``errno.EFAULT``: an end is not mapped that way.
-        ParamError: As :func:`execute`; nothing is written.
-    """
-    pid, tensors, write, cookie_address, cookie = remote
-    dst, src = (tensors, local) if write else (local, tensors)
-    stop_ns = min(deadline_ns, NO_DEADLINE)
-    return _native.execute(plan, dst.native, src.native, pool, stop_ns, cancelled, pid, write, cookie_address, cookie)

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,25 +32,57 @@ namespace {
 // Below this letting other Python threads run costs more than it gives them.
 constexpr std::int64_t release_gil_above_bytes = 256 << 10;
 
-// Without a pid both ends have addresses in this process.
-std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
-                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled, std::optional<int> pid,
-                         bool write, std::uint64_t cookie_address, nb::bytes cookie) {
-    if (cookie.size() > Cookie::max_bytes)
-        refuse("cookie has ", cookie.size(), " bytes: must have at most ", Cookie::max_bytes);
-    const Copy copy = plan.copy(dst, src);
+// Checks a plan, moves its bytes by move(copy, per_pair, stop), and returns how many that were.
+template <typename Move>
+std::uint64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t deadline_ns,
+                           const std::optional<Flag>& cancelled, Move&& move) {
     Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<Interruptible> interruptible;
     if (plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
-    const std::uint64_t per_pair = check(copy, plan.pairing().count, plan.nbytes());
-    const auto execute_far = [&] {
-        const FarEnd end{*pid, write, {cookie_address, {cookie.c_str(), cookie.size()}}};
-        return execute_process(copy, per_pair, end, pool, stop);
-    };
-    const std::uint64_t done = pid ? execute_far() : execute(copy, per_pair, pool, stop);
+    const std::uint64_t done = move(check(copy, plan.pairing().count, plan.nbytes()), stop);
     if (interruptible) interruptible->end();
     return done;
 }
+
+std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
+                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
+    const Copy copy = plan.copy(dst, src);
+    return execute_plan(plan, copy, deadline_ns, cancelled,
+                        [&](std::uint64_t per_pair, const Stop& stop) { return execute(copy, per_pair, pool, stop); });
+}
+
+class ProcessMemory {
+public:
+    ProcessMemory(int pid, int pidfd, std::uint64_t cookie_address, const nb::bytes& cookie)
+        : pid_(pid), pidfd_(pidfd), cookie_address_(cookie_address), cookie_(cookie.c_str(), cookie.size()) {
+        if (cookie.size() > ProcessProof::max_cookie_bytes)
+            refuse("cookie has ", cookie.size(), " bytes: must have at most ", ProcessProof::max_cookie_bytes);
+    }
+
+    std::uint64_t read(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
+                       std::int64_t deadline_ns, const std::optional<Flag>& cancelled) const {
+        return move(plan, plan.copy(local, remote), pool, deadline_ns, cancelled, false);
+    }
+
+    std::uint64_t write(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
+                        std::int64_t deadline_ns, const std::optional<Flag>& cancelled) const {
+        return move(plan, plan.copy(remote, local), pool, deadline_ns, cancelled, true);
+    }
+
+private:
+    std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
+                       const std::optional<Flag>& cancelled, bool writing) const {
+        const FarEnd end{pid_, writing, {pidfd_, cookie_address_, cookie_}};
+        return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
+            return execute_process(copy, per_pair, end, pool, stop);
+        });
+    }
+
+    pid_t pid_;
+    int pidfd_;
+    std::uint64_t cookie_address_;
+    std::string cookie_;
+};
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
     const std::string bytes = peek_process(pid, address, nbytes);
@@ -96,8 +129,14 @@ NB_MODULE(_native, m) {
     bind_counts(m);
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
-          "cancelled"_a.noconvert() = nb::none(), "pid"_a = nb::none(), "write"_a = false,
-          "cookie_address"_a = 0, "cookie"_a = nb::bytes("", 0));
+          "cancelled"_a.noconvert() = nb::none());
+    nb::class_<ProcessMemory>(m, "ProcessMemory", nb::is_final())
+        .def(nb::init<int, int, std::uint64_t, nb::bytes>(), "pid"_a, "pidfd"_a = -1, "cookie_address"_a = 0,
+             "cookie"_a = nb::bytes("", 0))
+        .def("read", &ProcessMemory::read, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
+             "cancelled"_a.noconvert() = nb::none())
+        .def("write", &ProcessMemory::write, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
+             "cancelled"_a.noconvert() = nb::none());
     nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)

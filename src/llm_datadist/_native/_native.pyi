@@ -244,11 +244,46 @@ def execute(
     pool: CopyPool | None,
     deadline_ns: int,
     cancelled: bytearray | None = None,
-    pid: int | None = None,
-    write: bool = False,
-    cookie_address: int = 0,
-    cookie: bytes = b"",
 ) -> int: ...
+
+@final
+class ProcessMemory:
+    """The memory of process ``pid`` of this host, by its addresses there, moved by system calls.
+
+    What proves that it is that process: ``pidfd``, readable once it has ended and kept open by the caller, and
+    ``cookie``, at most 16 bytes that no other address space shows at ``cookie_address``. -1 and empty: not looked at.
+    """
+
+    def __init__(self, pid: int, pidfd: int = -1, cookie_address: int = 0, cookie: bytes = b"") -> None: ...
+    def read(
+        self,
+        plan: Plan,
+        local: TensorList,
+        remote: TensorList,
+        pool: CopyPool | None,
+        deadline_ns: int,
+        cancelled: bytearray | None = None,
+    ) -> int:
+        """Move the bytes of ``plan`` from ``remote``, of that process, to ``local``. Otherwise as ``execute``.
+
+        The two ends must not overlap in memory that the processes share.
+
+        OSError: the kernel refused; the destination is undefined. ProcessLookupError: there is no such process any
+        more, or it shows another cookie, as after exec; PermissionError: it may not be touched; errno.EFAULT: an end is
+        not mapped that way. ParamError as ``execute``: nothing is written.
+        """
+
+    def write(
+        self,
+        plan: Plan,
+        local: TensorList,
+        remote: TensorList,
+        pool: CopyPool | None,
+        deadline_ns: int,
+        cancelled: bytearray | None = None,
+    ) -> int:
+        """Move the bytes of ``plan`` from ``local`` to ``remote``; as ``read``."""
+
 def load_generation(address: int) -> int:
     """Return the uint64 at ``address``, after every load made before: bytes copied until now are judged by it.
 

@@ -19,6 +19,7 @@
 #include "chunks.hpp"
 #include "ends.hpp"
 #include "error.hpp"
+#include "fd.hpp"
 #include "pool.hpp"
 
 namespace datadist {
@@ -75,19 +76,20 @@ private:
     std::size_t end_ = 1;
 };
 
-// What only one address space has, and where. Empty: nothing is known of it.
-struct Cookie {
-    static constexpr std::size_t max_bytes = 16;
+// What only one process has: a pidfd that ends with it, and bytes in its address space. -1 and empty: not known.
+struct ProcessProof {
+    static constexpr std::size_t max_cookie_bytes = 16;
 
-    std::uint64_t address = 0;
-    std::string_view bytes;
+    int pidfd = -1;
+    std::uint64_t cookie_address = 0;
+    std::string_view cookie{};
 };
 
 // The process at the far end, and which end it is: the destination when writing.
 struct FarEnd {
     pid_t pid;
     bool writing;
-    Cookie cookie{};
+    ProcessProof proof{};
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
@@ -99,22 +101,27 @@ struct FarEnd {
     // Reads the cookie with the bytes: the kernel looks up the address space once a call. After exec a pid, and its
     // pidfd, have another one. ESRCH: this is not the address space of the cookie.
     ssize_t read(Ranges& near, Ranges& far) const {
-        std::array<char, Cookie::max_bytes> found;
-        const std::size_t bytes = cookie.bytes.size();
-        const iovec here{found.data(), bytes}, there{reinterpret_cast<void*>(cookie.address), bytes};
+        std::array<char, ProcessProof::max_cookie_bytes> found;
+        const std::size_t bytes = proof.cookie.size();
+        const iovec here{found.data(), bytes}, there{reinterpret_cast<void*>(proof.cookie_address), bytes};
         const ssize_t moved =
             process_vm_readv(pid, near.data_behind(here), near.size() + 1, far.data_behind(there), far.size() + 1, 0);
         if (moved < 0) return moved;
-        if (static_cast<std::size_t>(moved) >= bytes && std::memcmp(found.data(), cookie.bytes.data(), bytes) == 0)
+        if (static_cast<std::size_t>(moved) >= bytes && std::memcmp(found.data(), proof.cookie.data(), bytes) == 0)
             return moved - static_cast<ssize_t>(bytes);
         errno = ESRCH;
         return -1;
     }
 
+    // Throws ProcessError once the process has ended: its pid may be another one's.
+    void check_alive() const {
+        if (readable(proof.pidfd)) throw ProcessError(ESRCH, text("pid ", pid, " has ended"));
+    }
+
     // Throws ProcessError unless the address space shows the cookie.
-    void check() const {
+    void check_cookie() const {
         Ranges near, far;
-        if (!cookie.bytes.empty() && read(near, far) < 0)
+        if (!proof.cookie.empty() && read(near, far) < 0)
             throw ProcessError(errno, text("pid ", pid, " does not show its cookie: ",
                                            std::system_category().message(errno)));
     }
@@ -191,18 +198,24 @@ struct ProcessCarriers {
 
 // Moves a checked plan whose far end has addresses in another process; the memory of the two ends must not overlap.
 // Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError. The kernel
-// cannot compare while it writes: the cookie is read before the first byte is written, and after the last.
+// cannot compare while it writes: that it writes to the right process is seen before the first byte and after the last.
 inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
                                      const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
-    if (end.writing) end.check();
+    const auto check_writing = [&end] {
+        if (!end.writing) return;
+        end.check_alive();
+        end.check_cookie();
+    };
+    check_writing();
     const std::uint64_t done =
         copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
     failure.raise_if_told(end);
-    if (end.writing) end.check();
+    check_writing();
+    end.check_alive();
     return done;
 }
 

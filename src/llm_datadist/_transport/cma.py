@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
-from llm_datadist._native import ProcessMemory, execute_process, peek_process
+from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
 from llm_datadist._transport.connection import Capabilities, Transfer, Window
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
@@ -27,6 +27,8 @@ class CmaConnection(SameHostConnection):
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)
+        # A process that got the pid again is noticed by the pidfd; exec, of which that does not tell, by the cookie.
+        self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie)
         super().__init__(peer)
 
     def _window(self, region: int) -> Window | None:
@@ -35,22 +37,15 @@ class CmaConnection(SameHostConnection):
         return self._private
 
     def _move(self, transfer: Transfer) -> None:
-        plan, deadline, peer = transfer.plan, transfer.deadline, self._peer
-        # Before, because a process that got the pid again must not be written. After, because reading from that
-        # process is no error to the kernel. Exec, of which the pidfd does not tell, is noticed by the cookie.
-        self._check_alive(transfer.what)
-        memory = ProcessMemory(peer.pid, transfer.remote, transfer.write, peer.cookie_address, peer.cookie)
+        plan, deadline, memory = transfer.plan, transfer.deadline, self._memory
+        local, remote, until_ns = transfer.local.native, transfer.remote.native, min(deadline.expires_ns, NO_DEADLINE)
+        move = memory.write if transfer.write else memory.read
         try:
-            done = execute_process(plan, transfer.local, memory, transfer.pool, deadline.expires_ns, deadline.cancelled)
+            done = move(plan, local, remote, transfer.pool, until_ns, deadline.cancelled)
         except OSError as error:
             raise self._failure(transfer.what, error) from error
-        self._check_alive(transfer.what)
         if done < plan.nbytes:
             raise transfer.timeout(done)
-
-    def _check_alive(self, what: str) -> None:
-        if not self._peer.alive():
-            raise PeerLost(f"{what}: the peer process {self._peer.pid} has ended", phase="copy")
 
     def _failure(self, what: str, error: OSError) -> LLMException:
         """Return what to raise for a refusal of the kernel."""
@@ -71,12 +66,11 @@ def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
     if not 0 < cookie_address <= ADDRESS_SPACE - len(cookie):
         return f"the peer told an impossible address of its cookie: {cookie_address}"
     try:
-        found = peek_process(peer.pid, cookie_address, len(cookie))
+        same = peek_process(peer.pid, cookie_address, len(cookie)) == cookie
+        reason = None if same else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
     except OSError as error:
-        return _refusal(peer, error)
-    if not peer.alive():
-        return f"the peer process {peer.pid} has ended"
-    return None if found == cookie else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
+        reason = _refusal(peer, error)
+    return reason if peer.alive() else f"the peer process {peer.pid} has ended"
 
 
 def _refusal(peer: PeerMemory, error: OSError) -> str:
