@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -63,6 +64,16 @@ def test_a_thread_that_must_not_wait_leaves_large_unmappings_to_another_one(kern
 def test_every_other_thread_unmaps_by_itself(kernel: _Kernel) -> None:
     _drop(LARGE)
     assert kernel.threads == [threading.get_native_id()]
+
+
+@pytest.mark.parametrize("nbytes", [unmap._SMALL_BYTES, unmap._SMALL_SPARSE_BYTES])
+def test_a_thread_that_must_not_wait_unmaps_what_is_small_by_itself(kernel: _Kernel, nbytes: int) -> None:
+    owner = SharedSegment.create("x", nbytes, peers_may_write=True)
+    peer = SharedSegment.attach(os.dup(owner.fd), nbytes, writable=False, sparse=nbytes > unmap._SMALL_BYTES)
+    with unmap.never_wait_here():
+        peer.close()
+    assert kernel.threads == [threading.get_native_id()]
+    owner.close()
 
 
 def test_without_a_thread_left_the_caller_unmaps(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

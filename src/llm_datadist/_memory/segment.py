@@ -124,14 +124,14 @@ class SharedSegment(Segment):
         return cls(name, mapping, fd)
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int, *, writable: bool) -> Self:
-        """Map a peer's segment; take ``fd`` and close it, also if this raises.
+    def attach(cls, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> Self:
+        """Map a peer's segment; take ``fd`` and close it, also if this raises. ``sparse``: as of :func:`unmap`.
 
         ProtocolError: it is no memfd of exactly that size, sealed against resizing, or refuses this kind of mapping.
         """
         try:
             _check_attachable(fd, nbytes)
-            mapping = Mapping(fd, nbytes, writable=writable)
+            mapping = Mapping(fd, nbytes, writable=writable, sparse=sparse)
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 raise _creation_error(f"fd {fd} of a peer", nbytes, error) from error
@@ -254,7 +254,7 @@ class Mapping(AddressRange):
 
     __slots__ = ()
 
-    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
@@ -262,4 +262,4 @@ class Mapping(AddressRange):
             raise OSError(code, os.strerror(code))
         super().__init__(address, nbytes, writable=writable)
         # At exit the kernel unmaps; doing it earlier would pull memory from under other exit handlers.
-        weakref.finalize(self, unmap, address, nbytes).atexit = False
+        weakref.finalize(self, unmap, address, nbytes, sparse=sparse).atexit = False

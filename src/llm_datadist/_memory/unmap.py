@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What takes the kernel less than a millisecond.
+#: What takes the kernel less than a millisecond: of memory whose every page was touched, and of a guard table, in which
+#: an end touches the pages of those guards that it compares.
 _SMALL_BYTES: Final = 16 << 20
+_SMALL_SPARSE_BYTES: Final = 64 << 20
 
 # CDLL releases the interpreter lock during the call.
 _libc = ctypes.CDLL(None)
@@ -40,9 +42,9 @@ def never_wait_here() -> Iterator[None]:
         _must_not_wait.discard(threading.get_ident())
 
 
-def unmap(address: int, nbytes: int) -> None:
-    """Unmap memory, soon if the calling thread must not wait, else now."""
-    if nbytes <= _SMALL_BYTES or threading.get_ident() not in _must_not_wait:
+def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
+    """Unmap memory, soon if the calling thread must not wait, else now. ``sparse``: few of its pages are touched."""
+    if nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES) or threading.get_ident() not in _must_not_wait:
         _libc.munmap(address, nbytes)
         return
     try:

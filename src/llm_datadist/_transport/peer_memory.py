@@ -199,7 +199,7 @@ def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer
             f"{len(hello.regions)} regions"
         )
     with ExitStack() as undo:
-        guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False))
+        guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False, sparse=True))
         writers = undo.enter_context(_attach(packet, "writers", WRITER_PAGE_BYTES, writable=True))
         regions = {
             described.region: undo.enter_context(
@@ -214,9 +214,9 @@ def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer
         return PeerMemory(hello, guards, regions, process, IntentWriter(writers.view()), offer.take_page())
 
 
-def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool) -> SharedSegment:
+def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool, sparse: bool = False) -> SharedSegment:
     try:
-        return SharedSegment.attach(packet.take(), nbytes, writable=writable)
+        return SharedSegment.attach(packet.take(), nbytes, writable=writable, sparse=sparse)
     except LLMException as error:
         raise LinkRefused(f"same-host peer: its memory {name!r} is not acceptable: {error}") from error
 
