@@ -202,7 +202,7 @@ class Channel:
 
     def _begin_flush(self) -> None:
         if self._open:
-            self._control.loop.add_writer(self._socket, self._flush)
+            self._control.loop.add_writer(self._socket.fileno(), self._flush)
 
     def _flush(self) -> None:
         with self._lock:
@@ -210,7 +210,7 @@ class Channel:
             del self._backlog[:sent]
             self._flushing = bool(self._backlog)
         if not self._flushing:
-            self._control.loop.remove_writer(self._socket)
+            self._control.loop.remove_writer(self._socket.fileno())
         if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
             self._dispatch_and_release()
@@ -354,7 +354,7 @@ class Channel:
             self.reason = self.reason or reason
             self._backlog.clear()
         self._control.dismiss(self._watch)
-        self._control.loop.remove_writer(self._socket)
+        self._control.loop.remove_writer(self._socket.fileno())
         # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -134,7 +134,7 @@ class SameHostListener:
             sock.close()
             return
         self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
-        self._running_loop().add_reader(sock, self._receive, sock)
+        self._running_loop().add_reader(sock.fileno(), self._receive, sock)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -185,7 +185,7 @@ class SameHostListener:
         timer = self._pending.pop(sock, None)
         if timer is not None:
             timer.cancel()
-            self._running_loop().remove_reader(sock)
+            self._running_loop().remove_reader(sock.fileno())
         sock.close()
         if reason is not None:
             _log.info("same-host peer dropped: %s", reason)
@@ -204,7 +204,7 @@ class SameHostListener:
             loop.remove_reader(self._socket)
             for sock, timer in self._pending.items():
                 timer.cancel()
-                loop.remove_reader(sock)
+                loop.remove_reader(sock.fileno())
         self._close_descriptors()
         if not self.name.startswith("@"):
             Path(self.name).unlink(missing_ok=True)
