@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import select
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +20,21 @@ from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+def test_a_loop_without_descriptors_is_not_made_and_leaves_nothing_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asyncio's own loop would warn, and fail to close what it has not."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    with pytest.raises(OSError, match="no descriptor"):
+        ControlLoop()
+    gc.collect()
+    assert ignored == []
 
 
 def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(control: ControlLoop) -> None:

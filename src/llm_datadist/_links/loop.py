@@ -89,13 +89,26 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.close()
 
 
+class _EventLoop(asyncio.SelectorEventLoop):
+    """A loop that asks for no close when it could not be made, for want of a descriptor: asyncio's own then fails."""
+
+    _made = False
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        super().__init__(selector)
+        self._made = True
+
+    def is_closed(self) -> bool:
+        return not self._made or super().is_closed()
+
+
 class ControlLoop:
     """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize."""
 
     def __init__(self) -> None:
         selector = _DirectSelector()
         self.serve, self.dismiss = selector.serve, selector.dismiss  # see _DirectSelector
-        self.loop = asyncio.SelectorEventLoop(selector)
+        self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
         self._lock = threading.Lock()

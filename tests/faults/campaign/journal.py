@@ -188,10 +188,6 @@ class Journal:
             self.violation("internal errors", f"{kind}: a peer of ours breaks the protocol: {text}")
 
     def _forgotten(self, where: str, error: BaseException | None) -> None:
-        if isinstance(error, ResourceWarning) and "unclosed event loop" in str(error):
-            # What asyncio leaves where there is no descriptor for a whole one; leaks of any would be found.
-            self.note("event loops left half made")
-            return
         self.violation("untyped errors", f"{where}: {''.join(traceback.format_exception(error))}")
 
     # The thread that looks on
