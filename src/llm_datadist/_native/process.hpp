@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <ios>
 #include <stdexcept>
 #include <string>
@@ -107,7 +106,7 @@ struct FarEnd {
         const ssize_t moved =
             process_vm_readv(pid, near.data_behind(here), near.size() + 1, far.data_behind(there), far.size() + 1, 0);
         if (moved < 0) return moved;
-        if (static_cast<std::size_t>(moved) >= bytes && std::memcmp(found.data(), proof.cookie.data(), bytes) == 0)
+        if (static_cast<std::size_t>(moved) >= bytes && std::string_view(found.data(), bytes) == proof.cookie)
             return moved - static_cast<ssize_t>(bytes);
         errno = ESRCH;
         return -1;
