@@ -24,11 +24,13 @@ class _Kernel:
     def __init__(self, libc: object) -> None:
         self._libc = libc
         self.threads: list[int] = []
+        self.sizes: list[int] = []
         self.go_on = threading.Event()
         self.go_on.set()
 
     def munmap(self, address: int, nbytes: int) -> None:
         self.threads.append(threading.get_native_id())
+        self.sizes.append(nbytes)
         self.go_on.wait(10)
         self._libc.munmap(address, nbytes)  # type: ignore[attr-defined]
 
@@ -56,9 +58,11 @@ def test_a_thread_that_must_not_wait_leaves_large_unmappings_to_another_one(kern
         for _ in range(3):  # returns although the kernel does not
             _drop(LARGE)
     kernel.go_on.set()
-    while len(kernel.threads) < 3:
+    while len(kernel.threads) < 6:
         time.sleep(0.001)
     assert threading.get_native_id() not in kernel.threads
+    # Piece by piece: meanwhile no other thread could map anything.
+    assert sorted(kernel.sizes) == [LARGE - unmap._SMALL_BYTES] * 3 + [unmap._SMALL_BYTES] * 3
 
 
 def test_every_other_thread_unmaps_by_itself(kernel: _Kernel) -> None:

@@ -42,6 +42,12 @@ def never_wait_here() -> Iterator[None]:
         _must_not_wait.discard(threading.get_ident())
 
 
+def _unmap_in_pieces(address: int, nbytes: int) -> None:
+    """Unmap piece by piece: until the kernel has done one, no other thread of the process can map anything."""
+    for begin in range(0, nbytes, _SMALL_BYTES):
+        _libc.munmap(address + begin, min(_SMALL_BYTES, nbytes - begin))
+
+
 def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
     """Unmap memory, soon if the calling thread must not wait, else now. ``sparse``: few of its pages are touched."""
     if nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES) or threading.get_ident() not in _must_not_wait:
@@ -49,6 +55,6 @@ def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
         return
     try:
         # Not a Thread: its start would wait for ever if the new thread found no memory for its first steps.
-        _thread.start_new_thread(_libc.munmap, (address, nbytes))
+        _thread.start_new_thread(_unmap_in_pieces, (address, nbytes))
     except (RuntimeError, MemoryError):  # no thread can be had
         _libc.munmap(address, nbytes)
